@@ -1,0 +1,76 @@
+# Everything needed is set up by the targets themselves, in $(VENV): only
+# Python >= 3.10, make and, for some dependencies, a C compiler must be there.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?= --compare
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+# torch looks for ninja on PATH when DeepSpeed builds an op.
+RUN := PATH="$(BIN):$$PATH"
+STAMP := $(VENV)/.installed
+PIP := "$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt
+
+# Exits 0 where the interpreter can make the environment.
+PYTHON_OK := import sys; sys.exit(sys.version_info < (3, 10))
+
+# A PYTHON that was asked for is used or refused, never replaced.
+ifeq ($(origin PYTHON),file)
+CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3.10
+else
+CANDIDATES := $(PYTHON)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:
+	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
+	@echo "make test    install, then lint, check types and run the tests (PYTEST_ARGS=...)"
+	@echo "make check   install, then lint and check types only"
+	@echo "make clean   remove $(VENV), caches and build output"
+	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
+
+demo: $(STAMP)
+	$(RUN) "$(BIN)/python" examples/lightning_gpt.py $(DEMO_ARGS)
+
+test: check
+	$(RUN) "$(BIN)/python" -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	"$(BIN)/ruff" check
+	"$(BIN)/ruff" format --check
+	"$(BIN)/mypy"
+
+# Keeps an environment that has a good Python and pip, so that a changed pin is
+# only an update. An older pip would run deepspeed's setup.py install instead of
+# building a wheel. torch comes first, and shows its progress: it is large.
+$(STAMP): pyproject.toml constraints.txt
+	@if "$(BIN)/python" -c '$(PYTHON_OK)' 2>/dev/null && "$(BIN)/python" -m pip --version >/dev/null 2>&1; then exit 0; fi; \
+	for python in $(CANDIDATES); do \
+		if ! version=$$("$$python" -c 'import platform; print(platform.python_version())' 2>/dev/null); then \
+			echo "$$python: not found, or does not run" >&2; \
+		elif ! "$$python" -c '$(PYTHON_OK)'; then \
+			echo "$$python: is Python $$version, and 3.10 or newer is needed" >&2; \
+		elif ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+			echo "$$python: is Python $$version without venv (on Debian and Ubuntu: install python3-venv)" >&2; \
+		else \
+			echo "Creating $(VENV) with $$python (Python $$version)"; \
+			exec "$$python" -m venv "$(VENV)"; \
+		fi; \
+	done; \
+	echo "No usable Python was found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
+	exit 1
+	@echo "Installing the tested versions in $(VENV); torch is large, so this can take minutes"
+	@$(PIP) --quiet "pip>=23.2"
+	@$(PIP) torch
+	@$(PIP) --quiet deepspeed
+	@$(PIP) --quiet -e ".[dev]"
+	@touch "$@"
+
+clean:
+	@if [ -d "$(VENV)" ] && [ ! -f "$(VENV)/pyvenv.cfg" ]; then \
+		echo "VENV=$(VENV) is not a virtual environment: not removed" >&2; exit 1; fi
+	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,34 @@
+"""ZeroSync: gradient and parameter synchronisation for DeepSpeed ZeRO-1/2/3, right first, then minimal.
+
+Importing this package loads neither Lightning nor DeepSpeed; each public name loads what it needs when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerosync_strategy.core.attach import ZeroSync, attach
+    from zerosync_strategy.core.config import ZeroSyncConfig
+    from zerosync_strategy.core.report import StepReport
+    from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
+
+__version__ = "0.1.0"
+__all__ = ["StepReport", "ZeroSync", "ZeroSyncConfig", "ZeroSyncStrategy", "__version__", "attach"]
+
+_HOME = {
+    "StepReport": "zerosync_strategy.core.report",
+    "ZeroSync": "zerosync_strategy.core.attach",
+    "ZeroSyncConfig": "zerosync_strategy.core.config",
+    "ZeroSyncStrategy": "zerosync_strategy.lightning",
+    "attach": "zerosync_strategy.core.attach",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The synchronisation itself: torch and DeepSpeed only, no training framework."""

@@ -1,0 +1,28 @@
+"""DeepSpeed on CPU with gloo, without a compiler."""
+
+from __future__ import annotations
+
+
+def prepare_cpu() -> None:
+    """Make DeepSpeed run on CPU in this process. Call it before ``deepspeed.init_distributed`` or ``initialize``.
+
+    DeepSpeed 0.19.8 compiles a shared-memory collective on CPU at every start (35 to 90 s, and a killed run leaves a
+    lock on which later runs hang). Plain gloo needs none of it, so the operator is marked as unavailable.
+
+    Raises:
+        RuntimeError: DeepSpeed's process group exists already, on another accelerator.
+    """
+    import deepspeed.ops
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if get_accelerator().device_name() != "cpu":
+        if comm.is_initialized():
+            raise RuntimeError(
+                f"DeepSpeed already runs on {get_accelerator().device_name()!r} in this process and cannot move to the"
+                " CPU. Call prepare_cpu() before the process group is made, or set DS_ACCELERATOR=cpu."
+            )
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())

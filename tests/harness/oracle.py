@@ -1,0 +1,72 @@
+"""The oracle: plain torch in one process on the global batch, and how to compare with it."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class Oracle:
+    """Data-parallel training of `module` by its definition: local gradients per rank, their mean, one step.
+
+    A parameter without a gradient is stepped with zeros, because ZeRO steps flat partitions.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int = 2) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.ranks: list[list[torch.Tensor | None]] = [[None] * len(self.parameters) for _ in range(world_size)]
+
+    def backward(self, loss_of: Callable[[int], torch.Tensor]) -> None:
+        """One backward on every rank; `loss_of(rank)` is that rank's loss."""
+        for rank in range(len(self.ranks)):
+            self.backward_on(rank, loss_of(rank))
+
+    def backward_on(self, rank: int, loss: torch.Tensor) -> None:
+        for param, grad in zip(self.parameters, self.ranks[rank], strict=True):
+            param.grad = grad
+        loss.backward()
+        self.ranks[rank] = [param.grad for param in self.parameters]
+
+    def zero_grad(self) -> None:
+        self.ranks = [[None] * len(self.parameters) for _ in self.ranks]
+
+    def step(self, clip: float = 0.0) -> None:
+        for param, *grads in zip(self.parameters, *self.ranks, strict=True):
+            total = torch.zeros_like(param)
+            for grad in grads:
+                if grad is not None:
+                    total += grad
+            param.grad = total / len(grads)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, clip)
+        self.optimizer.step()
+        self.zero_grad()
+
+
+def full_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every parameter in full and in fp32; under ZeRO-3 they are gathered. A collective call there."""
+    import deepspeed
+
+    full = {}
+    for name, param in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            full[name] = param.detach().clone().float()
+    return full
+
+
+def distance(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any element; the two must name the same parameters."""
+    assert ours.keys() == oracle.keys(), ours.keys() ^ oracle.keys()
+    return max(_max(ours[name] - oracle[name]) for name in ours)
+
+
+def _max(difference: torch.Tensor) -> float:
+    assert torch.isfinite(difference).all()
+    return difference.abs().max().item() if difference.numel() else 0.0
+
+
+def pairs(items: Iterable[int], size: int) -> list[list[int]]:
+    """`items` in runs of `size`."""
+    listed = list(items)
+    return [listed[i : i + size] for i in range(0, len(listed), size)]

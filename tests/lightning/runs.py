@@ -1,0 +1,155 @@
+"""A small LightningModule, its data, and one way to run it: what every Lightning test shares."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tests.harness.oracle import Oracle, full_parameters
+
+WORLD = 2
+MICRO = 2  # samples per rank and batch
+
+
+class Data(Dataset):
+    """Batch `b` of rank `r` is samples `MICRO * (WORLD * b + r)` onwards."""
+
+    def __init__(self, batches: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(64 * WORLD * MICRO, 16, generator=generator)[: batches * WORLD * MICRO]
+        self.y = torch.randn(64 * WORLD * MICRO, 4, generator=generator)[: batches * WORLD * MICRO]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+    def batch(self, batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = MICRO * (WORLD * batch + rank)
+        return self.x[start : start + MICRO], self.y[start : start + MICRO]
+
+    def loader(self) -> DataLoader:
+        return DataLoader(self, batch_size=MICRO, sampler=_RankSampler(len(self) // (WORLD * MICRO)))
+
+
+class _RankSampler(Sampler):
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        rank = int(os.environ["RANK"])
+        for batch in range(self.batches):
+            yield from range(MICRO * (WORLD * batch + rank), MICRO * (WORLD * batch + rank + 1))
+
+    def __len__(self) -> int:
+        return self.batches * MICRO
+
+
+def network() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def loss_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(net(batch[0]).float(), batch[1].float())
+
+
+class Module(LightningModule):
+    """Automatic optimization; tests subclass it for anything else."""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
+        super().__init__()
+        self.net = network()
+        self.make_optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = loss_of(self.net, batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.net, batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class Recorder(Callback):
+    """What a run left: full parameters, reports of every step, and the counts that must agree."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.reports: list[Any] = []
+        self.steps: list[tuple[int, int]] = []  # (Lightning's global step, the engine's) after each batch
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        zerosync = getattr(trainer.strategy, "zerosync", None)
+        if zerosync is not None and zerosync.report is not None and zerosync.report not in self.reports:
+            self.reports.append(zerosync.report)
+        self.steps.append((trainer.global_step, trainer.strategy.deepspeed_engine.global_steps))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.parameters = {name.removeprefix("net."): p for name, p in full_parameters(pl_module).items()}
+
+
+def make_trainer(strategy: Any, callbacks: list[Any] | None = None, **options: Any) -> Trainer:
+    """A quiet CPU Trainer over the ranks of this job."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+    defaults: dict[str, Any] = dict(
+        accelerator="cpu", devices=WORLD, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+    )  # fmt: skip
+    return Trainer(strategy=strategy, callbacks=callbacks, **{**defaults, **options})
+
+
+def fit(module: LightningModule, strategy: Any, batches: int = 12, **options: Any) -> tuple[Recorder, Trainer]:
+    """Train `module` and return what was recorded."""
+    recorder = Recorder()
+    trainer = make_trainer(strategy, [recorder, *options.pop("callbacks", [])], **options)
+    data = Data(batches)
+    trainer.fit(module, data.loader(), data.loader())
+    return recorder, trainer
+
+
+def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:
+    net = network()
+    return Oracle(net, optimizer(net.parameters()), WORLD)
+
+
+def accumulate(
+    oracle: Oracle, batches: int, every: int | Callable[[int], int], epochs: int = 1, clip: float = 0.0,
+    after_step: Callable[[], None] = lambda: None, after_epoch: Callable[[], None] = lambda: None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Lightning's automatic optimization: a step every so many batches, and one for the tail of each epoch."""
+    data = Data(batches)
+    for epoch in range(epochs):
+        n = every(epoch) if callable(every) else every
+        for batch in range(batches):
+            oracle.backward(lambda rank, batch=batch, n=n: loss_of(oracle.module, data.batch(batch, rank)) / n)
+            if (batch + 1) % n == 0 or batch + 1 == batches:
+                oracle.step(clip)
+                after_step()
+        after_epoch()
+    return full_parameters(oracle.module)
