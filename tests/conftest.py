@@ -17,6 +17,7 @@ if os.environ.get("ZEROSYNC_TEST_CUDA") != "1":
 import logging
 
 import deepspeed  # noqa: F401
+import pytest
 import torch
 
 with contextlib.suppress(ImportError):
@@ -24,3 +25,14 @@ with contextlib.suppress(ImportError):
 
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stock", action="store_true", help="run the Lightning tests on Lightning's own DeepSpeed strategy instead"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--stock"):
+        os.environ["ZEROSYNC_TEST_STOCK"] = "1"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tests.harness.oracle import Oracle, full_parameters
+from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy, ZeroSyncStrategy
 
 WORLD = 2
 MICRO = 2  # samples per rank and batch
@@ -21,6 +22,7 @@ class Data(Dataset):
     """Batch `b` of rank `r` is samples `MICRO * (WORLD * b + r)` onwards."""
 
     def __init__(self, batches: int) -> None:
+        self.batches = batches
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(64 * WORLD * MICRO, 16, generator=generator)[: batches * WORLD * MICRO]
         self.y = torch.randn(64 * WORLD * MICRO, 4, generator=generator)[: batches * WORLD * MICRO]
@@ -36,7 +38,7 @@ class Data(Dataset):
         return self.x[start : start + MICRO], self.y[start : start + MICRO]
 
     def loader(self) -> DataLoader:
-        return DataLoader(self, batch_size=MICRO, sampler=_RankSampler(len(self) // (WORLD * MICRO)))
+        return DataLoader(self, batch_size=MICRO, sampler=_RankSampler(self.batches))
 
 
 class _RankSampler(Sampler):
@@ -124,13 +126,20 @@ def make_trainer(strategy: Any, callbacks: list[Any] | None = None, **options: A
     return Trainer(strategy=strategy, callbacks=callbacks, **{**defaults, **options})
 
 
-def fit(module: LightningModule, strategy: Any, batches: int = 12, **options: Any) -> tuple[Recorder, Trainer]:
+def fit(module: LightningModule, strategy_: Any, batches: int = 12, **options: Any) -> tuple[Recorder, Trainer]:
     """Train `module` and return what was recorded."""
     recorder = Recorder()
-    trainer = make_trainer(strategy, [recorder, *options.pop("callbacks", [])], **options)
+    trainer = make_trainer(strategy_, [recorder, *options.pop("callbacks", [])], **options)
     data = Data(batches)
     trainer.fit(module, data.loader(), data.loader())
     return recorder, trainer
+
+
+def strategy(stage: int, **options: Any) -> Any:
+    """The strategy under test: ours, or with `pytest --stock` Lightning's own, to show what the tests find there."""
+    if os.environ.get("ZEROSYNC_TEST_STOCK"):
+        return DeepSpeedAnyDeviceStrategy(stage=stage, **options)
+    return ZeroSyncStrategy(stage=stage, **options)
 
 
 def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:

@@ -1,0 +1,215 @@
+"""Automatic optimization equals plain torch, with one reduction per optimizer step (W1, W2)."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from tests.lightning.runs import Data, Module, accumulate, adamw, fit, loss_of, network, oracle, sgd, strategy
+
+# The clipping coefficient is computed from partial norms in another order than torch's: equal up to rounding.
+ROUNDING = 2e-6
+
+
+def assert_one_reduction_per_step(recorder: Any) -> None:
+    assert all(lightning == engine for lightning, engine in recorder.steps), recorder.steps
+    assert [report.reductions for report in recorder.reports] == [1] * len(recorder.reports)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_with_the_tail_over_epochs(stage: int, optimizer: Any) -> None:
+    def run() -> Any:
+        recorder, trainer = fit(Module(optimizer), strategy(stage), 10, accumulate_grad_batches=4, max_epochs=2)
+        assert_one_reduction_per_step(recorder)
+        assert [report.backwards for report in recorder.reports] == [4, 4, 2, 4, 4, 2]
+        return distance(recorder.parameters, accumulate(oracle(optimizer), 10, 4, epochs=2)), trainer.global_step
+
+    assert run_ranks(run) == [(0.0, 6), (0.0, 6)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_scheduler(stage: int) -> None:
+    def run() -> float:
+        scheduler = GradientAccumulationScheduler({0: 2, 1: 4})
+        recorder, _ = fit(Module(), strategy(stage), 8, callbacks=[scheduler], max_epochs=3)
+        assert_one_reduction_per_step(recorder)
+        assert type(scheduler) is GradientAccumulationScheduler  # given back as it was
+        return distance(recorder.parameters, accumulate(oracle(), 8, lambda epoch: 4 if epoch else 2, epochs=3))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_by_norm(stage: int) -> None:
+    def run() -> Any:
+        recorder, _ = fit(Module(), strategy(stage), accumulate_grad_batches=4, gradient_clip_val=0.05)
+        unclipped = distance(recorder.parameters, accumulate(oracle(), 12, 4))
+        return distance(recorder.parameters, accumulate(oracle(), 12, 4, clip=0.05)), unclipped
+
+    clipped, unclipped = run_ranks(run)[0]
+    assert clipped < ROUNDING < 1e-3 < unclipped
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
+    class OwnClipping(Module):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            # The first step only: clipping must not outlive the step it was asked for.
+            if self.trainer.global_step == 0:
+                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    def run() -> float:
+        recorder, _ = fit(OwnClipping(), strategy(stage), 8, accumulate_grad_batches=4)
+        plain, data = oracle(), Data(8)
+        for batch in range(8):
+            plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)) / 4)
+            if batch % 4 == 3:
+                plain.step(clip=0.05 if batch == 3 else 0.0)
+        return distance(recorder.parameters, full_parameters(plain.module))
+
+    assert max(run_ranks(run)) < ROUNDING
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_validation_in_mid_window(stage: int) -> None:
+    def run() -> float:
+        recorder, _ = fit(Module(adamw), strategy(stage), accumulate_grad_batches=4, val_check_interval=3)
+        assert_one_reduction_per_step(recorder)
+        return distance(recorder.parameters, accumulate(oracle(adamw), 12, 4))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch", "plateau"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_learning_rate_schedulers(stage: int, interval: str) -> None:
+    def make(optimizer: Any) -> Any:
+        if interval == "plateau":
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=10.0)
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self.parameters())
+            config = {"scheduler": make(optimizer), "interval": "step" if interval == "step" else "epoch"}
+            return {"optimizer": optimizer, "lr_scheduler": config | {"monitor": "val_loss"}}
+
+    def run() -> Any:
+        recorder, trainer = fit(Scheduled(), strategy(stage), 10, accumulate_grad_batches=4, max_epochs=4)
+        plain = oracle()
+        scheduler = make(plain.optimizer)
+        step = {"after_step": scheduler.step} if interval == "step" else {"after_epoch": scheduler.step}
+        if interval == "plateau":
+            step = {"after_epoch": lambda: scheduler.step(1.0)}  # never an improvement, as the threshold has it
+        expected = accumulate(plain, 10, 4, epochs=4, **step)
+        assert trainer.optimizers[0].param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] < 0.5
+        return distance(recorder.parameters, expected)
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fit_twice(stage: int) -> None:
+    def run() -> float:
+        module = Module(adamw)
+        recorder, trainer = fit(module, strategy(stage), 10, accumulate_grad_batches=4)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, Data(10).loader())
+        plain = oracle(adamw)
+        accumulate(plain, 10, 4)
+        plain.optimizer = adamw(plain.module.parameters())  # Lightning configures optimizers anew
+        return distance(recorder.parameters, accumulate(plain, 10, 4))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+class Odd(nn.Module):
+    """Frozen, tied, and on some batches unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.sometimes = nn.Linear(16, 4)
+        self.never = nn.Linear(16, 4)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, batch: int) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(torch.tanh(self.tied(torch.tanh(self.first(x))))))
+        # Whole windows of two batches pass without `sometimes`.
+        return self.last(hidden) + (self.sometimes(hidden) if batch % 4 == 1 else 0.0)
+
+
+class OddModule(Module):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.net = Odd()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.mse_loss(self.net(batch[0], batch_idx), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_tied_and_unused_parameters(stage: int, optimizer: Any) -> None:
+    def run() -> float:
+        recorder, _ = fit(OddModule(optimizer), strategy(stage), 12, accumulate_grad_batches=2)
+        assert_one_reduction_per_step(recorder)
+        net, data = Odd(), Data(12)
+        plain = Oracle(net, optimizer([p for p in net.parameters() if p.requires_grad]))
+        for batch in range(12):
+
+            def loss(rank: int, batch: int = batch) -> torch.Tensor:
+                x, y = data.batch(batch, rank)
+                return nn.functional.mse_loss(net(x, batch), y) / 2
+
+            plain.backward(loss)
+            if batch % 2:
+                plain.step()
+        return distance(recorder.parameters, full_parameters(net))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_configure_model_under_stage_3() -> None:
+    class Late(Module):
+        def __init__(self) -> None:
+            super().__init__(adamw)
+            del self.net
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = network()
+                assert self.net[0].weight.numel() == 0  # partitioned as it was made
+
+    def run() -> float:
+        recorder, _ = fit(Late(), strategy(3), accumulate_grad_batches=4)
+        return distance(recorder.parameters, accumulate(oracle(adamw), 12, 4))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16(stage: int, precision: str) -> None:
+    """bf16 has 8 bits of mantissa: parameters of size 1 that move by 0.5 stay within 2 % of the fp32 oracle."""
+
+    def run() -> Any:
+        recorder, _ = fit(Module(), strategy(stage), accumulate_grad_batches=4, precision=precision)
+        assert_one_reduction_per_step(recorder)
+        start = full_parameters(network())
+        return distance(recorder.parameters, accumulate(oracle(), 12, 4)), distance(recorder.parameters, start)
+
+    error, moved = run_ranks(run)[0]
+    assert error < 0.02 < 0.1 < moved

@@ -1,0 +1,163 @@
+"""Checkpoints: resume continues bit for bit, a checkpoint in mid-window says what it leaves out (W5)."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from tests.lightning.runs import (
+    MICRO,
+    Data,
+    Module,
+    Recorder,
+    _RankSampler,
+    accumulate,
+    adamw,
+    fit,
+    loss_of,
+    make_trainer,
+    oracle,
+    strategy,
+)
+
+
+class PositionedLoader(DataLoader):
+    """A loader with a position to save and restore; Lightning finds it by these two methods."""
+
+    def __init__(self, data: Data) -> None:
+        self.position = 0
+        super().__init__(data, batch_size=MICRO, sampler=_RankSampler(data.batches))
+
+    def __iter__(self) -> Any:
+        start = self.position % len(self)
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self.position = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Scheduled(Module):
+    def __init__(self) -> None:
+        super().__init__(adamw)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class SaveAfter(Callback):
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+        self.warnings: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == self.batch:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.save_checkpoint(self.path)
+            self.warnings = [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_is_bit_identical_to_the_uninterrupted_run(stage: int, tmp_path: Path) -> None:
+    def run() -> Any:
+        data = Data(10)
+
+        def train(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
+            recorder = Recorder()
+            trainer = make_trainer(strategy(stage), [recorder, *callbacks], accumulate_grad_batches=4, max_epochs=2)
+            trainer.fit(Scheduled(), PositionedLoader(data), **options)
+            return recorder, trainer
+
+        save = SaveAfter(7, tmp_path / "mid")
+        whole, trainer = train(save)
+        assert not [text for text in save.warnings if "backward(s)" in text]
+        resumed, second = train(ckpt_path=tmp_path / "mid")
+        assert len(resumed.reports) == len(whole.reports) - 2 and len(resumed.steps) == len(whole.steps) - 8
+        assert all(lightning == engine for lightning, engine in resumed.steps)
+        assert second.global_step == trainer.global_step == 6
+        assert second.optimizers[0].param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"]
+        return distance(resumed.parameters, whole.parameters)
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoint_in_mid_window(stage: int, tmp_path: Path) -> None:
+    """The run goes on exactly; the checkpoint holds the last step, and says on saving what it leaves out."""
+
+    def run() -> Any:
+        save = SaveAfter(5, tmp_path / "mid")
+        recorder, _ = fit(Module(), strategy(stage), 8, callbacks=[save], accumulate_grad_batches=4)
+        trainer = make_trainer(strategy(stage), [at := AtStart()], accumulate_grad_batches=4)
+        trainer.fit(Module(), PositionedLoader(Data(8)), ckpt_path=tmp_path / "mid")
+        plain = oracle()
+        first_step = accumulate(plain, 4, 4)
+        texts = [text for text in save.warnings if "2 backward(s)" in text and "not in the checkpoint" in text]
+        return distance(recorder.parameters, accumulate(oracle(), 8, 4)), distance(at.parameters, first_step), len(texts)
+
+    assert run_ranks(run) == [(0.0, 0.0, 1), (0.0, 0.0, 0)]
+
+
+class AtStart(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.parameters = {name.removeprefix("net."): p for name, p in full_parameters(pl_module).items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
+    def run() -> Any:
+        checkpoint = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=2, save_last=True)
+        stop = EarlyStopping("val_loss", patience=1, min_delta=10.0)  # nothing improves by that much: ends early
+        recorder, trainer = fit(
+            Scheduled(), strategy(stage), 8, callbacks=[checkpoint, stop, LearningRateMonitor("step")],
+            accumulate_grad_batches=4, max_epochs=5, enable_checkpointing=True, log_every_n_steps=1,
+            logger=CSVLogger(tmp_path / "logs"),
+        )  # fmt: skip
+        assert trainer.current_epoch == 2 and trainer.global_step == 4
+        return Path(checkpoint.best_model_path).is_dir(), (tmp_path / "best" / "last.ckpt").exists()
+
+    assert run_ranks(run)[0] == (True, True)
+    text = next((tmp_path / "logs").rglob("metrics.csv")).read_text()
+    assert "lr-AdamW" in text and "0.0034299" in text  # 0.01 * 0.7 ** 3, at the fourth step
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_validate_test_predict_before_between_and_after(stage: int) -> None:
+    def run() -> float:
+        module, data, recorder = Module(), Data(4), Recorder()
+        trainer = make_trainer(strategy(stage), [recorder])
+        (before,) = trainer.validate(module, data.loader())
+        trainer.fit(module, data.loader())
+        (after,) = trainer.test(module, data.loader())
+        predictions = trainer.predict(module, data.loader())
+        plain = oracle()
+        accumulate(plain, 4, 1)
+
+        def mean_loss(net: Any) -> torch.Tensor:
+            return torch.stack([loss_of(net, data.batch(b, r)) for b in range(4) for r in range(2)]).mean()
+
+        torch.testing.assert_close(torch.tensor(before["val_loss"]), mean_loss(oracle().module))
+        torch.testing.assert_close(torch.tensor(after["test_loss"]), mean_loss(plain.module))
+        expected = [plain.module(data.batch(b, trainer.global_rank)[0]) for b in range(4)]
+        torch.testing.assert_close(predictions, expected)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, data.loader())
+        return distance(recorder.parameters, accumulate(plain, 4, 1))
+
+    assert run_ranks(run) == [0.0, 0.0]

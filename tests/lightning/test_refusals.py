@@ -1,0 +1,137 @@
+"""What would be wrong is refused, with an error that names the option and the remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.harness.ranks import run_ranks
+from tests.lightning.runs import Data, Module, make_trainer
+from zerosync_strategy import ZeroSyncStrategy
+from zerosync_strategy.lightning.registry import register
+
+
+@pytest.mark.parametrize("stage", [0, 4, True, "3"])
+def test_stage(stage: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="stage 1, 2 or 3, got stage="):
+        ZeroSyncStrategy(stage=stage)
+
+
+def test_configuration(tmp_path: Path) -> None:
+    given = {"zero_optimization": {"stage": 2}, "zerosync": {"coalesce": False}}
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(given))
+    for config in (given, path, str(path)):
+        strategy = ZeroSyncStrategy(config=config)
+        assert strategy.stage == 2 and strategy.zerosync_config.coalesce is False
+        assert "zerosync" not in strategy.config
+    assert given == {"zero_optimization": {"stage": 2}, "zerosync": {"coalesce": False}}
+
+    with pytest.raises(MisconfigurationException, match=r"stage=3, but .* stage 2"):
+        ZeroSyncStrategy(stage=3, config=given)
+    with pytest.raises(MisconfigurationException, match=r"config\['zero_optimization'\]\['stage'\]=0"):
+        ZeroSyncStrategy(config={"zero_optimization": {"stage": 0}})
+    with pytest.raises(MisconfigurationException, match=r"config= and also reduce_bucket_size"):
+        ZeroSyncStrategy(config=given, reduce_bucket_size=10)
+    with pytest.raises(ValueError, match=r"'coalesce' is False in the 'zerosync' block and True"):
+        ZeroSyncStrategy(config=given, coalesce=True)
+    with pytest.raises(ValueError, match=r"Unknown ZeroSync option 'coalesced'.* Did you mean 'coalesce'"):
+        ZeroSyncStrategy(config={**given, "zerosync": {"coalesced": True}})
+    with pytest.raises(TypeError, match=r"'zerosync' block .* takes a mapping, got 3"):
+        ZeroSyncStrategy(config={**given, "zerosync": 3})
+
+
+def test_options() -> None:
+    with pytest.raises(TypeError, match=r"unknown option 'reduce_bucket'.* Did you mean 'reduce_bucket_size'"):
+        ZeroSyncStrategy(stage=2, reduce_bucket=10)
+    with pytest.raises(TypeError, match=r"'coalesce' takes True or False, got 1"):
+        ZeroSyncStrategy(stage=2, coalesce=1)
+    strategy = ZeroSyncStrategy(stage=2, reduce_bucket_size=10, coalesce=False)
+    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 10
+
+
+def test_names_are_registered() -> None:
+    assert StrategyRegistry.get("zerosync").stage == 3
+    assert [StrategyRegistry.get(f"zerosync_stage_{stage}").stage for stage in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_trainer_of_the_other_package() -> None:
+    import pytorch_lightning as other
+
+    with pytest.raises(ValueError, match=r"pytorch_lightning` cannot run it. Use `from lightning.pytorch"):
+        other.Trainer(strategy=ZeroSyncStrategy(stage=3), accelerator="cpu")
+    register(ZeroSyncStrategy)
+    with pytest.raises(TypeError, match=r"pytorch_lightning` cannot run it. Use `from lightning.pytorch"):
+        other.Trainer(strategy="zerosync_stage_3", accelerator="cpu")
+
+
+def test_precision_plugin() -> None:
+    with pytest.raises(MisconfigurationException, match=r"MixedPrecision. Use Trainer\(precision=...\)"):
+        make_trainer(ZeroSyncStrategy(stage=3), plugins=[MixedPrecision("bf16-mixed", "cpu")])
+
+
+class TwoOptimizers(Module):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[k].parameters(), lr=0.1) for k in (0, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+class TwoSchedulers(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, k) for k in (1, 2)]
+
+
+class SecondOrder(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ClipsByValue(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(self.optimizers(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+
+class StepsTwice(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().step()
+
+
+def manual(module: Module) -> Module:
+    module.automatic_optimization = False
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "names"),
+    [
+        (Module, {"precision": "16-mixed"}, MisconfigurationException, "'16-mixed' on CPU. Use '32-true'"),
+        (Module, {"precision": "16-true"}, MisconfigurationException, "'16-true' on CPU. Use '32-true'"),
+        (
+            Module,
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            MisconfigurationException,
+            "gradient_clip_algorithm='value'; use 'norm'",
+        ),
+        (lambda: manual(ClipsByValue()), {}, MisconfigurationException, "gradient_clip_algorithm='value'; use 'norm'"),
+        (lambda: manual(TwoOptimizers()), {}, MisconfigurationException, "one optimizer, but .* returned 2"),
+        (TwoSchedulers, {}, MisconfigurationException, "one learning-rate scheduler, but .* returned 2"),
+        (SecondOrder, {}, MisconfigurationException, "LBFGS.* Use a first-order optimizer"),
+        (lambda: manual(StepsTwice()), {}, RuntimeError, "no backward ran since the last optimizer step"),
+    ],
+)
+def test_refused_in_a_run_on_every_rank(make: Any, options: Any, error: Any, names: str) -> None:
+    def run() -> None:
+        with pytest.raises(error, match=names):
+            make_trainer(ZeroSyncStrategy(stage=3), **options).fit(make(), Data(2).loader())
+
+    run_ranks(run, timeout=60)
