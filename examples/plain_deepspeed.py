@@ -8,6 +8,7 @@ and then `engine.step()`; the report tells what that step sent.
 
 import argparse
 import os
+import warnings
 
 import deepspeed
 import torch
@@ -28,6 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     if "RANK" not in os.environ:
         raise SystemExit("Start it with: torchrun --nproc_per_node 2 examples/plain_deepspeed.py")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.cuda.is_available():
         prepare_cpu()

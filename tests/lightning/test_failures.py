@@ -33,7 +33,7 @@ class Failing(Module):
                 raise ValueError("boom")
 
             # Ranks keep the same order of modules, and so of collectives, up to the exception.
-            handle = self.net[2].register_forward_hook(lambda module, inputs, output: output.register_hook(boom) and None)
+            handle = self.net[2].register_forward_hook(lambda *call: call[-1].register_hook(boom) and None)
             loss = super().training_step(batch, batch_idx)
             handle.remove()
             return loss

@@ -1,4 +1,4 @@
-"""Every ZeroSync option, once: the strategy, the plugin, ``attach`` and the ``"zerosync"`` block all read this class."""
+"""Every ZeroSync option, once: the strategy, ``attach`` and the ``"zerosync"`` block all read this class."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class ZeroSyncConfig:
         for source, options in ((f"the {BLOCK!r} block", block), ("the keyword arguments", keywords)):
             for name in options:
                 if name not in cls.option_names():
-                    raise ValueError(f"Unknown ZeroSync option {name!r} in {source}.{suggest(name, cls.option_names())}")
+                    raise ValueError(
+                        f"Unknown ZeroSync option {name!r} in {source}.{suggest(name, cls.option_names())}"
+                    )
         for name in block.keys() & keywords.keys():
             if block[name] != keywords[name]:
                 raise ValueError(

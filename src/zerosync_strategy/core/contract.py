@@ -81,6 +81,11 @@ _STAGE_3 = (
 )
 
 
+def internals(stage: int) -> tuple[Internal, ...]:
+    """What the core relies on at this ZeRO stage."""
+    return (*_ENGINE, *_OPTIMIZER, *(_STAGE_3 if stage == 3 else _STAGE_1_AND_2))
+
+
 def verify(engine: Any) -> None:
     """Check that ``engine`` is one that ZeroSync supports and has every internal that it relies on.
 
@@ -107,7 +112,9 @@ def verify(engine: Any) -> None:
             " 'data_types.grad_accum_dtype' = 'fp32' selects. Use stage 2, or leave grad_accum_dtype out."
         )
     if getattr(engine, "zenflow", False):
-        raise ValueError("ZeroSync does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration.")
+        raise ValueError(
+            "ZeroSync does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."
+        )
     if engine.is_deepcompile_enabled():
         raise ValueError(
             "ZeroSync does not support DeepCompile, which reduces gradients inside compiled graphs. Set"
@@ -115,14 +122,14 @@ def verify(engine: Any) -> None:
         )
     if getattr(engine, "_autoep_folding_spec", None) is not None:
         raise ValueError("ZeroSync does not support AutoEP folded with tensor parallelism. Use one of the two.")
-    if not isinstance(engine.optimizer, ZeROOptimizer) or not hasattr(engine.optimizer, "averaged_gradients"):
+    if not isinstance(engine.optimizer, ZeROOptimizer):
         raise ValueError(
             f"ZeroSync needs an engine with an optimizer, found {type(engine.optimizer).__name__}. Pass one to"
             " deepspeed.initialize(), or name one in the DeepSpeed configuration."
         )
 
     owners = {"engine": engine, "optimizer": engine.optimizer}
-    for internal in (*_ENGINE, *_OPTIMIZER, *(_STAGE_3 if stage == 3 else _STAGE_1_AND_2)):
+    for internal in internals(stage):
         problem = _problem(owners[internal.owner], internal)
         if problem:
             raise _error(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {problem}")
@@ -156,20 +163,20 @@ def backend() -> Any:
     return found
 
 
+def _found(owner: Any, name: str) -> bool:
+    return hasattr(type(owner), name) or name in vars(owner)  # and no property is computed
+
+
 def _problem(owner: Any, internal: Internal) -> str | None:
-    # An instance attribute or a class attribute will do; properties count even when reading them would compute.
-    if not hasattr(type(owner), internal.name) and internal.name not in vars(owner):
+    if not _found(owner, internal.name):
         return "is missing"
     if internal.parameters is None:
         return None
-    method = getattr(owner, internal.name)
-    if not callable(method):
-        return "is not callable"
-    found = tuple(inspect.signature(method).parameters)
-    if found == ("args", "kwargs"):  # behind one of DeepSpeed's decorators, which hide the names
+    parameters = tuple(inspect.signature(getattr(owner, internal.name)).parameters)
+    if parameters == ("args", "kwargs"):  # behind one of DeepSpeed's decorators, which hide the names
         return None
-    if found[: len(internal.parameters)] != internal.parameters:
-        return f"takes {found}, expected {internal.parameters}"
+    if parameters[: len(internal.parameters)] != internal.parameters:
+        return f"takes {parameters}, expected {internal.parameters}"
     return None
 
 

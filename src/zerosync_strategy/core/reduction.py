@@ -1,8 +1,8 @@
 """Closing a window: from full local gradients to each rank's partition, by DeepSpeed's own reducer.
 
 The seam to the window is :class:`Reducer`. Every parameter of the optimizer takes part in every reduction, with zeros
-where this rank has no gradient: ranks may then use different parameters (W4 needs no message), and stage 3 does not step
-a parameter with the partition that an earlier window left behind.
+where this rank has no gradient: ranks may then use different parameters (W4 needs no message), and stage 3 does not
+step a parameter with the partition that an earlier window left behind.
 """
 
 from __future__ import annotations

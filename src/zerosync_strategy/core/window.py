@@ -27,6 +27,8 @@ from zerosync_strategy.core.reduction import Reducer
 
 
 class WindowState(enum.Enum):
+    """Where a window is; the table above has the transitions."""
+
     CLOSED = "closed"  # no gradient since the last optimizer step
     OPEN = "open"  # gradients are local, or reduced in part
     REDUCED = "reduced"  # every gradient is in its partition; the step may follow

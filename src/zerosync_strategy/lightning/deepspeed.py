@@ -1,4 +1,4 @@
-"""Lightning's own DeepSpeed strategy with its CUDA-only gates lifted: the base of ours, and the baseline to compare with."""
+"""Lightning's own DeepSpeed strategy with its CUDA-only gates lifted: the base of ours, and the baseline beside it."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from zerosync_strategy.lightning.registry import WRONG_TRAINER
 
 _STOCK_OPTIONS = frozenset(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self", "stage", "config"}
 # The stock options that are no part of the DeepSpeed configuration, and so may stand beside config=.
-_BESIDE_CONFIG = frozenset(
-    "accelerator logging_level parallel_devices cluster_environment loss_scale initial_scale_power loss_scale_window"
-    " hysteresis min_loss_scale load_full_weights precision_plugin process_group_backend timeout"
-    " exclude_frozen_parameters remote_device".split()
-)
+_BESIDE_CONFIG = frozenset({
+    "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
+    "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
+    "precision_plugin", "process_group_backend", "remote_device", "timeout",
+})  # fmt: skip
 # The engine that trained a module last: its hooks must go before the next engine's come.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 

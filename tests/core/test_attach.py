@@ -1,0 +1,267 @@
+"""Attaching to a plain DeepSpeed engine: the same window, everything given back, and errors with names."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import StepReport, ZeroSyncConfig, attach
+from zerosync_strategy.core import contract
+from zerosync_strategy.core.collectives import CollectiveCounter, Traffic
+from zerosync_strategy.core.contract import ContractError
+from zerosync_strategy.core.cpu import prepare_cpu
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.02)
+
+
+def make_engine(stage: int, **config: Any) -> Any:
+    if not deepspeed.comm.is_initialized():
+        prepare_cpu()
+        deepspeed.init_distributed("gloo")
+    module = network()
+    zero = {"stage": stage, "reduce_bucket_size": 300, **config.pop("zero_optimization", {})}
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    config = {**base, **config, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=config, dist_init_required=False)
+    return engine
+
+
+def loss_of(module: Any, k: int, rank: int) -> torch.Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * k + rank))
+    return (module(x) - x).square().mean()
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def oracle(steps: int, backwards: int, clip: dict[int, float] | None = None) -> dict[str, torch.Tensor]:
+    """`backwards` of data 0, 1, 2 ... to each of so many steps."""
+    module = network()
+    plain = Oracle(module, adamw(module))
+    for k in range(steps * backwards):
+        plain.backward(lambda r, k=k: loss_of(module, k, r) / backwards)
+        if (k + 1) % backwards == 0:
+            plain.step((clip or {}).get(k // backwards, 0.0))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_steps_of_the_engine(stage: int) -> None:
+    """DeepSpeed's own idiom: backward and step after every micro-batch; the engine steps on the last."""
+
+    def run() -> Any:
+        engine = make_engine(stage, gradient_accumulation_steps=4)
+        zerosync = attach(engine)
+        for k in range(8):
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+        assert zerosync.report.step == engine.global_steps == 2
+        return distance(full_parameters(engine.module), oracle(2, 4)), zerosync.report.reductions
+
+    assert run_ranks(run) == [(0.0, 1)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_detach_leaves_no_trace(stage: int) -> None:
+    """Two steps attached and two detached equal four that were never attached, bit for bit."""
+
+    def run() -> float:
+        def train(with_zerosync: bool) -> Any:
+            engine = make_engine(stage)
+            before = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}.keys()
+            classes = type(engine), type(engine.optimizer), type(contract.backend())
+            zerosync = attach(engine) if with_zerosync else None
+            for k in range(4):
+                if k == 2 and zerosync is not None:
+                    assert (type(engine), type(engine.optimizer), type(contract.backend())) != classes
+                    zerosync.detach()
+                    zerosync.detach()  # once is enough, twice does no harm
+                    assert (type(engine), type(engine.optimizer), type(contract.backend())) == classes
+                    after = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}
+                    assert before == after.keys()
+                    assert not [name for name in vars(contract.backend()) if "zerosync" in name]
+                engine.backward(loss_of(engine, k, rank()))
+                engine.step()
+            return full_parameters(engine.module)
+
+        return distance(train(True), train(False))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clip_next_step_is_for_one_step(stage: int) -> None:
+    def run() -> float:
+        engine = make_engine(stage)
+        zerosync = attach(engine)
+        for k in range(3):
+            engine.backward(loss_of(engine, k, rank()))
+            if k == 1:
+                zerosync.clip_next_step(1.0)
+                zerosync.clip_next_step(0.01)
+            engine.step()
+        with pytest.raises(ValueError, match="norm of 0 or more, got max_norm=-1"):
+            zerosync.clip_next_step(-1)
+        return distance(full_parameters(engine.module), oracle(3, 1, clip={1: 0.01}))
+
+    assert max(run_ranks(run)) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
+    def run(coalesce: bool) -> float:
+        offload = {"offload_optimizer": {"device": "cpu"}}
+        engine = make_engine(stage, zero_optimization=offload, zero_force_ds_cpu_optimizer=False)
+        attach(engine, coalesce=coalesce)
+        for k in range(8):
+            engine.backward(loss_of(engine, k, rank()) / 4)
+            if k % 4 == 3:
+                engine.step()
+        return distance(full_parameters(engine.module), oracle(2, 4))
+
+    assert run_ranks(run, True) == [0.0, 0.0]
+    assert max(run_ranks(run, False)) < 1e-6
+
+
+def test_upstream_coalescing_and_no_sync_are_harmless_inside() -> None:
+    def run() -> float:
+        engine = make_engine(2)
+        attach(engine)
+        with engine.coalesce_grad_reduction():
+            for k in range(4):
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, k, rank()) / 4)
+        engine.step()
+        return distance(full_parameters(engine.module), oracle(1, 4))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_module_frozen_in_mid_window_keeps_its_gradient(stage: int) -> None:
+    def run() -> float:
+        engine = make_engine(stage)
+        attach(engine)
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.module[0].requires_grad_(False)
+        engine.step()
+        assert not engine.module[0].weight.requires_grad
+        return distance(full_parameters(engine.module), oracle(1, 1))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_in_mid_window_drops_its_gradients(stage: int, tmp_path: Path) -> None:
+    def run() -> float:
+        engine = make_engine(stage)
+        attach(engine)
+        engine.save_checkpoint(tmp_path)
+        engine.backward(loss_of(engine, 9, rank()))
+        with pytest.warns(UserWarning, match=r"1 backward\(s\).*load_checkpoint"):
+            engine.load_checkpoint(tmp_path)
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        return distance(full_parameters(engine.module), oracle(1, 1))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_report_counts_what_is_sent() -> None:
+    """Stage 2, two ranks: gradients by all-reduce (stock's reducer), the norm, and the updated parameters."""
+
+    def run() -> Any:
+        engine = make_engine(2)
+        zerosync = attach(engine)
+        with CollectiveCounter() as counter:
+            for _ in range(2):
+                for k in range(3):
+                    engine.backward(loss_of(engine, k, rank()))
+                engine.step()
+            return zerosync.report, counter.take(), sum(p.numel() * 4 for p in engine.module.parameters())
+
+    report, both_steps, size = run_ranks(run)[0]
+    assert (report.step, report.backwards, report.reductions) == (2, 3, 1)
+    # Buckets of 300 elements for parameters of 256, 32, 256, 8; one all-reduce more for the norm.
+    assert report.collectives == {
+        "all_reduce": Traffic(3, size + 4),
+        "all_gather_into_tensor": Traffic(1, size // 2),
+    }
+    assert report.bytes_sent == size + 4 + size // 2
+    assert both_steps == {kind: traffic + traffic for kind, traffic in report.collectives.items()}
+    assert isinstance(report, StepReport)
+
+
+def test_refusals() -> None:
+    def run() -> None:
+        engine = make_engine(2, zerosync={"coalesce": False})
+        with pytest.raises(TypeError, match="the engine that deepspeed"):
+            attach(engine.module)
+        with pytest.raises(ValueError, match="'coalesce' is False in the 'zerosync' block and True"):
+            attach(engine, coalesce=True)
+        with pytest.raises(ValueError, match="either config= or single options"):
+            attach(engine, ZeroSyncConfig(), coalesce=True)
+        zerosync = attach(engine)
+        assert zerosync.config.coalesce is False
+        with pytest.raises(ValueError, match="attached already"):
+            attach(engine)
+        engine.backward(loss_of(engine, 0, rank()))
+        with pytest.raises(RuntimeError, match=r"1 backward\(s\).*step\(\).*abort\(\)"):
+            zerosync.detach()
+        with pytest.warns(UserWarning, match="my reason"):
+            zerosync.abort("my reason")
+        zerosync.detach()
+
+        with pytest.raises(ValueError, match=r"'zero_optimization\.stage' = 0"):
+            attach(make_engine(0))
+        with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out"):
+            attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
+        inference, *_ = deepspeed.initialize(
+            model=network(), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        )
+        with pytest.raises(ValueError, match="needs an engine with an optimizer"):
+            attach(inference)
+
+    run_ranks(run)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
+    def run() -> None:
+        engine = make_engine(stage)
+        for internal in contract.internals(stage):
+            owner = engine if internal.owner == "engine" else engine.optimizer
+            with pytest.MonkeyPatch.context() as patch:
+                for holder in (owner, *type(owner).__mro__):
+                    if internal.name in vars(holder):
+                        patch.delattr(holder, internal.name)
+                with pytest.raises(ContractError) as error:
+                    attach(engine)
+            text = str(error.value)
+            assert internal.feature in text and f"{type(owner).__name__}.{internal.name} is missing" in text
+            assert deepspeed.__version__ in text and contract.TESTED_DEEPSPEED[0] in text
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.optimizer, "zero_grad", lambda keep: None, raising=False)
+            with pytest.raises(ContractError, match=r"zero_grad takes \('keep',\), expected \('set_to_none',\)"):
+                attach(engine)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attach(engine)  # nothing of the failed attempts is left behind
+
+    run_ranks(run)

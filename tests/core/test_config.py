@@ -1,0 +1,29 @@
+import pytest
+
+from zerosync_strategy import ZeroSyncConfig
+
+
+def test_defaults_and_merging() -> None:
+    assert ZeroSyncConfig.resolve() == ZeroSyncConfig(coalesce=True)
+    assert ZeroSyncConfig.resolve({"coalesce": False}) == ZeroSyncConfig(coalesce=False)
+    assert ZeroSyncConfig.resolve({"coalesce": False}, {"coalesce": False}) == ZeroSyncConfig(coalesce=False)
+
+
+@pytest.mark.parametrize("value", [1, 0, "True", None])
+def test_wrong_type(value: object) -> None:
+    with pytest.raises(TypeError, match=f"'coalesce' takes True or False, got {value!r}"):
+        ZeroSyncConfig(coalesce=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("block", "keywords", "error", "message"),
+    [
+        ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
+        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce"),
+        ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
+        (["coalesce"], {}, TypeError, "takes a mapping"),
+    ],
+)
+def test_wrong_options(block: object, keywords: dict[str, bool], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message.replace("?", r"\?")):
+        ZeroSyncConfig.resolve(block, keywords)

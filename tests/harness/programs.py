@@ -1,0 +1,179 @@
+"""Random small models and random training programs, run by an attached DeepSpeed engine and by the oracle."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.harness.oracle import Oracle
+
+WIDTH = 6
+
+
+@dataclass
+class Program:
+    """A model, an engine configuration and a sequence of operations, all drawn from one seed."""
+
+    seed: int
+    stage: int
+    world_size: int = 2
+    operations: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        self.layers = draw.randint(1, 5)
+        self.tied = draw.random() < 0.4 and self.layers > 1
+        self.frozen = draw.random() < 0.4
+        self.oversized = draw.random() < 0.5
+        self.optimizer = draw.choice(["sgd", "momentum", "adamw"])
+        self.two_groups = draw.random() < 0.4
+        self.zero = {
+            "stage": self.stage,
+            "reduce_bucket_size": draw.choice([7, 40, 100, 1000, 100000]),
+            "contiguous_gradients": draw.random() < 0.7,
+            "overlap_comm": draw.random() < 0.5,
+            "reduce_scatter": draw.random() < 0.7,
+            "allgather_bucket_size": draw.choice([30, 100000]),
+        }
+        if self.stage == 3:
+            self.zero |= {
+                "stage3_param_persistence_threshold": draw.choice([0, 10, 100000]),
+                "stage3_prefetch_bucket_size": draw.choice([0, 50, 100000]),
+                "stage3_max_live_parameters": draw.choice([0, 100, 1000000]),
+                "stage3_max_reuse_distance": draw.choice([0, 100, 1000000]),
+                "sub_group_size": draw.choice([50, 1000000]),
+            }
+        else:
+            self.zero["round_robin_gradients"] = draw.random() < 0.3
+        self.coalesce = draw.random() < 0.85
+        # Unmanaged: DeepSpeed leaves the accumulation boundary to step(). Managed: one micro-batch a step.
+        self.managed = draw.random() < 0.8
+        if not self.managed and self.stage == 1:
+            self.zero["overlap_comm"] = False  # DeepSpeed refuses the two together
+        for _ in range(draw.randint(2, 4)):
+            backwards = draw.randint(1, 4)
+            for k in range(backwards):
+                how = draw.choice(["engine", "raw", "no_sync", "two forwards"])
+                # Under stage 3 the order of gathers, and so the modules in use, must be the same on all ranks.
+                skips = [draw.random() < 0.3 for _ in range(self.world_size)]
+                if self.stage == 3:
+                    skips = [skips[0]] * self.world_size
+                self.operations.append(("backward", how, draw.randrange(10**6), skips, draw.choice([1.0, 0.25])))
+                if k + 1 < backwards and draw.random() < 0.25:
+                    # What is in the partition already, module.zero_grad() does not reach.
+                    owners = ["engine", "optimizer", "module"][: 3 if self.coalesce else 2]
+                    self.operations.append(("zero_grad", draw.choice(owners)))
+                if draw.random() < 0.25:
+                    self.operations.append(("evaluate",))
+            if draw.random() < 0.2:
+                self.operations.append(("reduce",))
+            self.operations.append(("step",))
+
+    def model(self) -> "RandomModel":
+        return RandomModel(self)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        half = len(params) // 2
+        groups: list[dict[str, Any]] = [{"params": params}]
+        if self.two_groups and half:
+            groups = [{"params": params[:half]}, {"params": params[half:], "lr": 0.01}]
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=0.02)
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9 if self.optimizer == "momentum" else 0.0)
+
+    def config(self) -> dict[str, Any]:
+        accumulation = {} if self.managed else {"managed_gradient_accumulation": False}
+        return {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
+                "zero_optimization": dict(self.zero), **accumulation}  # fmt: skip
+
+    def run_oracle(self) -> nn.Module:
+        model = self.model()
+        oracle = Oracle(model, self.make_optimizer(model), self.world_size)
+        for operation, *details in self.operations:
+            if operation == "backward":
+                how, seed, skips, scale = details
+                for rank in range(self.world_size):
+                    loss = model(data(seed, rank), skips[rank]) * scale
+                    if how == "two forwards":
+                        loss = loss + model(data(seed + 1, rank), skips[rank])
+                    oracle.backward_on(rank, loss)
+            elif operation == "zero_grad":
+                oracle.zero_grad()
+            elif operation == "step":
+                oracle.step()
+        return model
+
+
+class RandomModel(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        torch.manual_seed(program.seed)
+        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=k % 2 == 0) for k in range(program.layers))
+        if program.tied:
+            self.body[-1].weight = self.body[0].weight
+        self.skipped = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, 1)
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)) if program.oversized else nn.Identity()
+        self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if program.frozen else nn.Identity()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        x = self.still(self.wide(x))
+        if not skip:
+            x = x + self.skipped(x)
+        return (x * self.scale).square().mean()
+
+
+def data(seed: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed * 10 + rank))
+
+
+def run_attached(program: Program, rank: int) -> nn.Module:
+    """The program on this rank of a live process group, by an engine with ZeroSync attached."""
+    import deepspeed
+
+    from zerosync_strategy import attach
+
+    model = program.model()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=program.make_optimizer(model), config=program.config(), dist_init_required=False
+    )
+    zerosync = attach(engine, coalesce=program.coalesce)
+    steps = 0
+    for operation, *details in program.operations:
+        if operation == "backward":
+            _backward(engine, rank, *details)
+        elif operation == "zero_grad":
+            {"engine": engine, "optimizer": engine.optimizer, "module": model}[details[0]].zero_grad()
+        elif operation == "evaluate":
+            engine.eval()
+            with torch.no_grad():
+                engine(data(0, rank), False)
+            engine.train()
+        elif operation == "reduce":
+            zerosync.reduce()
+        elif operation == "step":
+            engine.step()
+            steps += 1
+            assert zerosync.report is not None and zerosync.report.step == steps == engine.global_steps
+            assert not program.coalesce or zerosync.report.reductions == 1
+    zerosync.detach()
+    return model
+
+
+def _backward(engine: Any, rank: int, how: str, seed: int, skips: list[bool], scale: float) -> None:
+    loss = engine(data(seed, rank), skips[rank]) * scale
+    if how == "raw":
+        loss.backward()
+    elif how == "two forwards":
+        engine.backward(loss + engine(data(seed + 1, rank), skips[rank]))
+    elif how == "no_sync":
+        with engine.no_sync():
+            engine.backward(loss)
+    else:
+        engine.backward(loss)
