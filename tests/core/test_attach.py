@@ -14,9 +14,9 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import StepReport, ZeroSyncConfig, attach
 from zerosync_strategy.core import contract
-from zerosync_strategy.core.collectives import CollectiveCounter, Traffic
 from zerosync_strategy.core.contract import ContractError
 from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy.core.traffic import CollectiveCounter, Traffic
 
 
 def network() -> nn.Module:
@@ -183,7 +183,7 @@ def test_loading_in_mid_window_drops_its_gradients(stage: int, tmp_path: Path) -
 
 
 def test_report_counts_what_is_sent() -> None:
-    """Stage 2, two ranks: gradients by all-reduce (stock's reducer), the norm, and the updated parameters."""
+    """Stage 2, two ranks: each gradient to the rank that keeps it, the norm, and the updated parameters."""
 
     def run() -> Any:
         engine = make_engine(2)
@@ -197,12 +197,14 @@ def test_report_counts_what_is_sent() -> None:
 
     report, both_steps, size = run_ranks(run)[0]
     assert (report.step, report.backwards, report.reductions) == (2, 3, 1)
-    # Buckets of 300 elements for parameters of 256, 32, 256, 8; one all-reduce more for the norm.
+    # The floor, and four bytes for the norm.
     assert report.collectives == {
-        "all_reduce": Traffic(3, size + 4),
+        "all_to_all_single": Traffic(1, size // 2),
+        "all_reduce": Traffic(1, 4),
         "all_gather_into_tensor": Traffic(1, size // 2),
     }
-    assert report.bytes_sent == size + 4 + size // 2
+    assert report.floor_bytes == size and report.bytes_sent == size + 4 and report.ratio < 1.01
+    assert report.peak_unreduced_bytes == size and report.peak_held_bytes == 0 and report.seconds > 0
     assert both_steps == {kind: traffic + traffic for kind, traffic in report.collectives.items()}
     assert isinstance(report, StepReport)
 
@@ -244,7 +246,7 @@ def test_refusals() -> None:
 def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage)
-        for internal in contract.internals(stage):
+        for internal in contract.internals(engine):
             owner = engine if internal.owner == "engine" else engine.optimizer
             with pytest.MonkeyPatch.context() as patch:
                 for holder in (owner, *type(owner).__mro__):

@@ -23,6 +23,9 @@ class Notes:
             raise OSError("connection lost")
         self.calls.append("reduce" + " first" * first + " final" * final)
 
+    def local_bytes(self) -> int:
+        return 8
+
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
 

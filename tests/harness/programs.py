@@ -29,6 +29,7 @@ class Program:
         self.oversized = draw.random() < 0.5
         self.optimizer = draw.choice(["sgd", "momentum", "adamw"])
         self.two_groups = draw.random() < 0.4
+        self.options: dict[str, Any] = {}
         self.zero = {
             "stage": self.stage,
             "reduce_bucket_size": draw.choice([7, 40, 100, 1000, 100000]),
@@ -45,13 +46,15 @@ class Program:
                 "stage3_max_reuse_distance": draw.choice([0, 100, 1000000]),
                 "sub_group_size": draw.choice([50, 1000000]),
             }
+            self.options["param_memory_budget"] = draw.choice([0, 0, 400, "all"])
         else:
             self.zero["round_robin_gradients"] = draw.random() < 0.3
-        self.coalesce = draw.random() < 0.85
+        self.coalesce = self.options["coalesce"] = draw.random() < 0.85
         # Unmanaged: DeepSpeed leaves the accumulation boundary to step(). Managed: one micro-batch a step.
         self.managed = draw.random() < 0.8
         if not self.managed and self.stage == 1:
             self.zero["overlap_comm"] = False  # DeepSpeed refuses the two together
+        self.chunk_bytes = draw.choice([1, 100, 1000, 2**20])
         for _ in range(draw.randint(2, 4)):
             backwards = draw.randint(1, 4)
             for k in range(backwards):
@@ -138,12 +141,14 @@ def run_attached(program: Program, rank: int) -> nn.Module:
     import deepspeed
 
     from zerosync_strategy import attach
+    from zerosync_strategy.core import reduction
 
     model = program.model()
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=program.make_optimizer(model), config=program.config(), dist_init_required=False
     )
-    zerosync = attach(engine, coalesce=program.coalesce)
+    reduction.CHUNK_BYTES = program.chunk_bytes
+    zerosync = attach(engine, **program.options)
     steps = 0
     for operation, *details in program.operations:
         if operation == "backward":

@@ -15,6 +15,7 @@ from tests.harness.oracle import Oracle, full_parameters
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy, ZeroSyncStrategy
 
 WORLD = 2
+STOCK = bool(os.environ.get("ZEROSYNC_TEST_STOCK"))
 MICRO = 2  # samples per rank and batch
 
 
@@ -115,6 +116,14 @@ class Recorder(Callback):
         self.parameters = {name.removeprefix("net."): p for name, p in full_parameters(pl_module).items()}
 
 
+def assert_one_reduction_per_step(recorder: Recorder, backwards: list[int]) -> None:
+    """One report per optimizer step, with these backwards and one reduction; and all counts of steps agree."""
+    if STOCK:
+        return  # has no reports; what the tests look for there is the difference to the oracle
+    assert all(lightning == engine for lightning, engine in recorder.steps), recorder.steps
+    assert [(report.backwards, report.reductions) for report in recorder.reports] == [(n, 1) for n in backwards]
+
+
 def make_trainer(strategy: Any, callbacks: list[Any] | None = None, **options: Any) -> Trainer:
     """A quiet CPU Trainer over the ranks of this job."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -137,7 +146,7 @@ def fit(module: LightningModule, strategy_: Any, batches: int = 12, **options: A
 
 def strategy(stage: int, **options: Any) -> Any:
     """The strategy under test: ours, or with `pytest --stock` Lightning's own, to show what the tests find there."""
-    if os.environ.get("ZEROSYNC_TEST_STOCK"):
+    if STOCK:
         return DeepSpeedAnyDeviceStrategy(stage=stage, **options)
     return ZeroSyncStrategy(stage=stage, **options)
 

@@ -7,7 +7,17 @@ import torch
 
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, adamw, fit, loss_of, oracle, sgd, strategy
+from tests.lightning.runs import (
+    Data,
+    Module,
+    adamw,
+    assert_one_reduction_per_step,
+    fit,
+    loss_of,
+    oracle,
+    sgd,
+    strategy,
+)
 
 N = 4
 
@@ -46,8 +56,8 @@ def across_batches(optimizer: Any = sgd) -> dict[str, torch.Tensor]:
 def test_across_batches(stage: int, optimizer: Any) -> None:
     def run() -> float:
         recorder, trainer = fit(AcrossBatches(optimizer), strategy(stage))
-        assert [report.reductions for report in recorder.reports] == [1, 1, 1]
-        assert trainer.global_step == 3 and all(ours == engine for ours, engine in recorder.steps)
+        assert_one_reduction_per_step(recorder, [N] * 3)
+        assert trainer.global_step == 3
         return distance(recorder.parameters, across_batches(optimizer))
 
     assert run_ranks(run) == [0.0, 0.0]
@@ -114,7 +124,7 @@ def in_one_step(optimizer: Any = sgd, zero_after: int | None = None, clip: float
 def test_many_backwards_in_one_training_step(stage: int, optimizer: Any) -> None:
     def run() -> float:
         recorder, _ = fit(InOneStep(optimizer), strategy(stage))
-        assert [(r.backwards, r.reductions) for r in recorder.reports] == [(N, 1)] * 12
+        assert_one_reduction_per_step(recorder, [N] * 12)
         return distance(recorder.parameters, in_one_step(optimizer))
 
     assert run_ranks(run) == [0.0, 0.0]

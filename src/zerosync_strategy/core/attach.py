@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core import contract
-from zerosync_strategy.core.collectives import CollectiveCounter
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.reduction import Stage3Reducer, Stage12Reducer
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.traffic import CollectiveCounter
+from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
 
 
@@ -62,9 +63,16 @@ class ZeroSync:
         self.report: StepReport | None = None
         optimizer = engine.optimizer
         stage_3 = engine.zero_optimization_stage() == 3
-        self.window = Window((Stage3Reducer if stage_3 else Stage12Reducer)(optimizer), config.coalesce)
+        if config.held_bytes != 0 and not stage_3:
+            raise ValueError(
+                "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
+                f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
+            )
+        self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer)
+        self.window = Window(self._reducer, config.coalesce)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
+        self._held = HeldParameters(optimizer, config.held_bytes) if config.held_bytes != 0 else None
         self._counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
@@ -108,6 +116,8 @@ class ZeroSync:
     def _release(self) -> None:
         self._restore_clipping()
         self._counter.stop()
+        if self._held is not None:
+            self._held.detach()
         for target in (self.engine, self.engine.optimizer):
             restore(target)
             del target._zerosync
@@ -122,8 +132,33 @@ class ZeroSync:
         finally:
             self._restore_clipping()
         self._steps += 1
-        self.report = StepReport(self._steps, self.window.backwards, self.window.reductions, self._counter.take())
-        self.window.end_step()
+        window = self.window
+        self.report = StepReport(
+            step=self._steps,
+            backwards=window.backwards,
+            reductions=window.reductions,
+            floor_bytes=self._floor(window.backwards, window.reductions),
+            peak_unreduced_bytes=window.peak_unreduced_bytes,
+            peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
+            seconds=window.seconds,
+            collectives=self._counter.take(),
+        )
+        window.end_step()
+        if self._held is not None:
+            self._held.end_window()
+
+    def _floor(self, backwards: int, reductions: int) -> int:
+        floor = reductions * self._reducer.reduction_floor()
+        stage_3 = self.engine.zero_optimization_stage() == 3
+        for param, size in self._reducer.parameters_floor().items():
+            once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))  # type: ignore[attr-defined]
+            floor += size if once else backwards * size
+        return floor
+
+    def _gradient_ready(self, param: torch.nn.Parameter) -> None:
+        # DeepSpeed would reduce here. The gradient stays local instead.
+        self.window.inside_graph()
+        self._reducer.gradient_ready(param)
 
     def _restore_clipping(self) -> None:
         if self._clip_grad is not None:
@@ -207,9 +242,9 @@ class _OptimizerMethods:
 
 class _Stage12Methods(_OptimizerMethods):
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
-        self._zerosync.window.inside_graph()  # the gradient stays where autograd accumulates it
+        self._zerosync._gradient_ready(param)
 
 
 class _Stage3Methods(_OptimizerMethods):
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
-        self._zerosync.window.inside_graph()  # the gradient stays where autograd accumulates it
+        self._zerosync._gradient_ready(param)

@@ -1,133 +1,54 @@
-"""Counting what DeepSpeed's collectives send."""
+"""Reduce-scatter that sends each byte once, on any backend, and finishes later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core import contract
-from zerosync_strategy.core.interpose import interpose, restore
-
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind: how many calls, and the bytes that one rank sends for them.
+class Pending:
+    """A collective in flight. ``finish`` waits for it and returns this rank's result."""
 
-    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks. gloo has no
-    reduce-scatter of its own and sends an all-reduce instead; it is counted as what is sent.
+    finish: Callable[[], torch.Tensor]
+
+
+def reduce_scatter(rows: torch.Tensor, process_group: Any) -> Pending:
+    """Sum ``rows`` over the ranks of ``process_group``; rank r is given the sum of row r.
+
+    Args:
+        rows: (W, n), contiguous; row r is for rank r. Must stay as it is until ``finish``.
+
+    Returns:
+        A pending (n,) tensor: on NCCL in the dtype of ``rows``, summed in NCCL's order; elsewhere in fp32, summed in
+        the order of the ranks. gloo's own reduce-scatter is an all-reduce, which sends twice the bytes, so there each
+        rank is sent its row by everyone and adds them up.
     """
+    from deepspeed import comm
 
-    calls: int = 0
-    bytes: int = 0
+    world_size, columns = rows.shape
+    if dist.get_backend(process_group) == "nccl":
+        result = rows.new_empty(columns)
+        work = comm.reduce_scatter_tensor(result, rows, group=process_group, async_op=True)
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+        def finish() -> torch.Tensor:
+            work.wait()
+            return result
 
+        return Pending(finish)
 
-@dataclass(frozen=True)
-class _Kind:
-    """How to read a call: the argument whose bytes count, its position, that of the group, and what is sent for it."""
+    received = torch.empty_like(rows)
+    work = comm.all_to_all_single(received.view(-1), rows.view(-1), group=process_group, async_op=True)
 
-    payload: str
-    position: int
-    group_position: int
-    passes: int = 1  # times (W-1)/W of the payload
-    passes_on_gloo: int = 1
+    def finish_sum() -> torch.Tensor:
+        work.wait()
+        total = received[0].float()
+        for rank in range(1, world_size):
+            total += received[rank]
+        return total
 
-
-_KINDS = {
-    "all_reduce": _Kind("tensor", 0, 2, passes=2, passes_on_gloo=2),
-    "all_reduce_coalesced": _Kind("tensors", 0, 2, passes=2, passes_on_gloo=2),
-    "inference_all_reduce": _Kind("tensor", 0, 2, passes=2, passes_on_gloo=2),
-    "all_gather": _Kind("tensor_list", 0, 2),
-    "all_gather_into_tensor": _Kind("output_tensor", 0, 2),
-    "all_gather_coalesced": _Kind("output_tensors", 0, 2),
-    "reduce_scatter": _Kind("input_list", 1, 3, passes_on_gloo=2),
-    "reduce_scatter_tensor": _Kind("input_tensor", 1, 3, passes_on_gloo=2),
-    "reduce": _Kind("tensor", 0, 3),
-    "broadcast": _Kind("tensor", 0, 2),
-    "all_to_all_single": _Kind("input", 1, 4),
-    "all_to_all": _Kind("input_tensor_list", 1, 2),
-}
-
-
-class CollectiveCounter:
-    """Counts every collective that DeepSpeed issues in this process, by kind, between ``start`` and ``stop``.
-
-    Several counters may run at once. Usable as a context manager.
-    """
-
-    def __init__(self) -> None:
-        self._traffic: dict[str, Traffic] = {}
-
-    def start(self) -> CollectiveCounter:
-        """Begin to count. DeepSpeed's process group must exist.
-
-        Raises:
-            ContractError: DeepSpeed has no communication backend.
-        """
-        backend = contract.backend()
-        if not isinstance(backend, _CountingBackend):
-            backend._zerosync_counters = []
-            interpose(backend, _CountingBackend)
-        backend._zerosync_counters.append(self)
-        return self
-
-    def stop(self) -> None:
-        """Stop counting; the last counter to stop leaves DeepSpeed's backend as it was."""
-        backend = contract.backend()
-        if not isinstance(backend, _CountingBackend) or self not in backend._zerosync_counters:
-            return
-        backend._zerosync_counters.remove(self)
-        if not backend._zerosync_counters:
-            restore(backend)
-            del backend._zerosync_counters
-
-    def take(self) -> Mapping[str, Traffic]:
-        """What was counted since the last call, by kind."""
-        traffic, self._traffic = self._traffic, {}
-        return traffic
-
-    def __enter__(self) -> CollectiveCounter:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _add(self, kind: str, traffic: Traffic) -> None:
-        self._traffic[kind] = self._traffic.get(kind, Traffic()) + traffic
-
-
-def _bytes_of(payload: Any) -> int:
-    tensors = [payload] if isinstance(payload, torch.Tensor) else payload
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class _CountingBackend:
-    """Mixed into DeepSpeed's communication backend while someone counts."""
-
-    _zerosync_counters: list[CollectiveCounter]
-
-
-def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
-    def argument(args: tuple[Any, ...], kwargs: dict[str, Any], argument_name: str, position: int) -> Any:
-        return args[position] if position < len(args) else kwargs.get(argument_name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = argument(args, kwargs, "group", kind.group_position)
-        size = dist.get_world_size(group)
-        passes = kind.passes_on_gloo if dist.get_backend(group) == "gloo" else kind.passes
-        sent = passes * _bytes_of(argument(args, kwargs, kind.payload, kind.position)) * (size - 1) // size
-        for counter in self._zerosync_counters:
-            counter._add(name, Traffic(1, sent))
-        return getattr(super(_CountingBackend, self), name)(*args, **kwargs)
-
-    return method
-
-
-for _name, _kind in _KINDS.items():
-    setattr(_CountingBackend, _name, _counted(_name, _kind))
+    return Pending(finish_sum)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,16 +20,27 @@ class ZeroSyncConfig:
         coalesce: ``True``: gradients stay local until the optimizer step and are reduced once (rule W1).
             ``False``: they are reduced after every backward and accumulate in the partition; the result is the same
             up to summation order, with N times the bytes and without the full local gradients in between.
+        param_memory_budget: ZeRO-3 only: bytes of gathered parameters to hold from their first use in a window to the
+            optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
+            ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
 
     Raises:
-        TypeError: an option has the wrong type; the message names the option, what it got and what it takes.
+        TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
     """
 
     coalesce: bool = True
+    param_memory_budget: int | str = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.coalesce, bool):
             raise TypeError(f"ZeroSync option 'coalesce' takes True or False, got {self.coalesce!r}.")
+        if self.param_memory_budget != "all":
+            parse_bytes("param_memory_budget", self.param_memory_budget, 'or "all"')
+
+    @property
+    def held_bytes(self) -> int | None:
+        """``param_memory_budget`` in bytes, ``None`` for all."""
+        return None if self.param_memory_budget == "all" else parse_bytes("", self.param_memory_budget)
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
@@ -59,6 +71,31 @@ class ZeroSyncConfig:
                     " keyword argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
+
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} | {
+    f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
+}
+
+
+def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
+    """A size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
+
+    Raises:
+        TypeError: ``value`` is neither.
+        ValueError: it is negative, or a text that is no size.
+    """
+    takes = f"ZeroSync option {option!r} takes a number of bytes, a size such as '2GiB' {otherwise}".rstrip()
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{takes}, got {value!r}.")
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"{takes}, got {value!r}.")
+        return int(float(match[1]) * _UNITS[match[2]])
+    if value < 0:
+        raise ValueError(f"{takes}, got {value!r}.")
+    return value
 
 
 def suggest(name: str, known: frozenset[str]) -> str:

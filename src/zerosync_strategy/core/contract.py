@@ -48,42 +48,57 @@ _ENGINE = (
     Internal("checkpoint in mid-window", "engine", "global_rank"),
 )
 _OPTIMIZER = (
+    Internal("window", "optimizer", "step"),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",)),
-    Internal("window", "optimizer", "overlapping_partition_gradients_reduce_epilogue", ()),
     Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", ()),
-    Internal("window", "optimizer", "set_gradient_accumulation_boundary", ("is_boundary",)),
-    Internal("window", "optimizer", "averaged_gradients"),
-    Internal("window", "optimizer", "micro_step_id"),
-    Internal("window", "optimizer", "_epilogue_ran_this_backward"),
     Internal("window", "optimizer", "_backward_active_depth"),
     Internal("window", "optimizer", "clear_backward_seen_flag", ()),
-    Internal("window", "optimizer", "step"),
-    Internal("abort", "optimizer", "ipg_buckets"),
-    Internal("abort", "optimizer", "params_already_reduced"),
+    Internal("reduction", "optimizer", "averaged_gradients"),
+    Internal("reduction", "optimizer", "dtype"),
+    Internal("reduction", "optimizer", "gradient_accumulation_dtype"),
+    Internal("reduction", "optimizer", "communication_data_type"),
+    Internal("reduction", "optimizer", "gradient_predivide_factor"),
     Internal("gradient clipping", "optimizer", "clip_grad"),
 )
 _STAGE_1_AND_2 = (
-    Internal("window", "optimizer", "bit16_groups"),
     Internal("window", "optimizer", "process_gradients", ("param", "i")),
-    Internal("window", "optimizer", "reduce_independent_p_g_buckets_and_remove_grads", ("param", "i")),
-    Internal("window", "optimizer", "get_gradient_for_reduction", ("param",)),
-    Internal("window", "optimizer", "setup_buckets", ()),
-    Internal("window", "optimizer", "use_grad_accum_attribute"),
-    Internal("window", "optimizer", "gradient_accumulation_dtype"),
-    Internal("window", "optimizer", "all_grad_tensors"),
-    Internal("abort", "optimizer", "extra_large_param_to_reduce"),
-    Internal("abort", "optimizer", "_release_ipg_buffers", ()),
+    Internal("reduction", "optimizer", "bit16_groups"),
+    Internal("reduction", "optimizer", "bit16_groups_flat"),
+    Internal("reduction", "optimizer", "partition_size"),
+    Internal("reduction", "optimizer", "real_dp_process_group"),
+    Internal("reduction", "optimizer", "dp_process_group"),
+    Internal("reduction", "optimizer", "sequence_parallel_size"),
+    Internal("reduction", "optimizer", "gradient_average"),
+    Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",)),
+    Internal("reduction", "optimizer", "cpu_offload"),
 )
+_STAGE_1_AND_2_OFFLOAD = (
+    Internal("reduction with an offloaded optimizer", "optimizer", "params_in_partition"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "single_partition_of_fp32_groups"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",)),
+    Internal("reduction with an offloaded optimizer", "optimizer", "grad_position"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "norm_for_param_grads"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "update_offload_overflow_tracker", ("grad",)),
+)
+_STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE_3 = (
-    Internal("window", "optimizer", "fp16_groups"),
+    Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
-    Internal("window", "optimizer", "reduce_independent_p_g_buckets_and_remove_grads", ("param",)),
+    Internal("reduction", "optimizer", "fp16_groups"),
+    Internal("reduction", "optimizer", "offload_optimizer"),
+    Internal("reduction", "optimizer", "_offload_boundary_param_ids"),
+    Internal("reduction", "optimizer", "_get_param_partition_group", ("param",)),
+    Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
+    Internal("reduction", "optimizer", _STAGE_3_GRADIENTS),
 )
 
 
-def internals(stage: int) -> tuple[Internal, ...]:
-    """What the core relies on at this ZeRO stage."""
-    return (*_ENGINE, *_OPTIMIZER, *(_STAGE_3 if stage == 3 else _STAGE_1_AND_2))
+def internals(engine: Any) -> tuple[Internal, ...]:
+    """What the core relies on for this engine's stage and configuration."""
+    if engine.zero_optimization_stage() == 3:
+        return (*_ENGINE, *_OPTIMIZER, *_STAGE_3)
+    offload = _STAGE_1_AND_2_OFFLOAD if getattr(engine.optimizer, "cpu_offload", False) else ()
+    return (*_ENGINE, *_OPTIMIZER, *_STAGE_1_AND_2, *offload)
 
 
 def verify(engine: Any) -> None:
@@ -120,6 +135,12 @@ def verify(engine: Any) -> None:
             "ZeroSync does not support DeepCompile, which reduces gradients inside compiled graphs. Set"
             " 'compile.deepcompile' to false."
         )
+    if type(engine.optimizer).__name__ == "MiCS_Optimizer":
+        raise ValueError("ZeroSync does not support MiCS; remove 'zero_optimization.mics_shard_size'.")
+    if engine.zero_quantized_gradients():
+        raise ValueError("ZeroSync does not support quantized gradients; set 'zero_quantized_gradients' to false.")
+    if any(getattr(param, "use_muon", False) for param in engine.module.parameters()):
+        raise ValueError("ZeroSync does not support Muon, which needs whole gradients. Use AdamW or SGD.")
     if getattr(engine, "_autoep_folding_spec", None) is not None:
         raise ValueError("ZeroSync does not support AutoEP folded with tensor parallelism. Use one of the two.")
     if not isinstance(engine.optimizer, ZeROOptimizer):
@@ -129,12 +150,12 @@ def verify(engine: Any) -> None:
         )
 
     owners = {"engine": engine, "optimizer": engine.optimizer}
-    for internal in internals(stage):
+    for internal in internals(engine):
         problem = _problem(owners[internal.owner], internal)
         if problem:
-            raise _error(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {problem}")
+            raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {problem}")
     if not hasattr(torch._C, "_current_graph_task_id"):
-        raise _error("window", f"torch._C._current_graph_task_id is missing in torch {torch.__version__}")
+        raise changed("window", f"torch._C._current_graph_task_id is missing in torch {torch.__version__}")
 
 
 def engine_config(engine: Any) -> dict[str, Any]:
@@ -145,7 +166,7 @@ def engine_config(engine: Any) -> dict[str, Any]:
     """
     found = getattr(engine._config, "_param_dict", None)
     if not isinstance(found, dict):
-        raise _error("configuration block", "DeepSpeedConfig._param_dict is missing")
+        raise changed("configuration block", "DeepSpeedConfig._param_dict is missing")
     return found
 
 
@@ -159,8 +180,48 @@ def backend() -> Any:
 
     found = getattr(comm, "cdb", None)
     if found is None:
-        raise _error("report", "deepspeed.comm.comm.cdb is missing")
+        raise changed("report", "deepspeed.comm.comm.cdb is missing")
     return found
+
+
+def changed(feature: str, found: str) -> ContractError:
+    """The error that says what ``feature`` found instead of the DeepSpeed internal that it relies on."""
+    import deepspeed
+
+    return ContractError(
+        f"ZeroSync's {feature} relies on a DeepSpeed internal that has changed: {found}. Found DeepSpeed"
+        f" {deepspeed.__version__}; tested with {', '.join(TESTED_DEEPSPEED)}. Install a tested version, or train"
+        " without ZeroSync."
+    )
+
+
+def stage_3_coordinator(optimizer: Any) -> Any:
+    """What gathers and releases the parameters of a ZeRO-3 optimizer.
+
+    Raises:
+        ContractError: it lacks a method that holding parameters relies on.
+    """
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    for internal in (
+        Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
+        Internal("held parameters", "coordinator", "release_sub_module", ("submodule", "forward")),
+    ):
+        problem = _problem(coordinator, internal)
+        if problem:
+            raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {problem}")
+    return coordinator
+
+
+def stage_3_parameters_of(module: Any) -> list[Any]:
+    """The parameters that ZeRO-3 gathers for ``module``: its own, and those below it if it is a leaf to ZeRO-3."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
+
+    return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def stage_3_gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Stage 3's partition of each gradient, flat, by the ``ds_id`` of the parameter."""
+    return getattr(optimizer, _STAGE_3_GRADIENTS)
 
 
 def _found(owner: Any, name: str) -> bool:
@@ -178,13 +239,3 @@ def _problem(owner: Any, internal: Internal) -> str | None:
     if parameters[: len(internal.parameters)] != internal.parameters:
         return f"takes {parameters}, expected {internal.parameters}"
     return None
-
-
-def _error(feature: str, found: str) -> ContractError:
-    import deepspeed
-
-    return ContractError(
-        f"ZeroSync's {feature} relies on a DeepSpeed internal that has changed: {found}. Found DeepSpeed"
-        f" {deepspeed.__version__}; tested with {', '.join(TESTED_DEEPSPEED)}. Install a tested version, or train"
-        " without ZeroSync."
-    )

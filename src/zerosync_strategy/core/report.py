@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerosync_strategy.core.collectives import Traffic
+from zerosync_strategy.core.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class StepReport:
         step: which optimizer step of this engine since attach, from 1.
         backwards: backwards since the last step, those dropped by ``zero_grad`` included.
         reductions: passes over the gradients that sent them; 1 when coalesced (W1).
+        floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
+            each parameter once, and under ZeRO-3 each parameter that is not held once for every backward.
+        peak_unreduced_bytes: the most local gradients at once.
+        peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
+        seconds: host time in ZeroSync's own reduction, waiting for other ranks included.
         collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. With several engines in
             one process, the other engines' collectives between the two steps are in here too.
     """
@@ -23,9 +28,18 @@ class StepReport:
     step: int
     backwards: int
     reductions: int
+    floor_bytes: int
+    peak_unreduced_bytes: int
+    peak_held_bytes: int
+    seconds: float
     collectives: Mapping[str, Traffic]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent for the step, all collectives together."""
         return sum(traffic.bytes for traffic in self.collectives.values())
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over the floor; 1.0 on a single rank, where nothing is sent."""
+        return self.bytes_sent / self.floor_bytes if self.floor_bytes else 1.0

@@ -17,6 +17,7 @@ from a finaliser (W3).
 from __future__ import annotations
 
 import enum
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Window:
         state: where the window is in the table above.
         backwards: backwards since the last optimizer step; one that runs inside another counts with it.
         reductions: reduction passes over the gradients since the last optimizer step.
+        peak_unreduced_bytes: the most bytes of local gradients since the last optimizer step.
+        seconds: host time in reductions since the last optimizer step.
     """
 
     def __init__(self, reducer: Reducer, coalesce: bool) -> None:
@@ -49,6 +52,8 @@ class Window:
         self.state = WindowState.CLOSED
         self.backwards = 0
         self.reductions = 0
+        self.peak_unreduced_bytes = 0
+        self.seconds = 0.0
         self._unreduced = False  # a backward ran since the last reduction
         self._partial = False  # the partition holds gradients of this window, and the window is open for more
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
@@ -120,12 +125,15 @@ class Window:
         self.state = WindowState.REDUCED
 
     def _reduce(self, final: bool) -> None:
+        self.peak_unreduced_bytes = max(self.peak_unreduced_bytes, self._reducer.local_bytes())
+        began = time.perf_counter()
         try:
             with torch.profiler.record_function("zerosync::reduce"):
                 self._reducer.reduce(first=not self._partial, final=final)
         except BaseException as error:
             self.abort(f"the reduction raised {type(error).__name__}")
             raise
+        self.seconds += time.perf_counter() - began
         self.reductions += 1
         self._partial = True
         self._unreduced = False
@@ -143,7 +151,8 @@ class Window:
 
     def end_step(self) -> None:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
-        self.backwards = self.reductions = 0
+        self.backwards = self.reductions = self.peak_unreduced_bytes = 0
+        self.seconds = 0.0
         self._unreduced = self._partial = False
         self._forget_graphs()
 

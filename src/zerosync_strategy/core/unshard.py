@@ -1,0 +1,106 @@
+"""ZeRO-3: parameters gathered once and held over the window, up to a budget of bytes.
+
+DeepSpeed releases a parameter after each use and gathers it again for the next: at every micro-batch, though its values
+change only in the optimizer step. A held parameter stays, and DeepSpeed's own step releases it, so that the next window
+gathers the new values.
+
+What is held is what saves most bytes per byte held: all of it if the budget allows, else what the first window gathered
+most often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from zerosync_strategy.core import contract
+from zerosync_strategy.core.interpose import interpose, restore
+
+_HELD = "zerosync"  # a name among the modules that use a parameter; DeepSpeed's are integers
+
+
+class HeldParameters:
+    """Keeps parameters of a ZeRO-3 optimizer gathered from their first use in a window to the optimizer step.
+
+    Args:
+        optimizer: the ZeRO-3 optimizer.
+        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
+
+    Attributes:
+        peak_bytes: the most bytes held at once since the last :meth:`end_window`.
+    """
+
+    def __init__(self, optimizer: Any, budget: int | None) -> None:
+        self._budget = budget
+        self._chosen: set[int] | None = None  # ds_id; unknown until the first window was seen, unless all are held
+        self._gathers: Counter[Any] = Counter()
+        self._held: dict[int, int] = {}
+        self.peak_bytes = 0
+        self._coordinator = contract.stage_3_coordinator(optimizer)
+        self._coordinator._zerosync_held = self
+        interpose(self._coordinator, _CoordinatorMethods)
+
+    def detach(self) -> None:
+        """Stop holding; what is gathered now is released by DeepSpeed as it always was."""
+        restore(self._coordinator)
+        del self._coordinator._zerosync_held
+
+    def end_window(self) -> None:
+        """The step has released everything."""
+        self._held.clear()
+        self.peak_bytes = 0
+        if self._chosen is None and self._budget is not None and self._gathers:
+            self._chosen = self._choose(self._budget)
+
+    def _choose(self, budget: int) -> set[int]:
+        chosen, free = set(), budget
+        # The order must be the same on all ranks; ds_id is.
+        by_saving = sorted(self._gathers.items(), key=lambda item: (-item[1], -_bytes_of(item[0]), item[0].ds_id))
+        for param, gathers in by_saving:
+            if gathers > 1 and _bytes_of(param) <= free:
+                chosen.add(param.ds_id)
+                free -= _bytes_of(param)
+        return chosen
+
+    def fetched(self, params: list[Any]) -> None:
+        """These are about to be used; count those that are not there."""
+        if self._chosen is None:
+            self._gathers.update(param for param in params if param.ds_status.name != "AVAILABLE")
+
+    def holds(self, param: Any) -> bool:
+        """Whether ``param`` stays gathered from its first use in this window to the step."""
+        return self._budget is None or (self._chosen is not None and param.ds_id in self._chosen)
+
+    def keep(self, params: list[Any]) -> list[Any]:
+        """Mark the parameters among ``params`` that must stay; DeepSpeed is about to release what nobody uses."""
+        kept = []
+        for param in params:
+            if self.holds(param) and not param.ds_persist and param.ds_status.name == "AVAILABLE":
+                param.ds_active_sub_modules.add(_HELD)
+                self._held[param.ds_id] = _bytes_of(param)
+                kept.append(param)
+        self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
+        return kept
+
+
+def _bytes_of(param: Any) -> int:
+    return int(param.ds_numel) * param.element_size()
+
+
+class _CoordinatorMethods:
+    """What DeepSpeed's parameter coordinator does differently while parameters are held."""
+
+    _zerosync_held: HeldParameters
+
+    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+        self._zerosync_held.fetched(contract.stage_3_parameters_of(current_submodule))
+        super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+
+    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+        kept = self._zerosync_held.keep(contract.stage_3_parameters_of(submodule))
+        try:
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+        finally:
+            # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
+            for param in kept:
+                param.ds_active_sub_modules.discard(_HELD)

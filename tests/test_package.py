@@ -1,0 +1,38 @@
+"""What importing loads, and which way imports run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import zerosync_strategy
+
+SOURCE = Path(zerosync_strategy.__file__).parent
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+
+
+def test_importing_the_package_loads_no_framework() -> None:
+    heavy = {"torch", "deepspeed", "lightning", "accelerate", "pytorch_lightning"}
+    assert not loaded_after("import zerosync_strategy") & heavy
+    assert loaded_after("from zerosync_strategy import attach") & heavy == {"torch"}
+    assert "zerosync_strategy" in loaded_after("from zerosync_strategy import *") and zerosync_strategy.__version__
+
+
+def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> None:
+    for path in (SOURCE / "core").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] not in ("deepspeed", "lightning", "accelerate"), f"{path.name} imports {name}"
+                assert not name.startswith("zerosync_strategy.lightning"), f"{path.name} imports {name}"
+
+
+def test_every_public_name_can_be_had() -> None:
+    for name in zerosync_strategy.__all__:
+        assert getattr(zerosync_strategy, name) is not None
+    assert not hasattr(zerosync_strategy, "nonsense")
