@@ -27,3 +27,19 @@ def test_wrong_type(value: object) -> None:
 def test_wrong_options(block: object, keywords: dict[str, bool], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message.replace("?", r"\?")):
         ZeroSyncConfig.resolve(block, keywords)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(0, 0), (5, 5), ("7", 7), ("2KB", 2000), ("1.5 MiB", 1536 * 1024), ("3GiB", 3 * 2**30), ("all", None)],
+)
+def test_sizes(given: int | str, size: int | None) -> None:
+    assert ZeroSyncConfig(param_memory_budget=given).held_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [(-1, ValueError), ("2 XB", ValueError), ("x", ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_wrong_sizes(given: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"'param_memory_budget' takes a number of bytes, .* or \"all\", got"):
+        ZeroSyncConfig(param_memory_budget=given)  # type: ignore[arg-type]

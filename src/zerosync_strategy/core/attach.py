@@ -72,7 +72,7 @@ class ZeroSync:
         self.window = Window(self._reducer, config.coalesce)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
-        self._held = HeldParameters(optimizer, config.held_bytes) if config.held_bytes != 0 else None
+        self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
         self._counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self

@@ -81,6 +81,7 @@ _STAGE_1_AND_2_OFFLOAD = (
     Internal("reduction with an offloaded optimizer", "optimizer", "update_offload_overflow_tracker", ("grad",)),
 )
 _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+_STAGE_3_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _STAGE_3 = (
     Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
@@ -205,11 +206,29 @@ def stage_3_coordinator(optimizer: Any) -> Any:
     for internal in (
         Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
         Internal("held parameters", "coordinator", "release_sub_module", ("submodule", "forward")),
+        Internal("held parameters", "coordinator", "release_backward_leftovers", ()),
+        Internal("held parameters", "coordinator", "_invalidate_trace", ()),
+        Internal("held parameters", "coordinator", _STAGE_3_RELEASES),
     ):
         problem = _problem(coordinator, internal)
         if problem:
             raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {problem}")
     return coordinator
+
+
+def stage_3_release_cache(coordinator: Any) -> Any:
+    """The ``lru_cache`` of what ZeRO-3 releases after which module, below DeepSpeed's decorators.
+
+    Raises:
+        ContractError: it is not there.
+    """
+    function = getattr(type(coordinator), _STAGE_3_RELEASES)
+    while not hasattr(function, "cache_clear"):
+        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = next((found for found in inner if callable(found)), None)
+        if function is None:
+            raise changed("held parameters", f"{_STAGE_3_RELEASES} is not cached")
+    return function
 
 
 def stage_3_parameters_of(module: Any) -> list[Any]:

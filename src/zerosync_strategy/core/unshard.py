@@ -6,11 +6,17 @@ gathers the new values.
 
 What is held is what saves most bytes per byte held: all of it if the budget allows, else what the first window gathered
 most often.
+
+A stale memo is cured on the way. DeepSpeed 0.19.8 remembers what to release after each module, keyed by the module's
+place in the recorded order, and keeps that memory when the order is recorded anew: after a validation before the first
+backward, it releases every parameter after each forward for good and gathers it again for the backward.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from zerosync_strategy.core import contract
@@ -28,15 +34,17 @@ class HeldParameters:
 
     Attributes:
         peak_bytes: the most bytes held at once since the last :meth:`end_window`.
+        releases: DeepSpeed's memo of what to release after which module.
     """
 
     def __init__(self, optimizer: Any, budget: int | None) -> None:
         self._budget = budget
         self._chosen: set[int] | None = None  # ds_id; unknown until the first window was seen, unless all are held
         self._gathers: Counter[Any] = Counter()
-        self._held: dict[int, int] = {}
+        self._held: dict[int, Any] = {}
         self.peak_bytes = 0
         self._coordinator = contract.stage_3_coordinator(optimizer)
+        self.releases = contract.stage_3_release_cache(self._coordinator)
         self._coordinator._zerosync_held = self
         interpose(self._coordinator, _CoordinatorMethods)
 
@@ -71,16 +79,22 @@ class HeldParameters:
         """Whether ``param`` stays gathered from its first use in this window to the step."""
         return self._budget is None or (self._chosen is not None and param.ds_id in self._chosen)
 
-    def keep(self, params: list[Any]) -> list[Any]:
-        """Mark the parameters among ``params`` that must stay; DeepSpeed is about to release what nobody uses."""
-        kept = []
+    @contextmanager
+    def keeping(self, params: list[Any]) -> Iterator[None]:
+        """Around a release by DeepSpeed: those of ``params`` that are to be held, and those held already, stay."""
         for param in params:
             if self.holds(param) and not param.ds_persist and param.ds_status.name == "AVAILABLE":
-                param.ds_active_sub_modules.add(_HELD)
-                self._held[param.ds_id] = _bytes_of(param)
-                kept.append(param)
-        self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
-        return kept
+                self._held[param.ds_id] = param
+        held = list(self._held.values())
+        self.peak_bytes = max(self.peak_bytes, sum(map(_bytes_of, held)))
+        for param in held:
+            param.ds_active_sub_modules.add(_HELD)
+        try:
+            yield
+        finally:
+            # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
+            for param in held:
+                param.ds_active_sub_modules.discard(_HELD)
 
 
 def _bytes_of(param: Any) -> int:
@@ -88,19 +102,23 @@ def _bytes_of(param: Any) -> int:
 
 
 class _CoordinatorMethods:
-    """What DeepSpeed's parameter coordinator does differently while parameters are held."""
+    """What DeepSpeed's parameter coordinator does differently."""
 
     _zerosync_held: HeldParameters
+
+    def _invalidate_trace(self) -> None:
+        super()._invalidate_trace()  # type: ignore[misc]
+        self._zerosync_held.releases.cache_clear()
 
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         self._zerosync_held.fetched(contract.stage_3_parameters_of(current_submodule))
         super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
-        kept = self._zerosync_held.keep(contract.stage_3_parameters_of(submodule))
-        try:
+        with self._zerosync_held.keeping(contract.stage_3_parameters_of(submodule)):
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
-        finally:
-            # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
-            for param in kept:
-                param.ds_active_sub_modules.discard(_HELD)
+
+    def release_backward_leftovers(self) -> None:
+        # Modules whose inputs need no gradient; their parameters are released at the end of the backward.
+        with self._zerosync_held.keeping([]):
+            super().release_backward_leftovers()  # type: ignore[misc]

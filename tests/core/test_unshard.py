@@ -1,0 +1,150 @@
+"""ZeRO-3 parameters held over the window: fewer bytes, the same result, within the budget."""
+
+import os
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core import contract
+from zerosync_strategy.core.cpu import prepare_cpu
+
+LAYERS, WIDTH, BACKWARDS = 4, 32, 4
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+class Model(nn.Module):
+    """Equal layers, of which the first runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def data(k: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
+
+
+def make_engine(reuse: int = 0) -> Any:
+    prepare_cpu()
+    deepspeed.init_distributed("gloo")
+    model = Model()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def train(engine: Any, steps: int, between: Any = lambda: None) -> None:
+    rank = int(os.environ["RANK"])
+    for k in range(steps * BACKWARDS):
+        engine.backward(engine(data(k, rank)) / BACKWARDS)
+        between()
+        if (k + 1) % BACKWARDS == 0:
+            engine.step()
+
+
+def oracle(steps: int) -> dict[str, torch.Tensor]:
+    model = Model()
+    plain = Oracle(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for k in range(steps * BACKWARDS):
+        plain.backward(lambda rank, k=k: model(data(k, rank)) / BACKWARDS)
+        if (k + 1) % BACKWARDS == 0:
+            plain.step()
+    return full_parameters(model)
+
+
+def test_all_parameters_held_reach_the_floor() -> None:
+    def run() -> Any:
+        engine = make_engine()
+        zerosync = attach(engine, param_memory_budget="all")
+        train(engine, 3)
+        coordinator, report = type(contract.stage_3_coordinator(engine.optimizer)), zerosync.report
+        zerosync.detach()
+        assert type(contract.stage_3_coordinator(engine.optimizer)) is not coordinator
+        return distance(full_parameters(engine.module), oracle(3)), report
+
+    error, report = run_ranks(run)[0]
+    size = LAYERS * LAYER_BYTES
+    assert error == 0.0
+    assert report.floor_bytes == size  # half of the parameters and half of the gradients
+    assert report.ratio < 1.01 and report.peak_held_bytes == size
+    assert report.collectives["all_gather_into_tensor"].bytes == size // 2
+
+
+def test_within_a_budget_the_most_gathered_are_held() -> None:
+    def run(budget: int | str) -> Any:
+        engine = make_engine()
+        zerosync = attach(engine, param_memory_budget=budget)
+        train(engine, 3)
+        held = [index for index, layer in enumerate(engine.module.layers) if zerosync._held.holds(layer.weight)]
+        return distance(full_parameters(engine.module), oracle(3)), held, zerosync.report
+
+    results = {budget: run_ranks(run, budget)[0] for budget in (0, "6KB", 2 * LAYER_BYTES)}
+    assert [error for error, _, _ in results.values()] == [0.0] * 3
+    assert [held for _, held, _ in results.values()] == [[], [0], [0, 1]]
+    reports = [report for _, _, report in results.values()]
+    assert [report.peak_held_bytes for report in reports] == [0, LAYER_BYTES, 2 * LAYER_BYTES]
+    sent = [report.bytes_sent for report in reports]
+    assert sent[0] > sent[1] > sent[2]
+
+
+@pytest.mark.parametrize("budget", [0, "all"])
+def test_others_may_gather_evaluate_and_save_in_mid_window(budget: Any) -> None:
+    def run() -> float:
+        engine = make_engine()
+        attach(engine, param_memory_budget=budget)
+
+        def between() -> None:
+            full_parameters(engine.module)
+            engine.eval()
+            with torch.no_grad():
+                engine(data(0, 0))
+            engine.train()
+
+        train(engine, 2, between)
+        return distance(full_parameters(engine.module), oracle(2))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_an_early_evaluation_costs_no_gathers_later() -> None:
+    def run(evaluate: bool) -> int:
+        engine = make_engine(reuse=10**9)
+        zerosync = attach(engine)
+        if evaluate:
+            engine.eval()
+            with torch.no_grad():
+                engine(data(0, 0))
+                engine(data(0, 0))
+            engine.train()
+        train(engine, 4)
+        return zerosync.report.bytes_sent
+
+    assert run_ranks(run, True) == run_ranks(run, False)
+
+
+def test_only_for_stage_3() -> None:
+    def run() -> None:
+        prepare_cpu()
+        deepspeed.init_distributed("gloo")
+        model = Model()
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        with pytest.raises(ValueError, match=r"'param_memory_budget' holds .* stage 3, found stage 2"):
+            attach(engine, param_memory_budget="1MB")
+        attach(engine, param_memory_budget="0MB")
+
+    run_ranks(run)
