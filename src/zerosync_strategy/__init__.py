@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.attach import ZeroSync, attach
     from zerosync_strategy.core.config import ZeroSyncConfig
     from zerosync_strategy.core.report import StepReport
+    from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
 __version__ = "0.1.0"
-__all__ = ["StepReport", "ZeroSync", "ZeroSyncConfig", "ZeroSyncStrategy", "__version__", "attach"]
+__all__ = ["StepReport", "ZeroSync", "ZeroSyncConfig", "ZeroSyncMonitor", "ZeroSyncStrategy", "__version__", "attach"]
 
 _HOME = {
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.attach",
     "ZeroSyncConfig": "zerosync_strategy.core.config",
+    "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
     "attach": "zerosync_strategy.core.attach",
 }

@@ -4,7 +4,7 @@ from zerosync_strategy import ZeroSyncConfig
 
 
 def test_defaults_and_merging() -> None:
-    assert ZeroSyncConfig.resolve() == ZeroSyncConfig(coalesce=True)
+    assert ZeroSyncConfig.resolve() == ZeroSyncConfig(coalesce=True, param_memory_budget=0, reduction="native")
     assert ZeroSyncConfig.resolve({"coalesce": False}) == ZeroSyncConfig(coalesce=False)
     assert ZeroSyncConfig.resolve({"coalesce": False}, {"coalesce": False}) == ZeroSyncConfig(coalesce=False)
 
@@ -19,7 +19,7 @@ def test_wrong_type(value: object) -> None:
     ("block", "keywords", "error", "message"),
     [
         ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
-        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce"),
+        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce, grad_memory_budget,"),
         ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
         (["coalesce"], {}, TypeError, "takes a mapping"),
     ],
@@ -27,6 +27,16 @@ def test_wrong_type(value: object) -> None:
 def test_wrong_options(block: object, keywords: dict[str, bool], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message.replace("?", r"\?")):
         ZeroSyncConfig.resolve(block, keywords)
+
+
+def test_values_that_contradict() -> None:
+    with pytest.raises(ValueError, match="'reduction' takes 'native' or 'ordered', got 'sorted'"):
+        ZeroSyncConfig(reduction="sorted")
+    with pytest.raises(ValueError, match="'grad_memory_budget' got 0 with coalesce=False"):
+        ZeroSyncConfig(coalesce=False, grad_memory_budget=0)
+    with pytest.raises(ValueError, match=r"'grad_memory_budget' takes .* or None, got '1XB'"):
+        ZeroSyncConfig(grad_memory_budget="1XB")
+    assert ZeroSyncConfig(grad_memory_budget="1KB").unreduced_bytes == 1000
 
 
 @pytest.mark.parametrize(

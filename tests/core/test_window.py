@@ -12,27 +12,43 @@ CLOSED, OPEN, REDUCED = WindowState.CLOSED, WindowState.OPEN, WindowState.REDUCE
 
 
 class Notes:
-    """Stands in for a Reducer."""
+    """Stands in for a Reducer. What a backward streams, and what it leaves due, are set by the test."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fail = False
+        self.streams = False
+        self.due = False
 
-    def reduce(self, *, first: bool, final: bool) -> None:
+    def begin_backward(self, last: bool) -> None:
+        self.calls.append("begin" + " last" * last)
+        self.due = True
+
+    def end_backward(self) -> bool:
+        if self.streams and self.due:
+            self.calls.append("stream")
+            self.due = False
+            return True
+        return False
+
+    def reduce(self) -> None:
         if self.fail:
             raise OSError("connection lost")
-        self.calls.append("reduce" + " first" * first + " final" * final)
+        self.calls.append("reduce")
+        self.due = False
 
-    def local_bytes(self) -> int:
-        return 8
+    def forget(self) -> None:
+        self.calls.append("forget")
+        self.due = False
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
 
 
-def make(state: WindowState, coalesce: bool = True) -> tuple[Window, Notes]:
+def make(state: WindowState, streams: bool = False) -> tuple[Window, Notes]:
     notes = Notes()
-    window = Window(notes, coalesce)  # type: ignore[arg-type]
+    notes.streams = streams
+    window = Window(notes, overlap_last=True)  # type: ignore[arg-type]
     if state is not CLOSED:
         backward(window)
     if state is REDUCED:
@@ -45,25 +61,21 @@ def make(state: WindowState, coalesce: bool = True) -> tuple[Window, Notes]:
 def backward(window: Window) -> None:
     with window.engine_backward():
         pass
-    window.backward_done()
 
 
 @pytest.mark.parametrize(
     ("state", "event", "after", "calls"),
     [
-        (CLOSED, backward, OPEN, []),
+        (CLOSED, backward, OPEN, ["begin"]),
         (CLOSED, Window.reduce, CLOSED, []),
-        (CLOSED, Window.reduce_early, CLOSED, []),
         (CLOSED, Window.zero_grad, CLOSED, []),
-        (OPEN, backward, OPEN, []),
-        (OPEN, Window.reduce, REDUCED, ["reduce first final"]),
-        (OPEN, Window.reduce_early, OPEN, ["reduce first"]),
-        (OPEN, Window.begin_step, CLOSED, ["reduce first final"]),
-        (OPEN, Window.zero_grad, OPEN, ["drop", "discard"]),
+        (OPEN, backward, OPEN, ["begin"]),
+        (OPEN, Window.reduce, REDUCED, ["reduce", "close"]),
+        (OPEN, Window.begin_step, CLOSED, ["reduce", "close"]),
+        (OPEN, Window.zero_grad, OPEN, ["forget"]),
         (REDUCED, Window.reduce, REDUCED, []),
-        (REDUCED, Window.reduce_early, REDUCED, []),
         (REDUCED, Window.begin_step, CLOSED, []),
-        (REDUCED, Window.zero_grad, OPEN, ["drop", "discard"]),
+        (REDUCED, Window.zero_grad, OPEN, ["forget"]),
     ],
 )
 def test_transition(state: WindowState, event: Callable[[Window], None], after: WindowState, calls: list[str]) -> None:
@@ -99,7 +111,7 @@ def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
     expected = pytest.warns(UserWarning, match=r"2 backward\(s\).*backward raised ValueError")
     with expected, pytest.raises(ValueError), window.engine_backward():
         raise ValueError
-    assert (window.state, notes.calls) == (CLOSED, ["reset"])
+    assert (window.state, notes.calls) == (CLOSED, ["begin", "reset"])
     with pytest.raises(RuntimeError, match="The last window was dropped: backward raised ValueError"):
         window.begin_step()
 
@@ -110,27 +122,39 @@ def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
     assert (window.state, notes.calls) == (CLOSED, ["reset"])
 
 
-def test_without_coalescing_each_backward_reduces_once() -> None:
-    window, notes = make(CLOSED, coalesce=False)
+def test_what_a_backward_streams_is_not_sent_again() -> None:
+    window, notes = make(CLOSED, streams=True)
     backward(window)
     backward(window)
     window.begin_step()
-    assert notes.calls == ["reduce first", "reduce", "finalize"]
+    assert notes.calls == ["begin", "stream", "begin", "stream", "close"]
     assert (window.backwards, window.reductions) == (2, 2)
     window.end_step()
     assert (window.backwards, window.reductions) == (0, 0)
 
 
-def test_zero_grad_restarts_the_partition() -> None:
-    window, notes = make(CLOSED, coalesce=False)
+def test_a_promise_holds_for_one_backward_of_one_window() -> None:
+    window, notes = make(CLOSED)
+    window.expect_last()
     backward(window)
-    window.zero_grad()
+    backward(window)  # the promise was wrong
+    window.expect_last()
+    window.begin_step()
+    window.end_step()
     backward(window)
-    assert notes.calls == ["reduce first", "drop", "discard", "reduce first"]
+    assert notes.calls == ["begin last", "begin", "reduce", "close", "end_window", "begin"]
+
+    window = Window(Notes(), overlap_last=False)  # type: ignore[arg-type]
+    window.expect_last()
+    backward(window)
+    assert window._reducer.calls == ["begin"]  # type: ignore[attr-defined]
+
+
+def test_after_zero_grad_nothing_is_sent() -> None:
     window, notes = make(OPEN)
     window.zero_grad()
-    window.begin_step()  # all gradients are zero: every rank reduces zeros, none is left waiting
-    assert notes.calls == ["drop", "discard", "reduce first final"]
+    window.begin_step()  # the step is made with zeros; no rank has anything to wait for
+    assert notes.calls == ["forget", "close"]
 
 
 @torch.enable_grad()

@@ -49,7 +49,13 @@ class Program:
             self.options["param_memory_budget"] = draw.choice([0, 0, 400, "all"])
         else:
             self.zero["round_robin_gradients"] = draw.random() < 0.3
-        self.coalesce = self.options["coalesce"] = draw.random() < 0.85
+        coalesce = self.options["coalesce"] = draw.random() < 0.85
+        if coalesce:
+            self.options["grad_memory_budget"] = draw.choice([None, None, None, 0, 200, 1500, 10**6])
+        self.options["reduction"] = draw.choice(["native", "ordered"])
+        self.options["overlap_last"] = draw.random() < 0.8
+        # Reduced in one pass: then the sums are those of the oracle, bit for bit.
+        self.one_pass = coalesce and self.options["grad_memory_budget"] in (None, 10**6)
         # Unmanaged: DeepSpeed leaves the accumulation boundary to step(). Managed: one micro-batch a step.
         self.managed = draw.random() < 0.8
         if not self.managed and self.stage == 1:
@@ -63,10 +69,13 @@ class Program:
                 skips = [draw.random() < 0.3 for _ in range(self.world_size)]
                 if self.stage == 3:
                     skips = [skips[0]] * self.world_size
+                if draw.random() < 0.3:
+                    self.operations.append(("expect_last",))
+                    self.one_pass &= k + 1 == backwards or not self.options["overlap_last"]
                 self.operations.append(("backward", how, draw.randrange(10**6), skips, draw.choice([1.0, 0.25])))
                 if k + 1 < backwards and draw.random() < 0.25:
                     # What is in the partition already, module.zero_grad() does not reach.
-                    owners = ["engine", "optimizer", "module"][: 3 if self.coalesce else 2]
+                    owners = ["engine", "optimizer", "module"][: 3 if self.one_pass else 2]
                     self.operations.append(("zero_grad", draw.choice(owners)))
                 if draw.random() < 0.25:
                     self.operations.append(("evaluate",))
@@ -162,11 +171,13 @@ def run_attached(program: Program, rank: int) -> nn.Module:
             engine.train()
         elif operation == "reduce":
             zerosync.reduce()
+        elif operation == "expect_last":
+            zerosync.window.expect_last()
         elif operation == "step":
             engine.step()
             steps += 1
             assert zerosync.report is not None and zerosync.report.step == steps == engine.global_steps
-            assert not program.coalesce or zerosync.report.reductions == 1
+            assert not program.one_pass or zerosync.report.reductions == 1, zerosync.report
     zerosync.detach()
     return model
 

@@ -22,6 +22,7 @@ from tests.lightning.runs import (
     sgd,
     strategy,
 )
+from zerosync_strategy import ZeroSyncStrategy
 
 # The clipping coefficient is computed from partial norms in another order than torch's: equal up to rounding.
 ROUNDING = 2e-6
@@ -222,3 +223,37 @@ def test_bf16(stage: int, precision: str) -> None:
 
     error, moved = run_ranks(run)[0]
     assert error < 0.02 < 0.1 < moved
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
+    class Watching(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reductions: list[int] = []
+
+        def on_after_backward(self) -> None:
+            self.reductions.append(self.trainer.strategy.zerosync.window.reductions)
+
+    def run() -> Any:
+        overlapped, plain = Watching(), Watching()
+        recorder, _ = fit(overlapped, ZeroSyncStrategy(stage=stage), 6, accumulate_grad_batches=4)
+        fit(plain, ZeroSyncStrategy(stage=stage, overlap_last=False), 6, accumulate_grad_batches=4)
+        assert_one_reduction_per_step(recorder, [4, 2])
+        return distance(recorder.parameters, accumulate(oracle(), 6, 4)), overlapped.reductions, plain.reductions
+
+    # The tail's last batch is known as well.
+    assert run_ranks(run) == [(0.0, [0, 0, 0, 1, 0, 1], [0] * 6)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_options_reach_the_core(stage: int) -> None:
+    def run() -> float:
+        options: dict[str, Any] = {"grad_memory_budget": "2KB", "reduction": "ordered"}
+        options |= {"param_memory_budget": "all"} if stage == 3 else {}
+        recorder, _ = fit(Module(), ZeroSyncStrategy(stage=stage, **options), accumulate_grad_batches=4)
+        largest = 32 * 32 * 4
+        assert all(r.reductions > 1 and r.peak_unreduced_bytes <= 2000 + largest for r in recorder.reports)
+        return distance(recorder.parameters, accumulate(oracle(), 12, 4))
+
+    assert max(run_ranks(run)) < ROUNDING

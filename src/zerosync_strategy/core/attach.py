@@ -68,8 +68,8 @@ class ZeroSync:
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
-        self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer)
-        self.window = Window(self._reducer, config.coalesce)
+        self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
+        self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
@@ -137,8 +137,8 @@ class ZeroSync:
             step=self._steps,
             backwards=window.backwards,
             reductions=window.reductions,
-            floor_bytes=self._floor(window.backwards, window.reductions),
-            peak_unreduced_bytes=window.peak_unreduced_bytes,
+            floor_bytes=self._floor(window.backwards),
+            peak_unreduced_bytes=self._reducer.peak_bytes,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
             collectives=self._counter.take(),
@@ -147,11 +147,11 @@ class ZeroSync:
         if self._held is not None:
             self._held.end_window()
 
-    def _floor(self, backwards: int, reductions: int) -> int:
-        floor = reductions * self._reducer.reduction_floor()
+    def _floor(self, backwards: int) -> int:
+        floor = self._reducer.sent_floor
         stage_3 = self.engine.zero_optimization_stage() == 3
         for param, size in self._reducer.parameters_floor().items():
-            once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))  # type: ignore[attr-defined]
+            once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))
             floor += size if once else backwards * size
         return floor
 
@@ -180,7 +180,11 @@ class _EngineMethods:
     _zerosync: ZeroSync
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync.window.engine_backward():
+        window = self._zerosync.window
+        engine: Any = self
+        if engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary():
+            window.expect_last()
+        with window.engine_backward():
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def _backward_prologue(self) -> None:
@@ -188,8 +192,7 @@ class _EngineMethods:
         super()._backward_prologue()  # type: ignore[misc]
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        # The end of a backward. Unmanaged accumulation calls it from step() as well, where the window closes itself.
-        self._zerosync.window.backward_done()
+        """The window decides what is reduced when; it is asked through the gradients' own hooks."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,38 +17,53 @@ class Pending:
     finish: Callable[[], torch.Tensor]
 
 
-def reduce_scatter(rows: torch.Tensor, process_group: Any) -> Pending:
-    """Sum ``rows`` over the ranks of ``process_group``; rank r is given the sum of row r.
+def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool) -> Pending:
+    """Sum over the ranks of ``process_group``; rank r is given the sum of the r-th part of ``packed``.
+
+    NCCL reduce-scatters where the parts are of one size, and else reduces each part to its rank. Everywhere else, and
+    with ``ordered``, each rank is sent its part by everyone and adds them up: gloo's own reduce-scatter is an
+    all-reduce, which sends twice the bytes.
 
     Args:
-        rows: (W, n), contiguous; row r is for rank r. Must stay as it is until ``finish``.
+        packed: flat, the parts one after the other. Must stay as it is until ``finish``; NCCL may write to it.
+        widths: the size of each rank's part.
+        ordered: sum in fp32 in the order of the ranks on NCCL too.
 
     Returns:
-        A pending (n,) tensor: on NCCL in the dtype of ``rows``, summed in NCCL's order; elsewhere in fp32, summed in
-        the order of the ranks. gloo's own reduce-scatter is an all-reduce, which sends twice the bytes, so there each
-        rank is sent its row by everyone and adds them up.
+        A pending tensor of this rank's width: on NCCL in the dtype of ``packed``, else in fp32 and in the order of the
+        ranks.
     """
     from deepspeed import comm
 
-    world_size, columns = rows.shape
-    if dist.get_backend(process_group) == "nccl":
-        result = rows.new_empty(columns)
-        work = comm.reduce_scatter_tensor(result, rows, group=process_group, async_op=True)
+    rank, world_size = dist.get_rank(process_group), len(widths)
+    if dist.get_backend(process_group) != "nccl" or ordered:
+        received = packed.new_empty(world_size * widths[rank])
+        work = comm.all_to_all_single(
+            received, packed, [widths[rank]] * world_size, list(widths), group=process_group, async_op=True
+        )
+        return Pending(lambda: _sum_when_done(work, received.view(world_size, -1)))
+    if len(set(widths)) == 1:
+        result = packed.new_empty(widths[rank])
+        work = comm.reduce_scatter_tensor(result, packed, group=process_group, async_op=True)
+        return Pending(lambda: _when_done([work], result))
+    parts = packed.split(list(widths))
+    works = [
+        comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
+        for owner, part in enumerate(parts)
+        if len(part)
+    ]
+    return Pending(lambda: _when_done(works, parts[rank]))
 
-        def finish() -> torch.Tensor:
-            work.wait()
-            return result
 
-        return Pending(finish)
-
-    received = torch.empty_like(rows)
-    work = comm.all_to_all_single(received.view(-1), rows.view(-1), group=process_group, async_op=True)
-
-    def finish_sum() -> torch.Tensor:
+def _when_done(works: list[Any], result: torch.Tensor) -> torch.Tensor:
+    for work in works:
         work.wait()
-        total = received[0].float()
-        for rank in range(1, world_size):
-            total += received[rank]
-        return total
+    return result
 
-    return Pending(finish_sum)
+
+def _sum_when_done(work: Any, received: torch.Tensor) -> torch.Tensor:
+    work.wait()
+    total = received[0].float()
+    for row in received[1:]:
+        total += row
+    return total

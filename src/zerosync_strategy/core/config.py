@@ -20,22 +20,46 @@ class ZeroSyncConfig:
         coalesce: ``True``: gradients stay local until the optimizer step and are reduced once (rule W1).
             ``False``: they are reduced after every backward and accumulate in the partition; the result is the same
             up to summation order, with N times the bytes and without the full local gradients in between.
+        grad_memory_budget: bytes of unreduced gradients that a rank may hold, as a number or a size such as ``"2GiB"``.
+            Gradients that do not fit are reduced during every backward, into this rank's partition. ``None``: no limit;
+            ``0``: every gradient is reduced at once.
         param_memory_budget: ZeRO-3 only: bytes of gathered parameters to hold from their first use in a window to the
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
+        reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
+            such as gloo, in any case: in fp32 and in the order of the ranks, bit-identical whatever the chunks' sizes.
+        overlap_last: reduce during the backward that is known to be the last of its window.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
     """
 
     coalesce: bool = True
+    grad_memory_budget: int | str | None = None
     param_memory_budget: int | str = 0
+    reduction: str = "native"
+    overlap_last: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.coalesce, bool):
-            raise TypeError(f"ZeroSync option 'coalesce' takes True or False, got {self.coalesce!r}.")
+        for name in ("coalesce", "overlap_last"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
+        if self.reduction not in ("native", "ordered"):
+            raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
+        if self.grad_memory_budget is not None:
+            parse_bytes("grad_memory_budget", self.grad_memory_budget, "or None")
+            if not self.coalesce:
+                raise ValueError(
+                    f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
+                    " no gradient stays unreduced. Leave one of them out."
+                )
         if self.param_memory_budget != "all":
             parse_bytes("param_memory_budget", self.param_memory_budget, 'or "all"')
+
+    @property
+    def unreduced_bytes(self) -> int | None:
+        """``grad_memory_budget`` in bytes, ``None`` for no limit."""
+        return None if self.grad_memory_budget is None else parse_bytes("", self.grad_memory_budget)
 
     @property
     def held_bytes(self) -> int | None:

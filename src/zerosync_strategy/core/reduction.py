@@ -1,15 +1,22 @@
-"""Closing a window: from full local gradients to each rank's partition, every byte once.
+"""From full local gradients to each rank's partition, every byte once.
 
-Gradients are packed in chunks of a bounded size (R2), laid out by the rank that keeps them, and reduce-scattered
-straight into the partition that DeepSpeed's step consumes; one chunk travels while the next is packed. Every parameter
-of the optimizer takes part in every reduction, with zeros where this rank has no gradient: ranks may then use different
-parameters (W4 needs no message), and no partition of an earlier window is stepped again.
+Gradients are packed in chunks of a bounded size (R2), laid out by the rank that keeps them, and reduce-scattered into
+the partition that DeepSpeed's step consumes; one chunk travels while the next is packed. Every parameter of the
+optimizer takes part in every reduction that is due for it, with zeros where this rank has no gradient: ranks may then
+use different parameters (W4 needs no message), and no partition of an earlier window is stepped again.
+
+What is due when is the same on every rank without a message. Parameters are in *buckets* in a fixed order, about that
+in which backward completes their gradients. A backward may *stream* some of the buckets: each is sent as soon as its
+gradients and the buckets before it are complete, or at the end of the backward. Which buckets those are depends on the
+options alone: none when coalesced without a budget, all in the backward that is known to be the last or without
+coalescing, and with a budget those that do not fit into it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import deque
 from typing import Any
 
 import torch
@@ -17,129 +24,199 @@ import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.collectives import Pending, reduce_scatter
-from zerosync_strategy.core.partition import Partition, cut_each, cut_flat
+from zerosync_strategy.core.config import ZeroSyncConfig
+from zerosync_strategy.core.partition import Partition, Piece, Shipment, cut_each, cut_flat
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 16 * 2**20
 """Bytes of one packed chunk. Two exist at a time, and on backends without a reduce-scatter two more to receive."""
+
+
+class Bucket:
+    """Parameters of one partition whose gradients are sent together.
+
+    Attributes:
+        due: a backward has begun since the bucket was sent last.
+        kept: its gradients may stay local until the window closes.
+        missing: parameters whose gradient the running backward has not completed.
+    """
+
+    def __init__(self, partition: Partition, params: list[Any], kept: bool) -> None:
+        self.partition = partition
+        self.params = params
+        self.kept = kept
+        self.due = False
+        self.missing: set[Any] = set()
+        self.shipment = partition.shipment_of(params)
 
 
 class Reducer(ABC):
     """Reduces the local gradients of one DeepSpeed ZeRO optimizer.
 
-    A gradient is local (in full, on its parameter) until :meth:`reduce`, then averaged and in this rank's partition.
+    A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's partition.
     Where DeepSpeed accumulates in a wider type than the parameters', so do local gradients, in ``param.grad_accum``.
+
+    Attributes:
+        sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
+        peak_bytes: the most local gradients at once since :meth:`end_window`, in bytes.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, config: ZeroSyncConfig) -> None:
         self.optimizer = optimizer
+        self._ordered = config.reduction == "ordered"
         self.partitions = self._read_partitions()
         self.params = [param for partition in self.partitions for param in partition.params]
         self._accumulates = optimizer.gradient_accumulation_dtype != optimizer.dtype
+        local_dtype = optimizer.gradient_accumulation_dtype if self._accumulates else optimizer.dtype
+        self._itemsize = local_dtype.itemsize
+        self.buckets = self._make_buckets(config)
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._streaming: deque[Bucket] = deque()
+        self._in_flight: deque[tuple[Shipment, torch.Tensor, Pending]] = deque()
+        self._streamed = False
+        self._open = False  # the partitions hold gradients of this window, or zeros
+        self._local: set[Any] = set()  # parameters with a local gradient, and their bytes
+        self._local_bytes = 0
+        self.sent_floor = 0
+        self.peak_bytes = 0
+
+    # ---- what differs between the stages ---------------------------------------------------------------------------
 
     @abstractmethod
     def _read_partitions(self) -> list[Partition]: ...
 
     @abstractmethod
-    def _destinations(self, partition: Partition, first: bool) -> list[tuple[int, torch.Tensor]]:
+    def _open_partitions(self) -> None:
+        """Make this rank's partitions, all zero."""
+
+    @abstractmethod
+    def _destinations(self, partition: Partition) -> list[tuple[int, torch.Tensor]]:
         """This rank's partition: flat tensors with the column where each begins, in order."""
 
     @abstractmethod
-    def finalize(self) -> None:
-        """The step follows: hand the partitions to DeepSpeed. Sends nothing."""
+    def _hand_over(self) -> None:
+        """The step follows: let DeepSpeed find the partitions. Sends nothing."""
 
     @abstractmethod
-    def discard(self) -> None:
-        """Forget what the partitions hold of this window."""
+    def _discard(self) -> None:
+        """Let DeepSpeed forget the partitions of this window."""
+
+    @abstractmethod
+    def parameters_floor(self) -> dict[Any, int]:
+        """Bytes that one rank must send to give each parameter to all ranks once."""
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward begins; ``last``: it is known to be the last of its window."""
+        # DeepSpeed counts one entry for every forward that the backward goes through, and one exit: after a backward
+        # through two forwards it would take the next raw backward for one inside another.
+        self.optimizer._backward_active_depth = 0
+        for bucket in self.buckets:
+            bucket.due = True
+            bucket.missing = set(bucket.params)
+        self._streaming = deque(bucket for bucket in self.buckets if last or not bucket.kept)
 
     def gradient_ready(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``."""
+        """Autograd has added to ``param.grad``. In a streaming backward, send what is complete."""
         if self._accumulates and param.grad is not None:
             gradient = param.grad.to(self.optimizer.gradient_accumulation_dtype)
             param.grad_accum = gradient if _accumulated(param) is None else param.grad_accum.add_(gradient)
             param.grad = None
+        bucket = self._bucket_of.get(param)
+        if bucket is None:
+            return
+        if param not in self._local:
+            self._local.add(param)
+            self._local_bytes += self._size(param)
+            self.peak_bytes = max(self.peak_bytes, self._local_bytes)
+        bucket.missing.discard(param)
+        bucket.due = True  # also where this backward has sent it already, and comes back to one of its parameters
+        while self._streaming and not self._streaming[0].missing:
+            self._ship_bucket(self._streaming.popleft())
 
-    def local(self, param: Any) -> torch.Tensor | None:
-        """The local gradient of ``param``, in full, or ``None``."""
-        return _accumulated(param) if self._accumulates else param.grad
+    def end_backward(self) -> bool:
+        """Send the rest of what this backward streams; whether it streamed anything."""
+        while self._streaming:
+            self._ship_bucket(self._streaming.popleft())
+        self._finish(0)
+        streamed, self._streamed = self._streamed, False
+        return streamed
 
-    def drop(self) -> None:
-        """Forget the local gradients."""
-        for param in self.params:
-            param.grad = None
-            if self._accumulates:
-                param.grad_accum = None  # type: ignore[attr-defined]
+    @property
+    def due(self) -> bool:
+        """Whether gradients must be reduced before the step; the same on every rank."""
+        return any(bucket.due for bucket in self.buckets)
 
-    def reset(self) -> None:
-        """Forget everything about this window, from whatever point an exception left. No collective."""
-        self.drop()
-        self.discard()
-        self.optimizer._backward_active_depth = 0
-        self.optimizer.clear_backward_seen_flag()
-
-    def local_bytes(self) -> int:
-        """Bytes of local gradients now."""
-        gradients = (self.local(param) for param in self.params)
-        return sum(gradient.numel() * gradient.element_size() for gradient in gradients if gradient is not None)
-
-    def reduction_floor(self) -> int:
-        """Bytes that one rank must send to reduce every gradient once."""
-        return sum(_share(p, sum(param_size(q) for q in p.params) * p.dtype.itemsize) for p in self.partitions)
-
-    @abstractmethod
-    def parameters_floor(self) -> dict[torch.nn.Parameter, int]:
-        """Bytes that one rank must send to give each parameter to all ranks once."""
+    # ---- reduction -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce(self, *, first: bool, final: bool) -> None:
-        """Average the local gradients over the ranks into the partitions. A collective call.
-
-        Args:
-            first: the partitions hold nothing of this window yet.
-            final: the optimizer step follows.
-        """
+    def reduce(self) -> None:
+        """Average what is due over the ranks, into the partitions. A collective call."""
+        due = [bucket for bucket in self.buckets if bucket.due]
         for partition in self.partitions:
-            destinations = self._destinations(partition, first)
-            for column, average in self._averages(partition):
-                _store(average, column, destinations, add=not first)
-        self.drop()
-        if final:
-            self.finalize()
+            params = {param for bucket in due if bucket.partition is partition for param in bucket.params}
+            width = max(1, CHUNK_BYTES // (len(partition.pieces) * partition.dtype.itemsize))
+            for shipment in partition.shipments_of(params, width):
+                self._ship(shipment)
+        self._finish(0)
+        for bucket in due:
+            self._sent(bucket)
 
-    def _averages(self, partition: Partition) -> Iterator[tuple[int, torch.Tensor]]:
-        """The averaged gradients of this rank's partition by chunks of columns, each sent while the next is packed."""
-        world_size = dist.get_world_size(partition.process_group)
-        width = max(1, CHUNK_BYTES // (world_size * partition.dtype.itemsize))
-        width = min(width, partition.columns)
-        device = partition.params[0].device
-        packs = [torch.empty(world_size * width, dtype=partition.dtype, device=device) for _ in range(2)]
-        before, after = self._scales(partition)
-        pending: tuple[int, Pending] | None = None
-        for column in range(0, partition.columns, width):
-            packs.reverse()
-            rows = packs[0][: world_size * min(width, partition.columns - column)].view(world_size, -1)
-            self._pack(partition, column, rows)
-            if before != 1.0:
-                rows.mul_(before)
-            sent = (column, reduce_scatter(rows, partition.process_group))
-            if pending is not None:
-                yield pending[0], pending[1].finish().mul_(after)
-            pending = sent
-        if pending is not None:
-            yield pending[0], pending[1].finish().mul_(after)
+    def close(self) -> None:
+        """Everything is in the partitions, and the step follows."""
+        self._open_once()
+        self._hand_over()
 
-    def _pack(self, partition: Partition, column: int, rows: torch.Tensor) -> None:
-        for rank, row in enumerate(rows):
-            end = 0
-            for piece in partition.within(rank, column, column + len(row)):
-                start, stop = piece.column - column, piece.end - column
-                row[end:start].zero_()
-                gradient = self.local(piece.param)
-                if gradient is None:
-                    row[start:stop].zero_()
-                else:
-                    row[start:stop].copy_(gradient.reshape(-1)[piece.start : piece.stop])
-                end = stop
-            row[end:].zero_()
+    def end_window(self) -> None:
+        """The step has consumed the partitions."""
+        self._open = False
+        self.sent_floor = self.peak_bytes = 0
+
+    @torch.no_grad()
+    def _ship_bucket(self, bucket: Bucket) -> None:
+        self._streamed = True
+        self._ship(bucket.shipment)
+        self._sent(bucket)
+
+    def _ship(self, shipment: Shipment) -> None:
+        self._finish(1)  # one chunk travels while the next is packed
+        partition = shipment.partition
+        packed = self._pack(shipment)
+        before, _ = self._scales(partition)
+        if before != 1.0:
+            packed.mul_(before)
+        pending = reduce_scatter(packed, shipment.widths, partition.process_group, self._ordered)
+        self._in_flight.append((shipment, packed, pending))
+
+    def _pack(self, shipment: Shipment) -> torch.Tensor:
+        partition = shipment.partition
+        packed = torch.empty(sum(shipment.widths), dtype=partition.dtype, device=partition.params[0].device)
+        column = 0
+        for piece in (piece for row in shipment.rows for piece in row):
+            target = packed[column : column + piece.size]
+            gradient = self.local(piece.param)
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.reshape(-1)[piece.start : piece.stop])
+            column += piece.size
+        return packed
+
+    def _finish(self, allowed: int) -> None:
+        """Wait until at most ``allowed`` chunks are in flight; put the others' averages into the partition."""
+        while len(self._in_flight) > allowed:
+            shipment, _, pending = self._in_flight.popleft()
+            partition = shipment.partition
+            average = pending.finish().mul_(self._scales(partition)[1])
+            self._open_once()
+            _add(average, shipment.rows[dist.get_rank(partition.process_group)], self._destinations(partition))
+
+    def _sent(self, bucket: Bucket) -> None:
+        bucket.due = False
+        size = sum(bucket.shipment.widths) * bucket.partition.dtype.itemsize
+        self.sent_floor += _share(size, len(bucket.partition.pieces))
+        for param in bucket.params:
+            self._drop(param)
 
     def _scales(self, partition: Partition) -> tuple[float, float]:
         """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
@@ -147,6 +224,74 @@ class Reducer(ABC):
         if predivide == 1.0 and partition.dtype.itemsize < 4:
             predivide = partition.divisor
         return 1.0 / predivide, predivide / partition.divisor
+
+    def _open_once(self) -> None:
+        if not self._open:
+            self._open_partitions()
+            self._open = True
+
+    # ---- local gradients -------------------------------------------------------------------------------------------
+
+    def local(self, param: Any) -> torch.Tensor | None:
+        """The local gradient of ``param``, in full, or ``None``."""
+        return _accumulated(param) if self._accumulates else param.grad
+
+    def forget(self) -> None:
+        """Forget all gradients of this window, local and reduced; what is in flight is waited for by nobody."""
+        self._streaming.clear()
+        self._streamed = False
+        self._in_flight.clear()
+        for bucket in self.buckets:
+            bucket.due = False
+        for param in self.params:
+            self._drop(param)
+        self._open = False
+        self._discard()
+
+    def reset(self) -> None:
+        """As :meth:`forget`, from whatever point an exception left."""
+        self.forget()
+        self.optimizer._backward_active_depth = 0
+        self.optimizer.clear_backward_seen_flag()
+
+    def _drop(self, param: Any) -> None:
+        if param in self._local:
+            self._local.remove(param)
+            self._local_bytes -= self._size(param)
+        param.grad = None
+        if self._accumulates:
+            param.grad_accum = None
+
+    # ---- buckets ---------------------------------------------------------------------------------------------------
+
+    def _make_buckets(self, config: ZeroSyncConfig) -> list[Bucket]:
+        """Backward completes gradients in about the reverse order of the parameters; what it completes last is kept."""
+        limit, budget = CHUNK_BYTES, config.unreduced_bytes
+        kept = set(self.params) if config.coalesce else set()
+        if config.coalesce and budget is not None:
+            # What streams fills half of the budget at most before it is sent; the other half may stay.
+            limit = min(CHUNK_BYTES, budget // 2)
+            free, kept = budget - limit, set()
+            for param in self.params:
+                if self._size(param) <= free:
+                    kept.add(param)
+                    free -= self._size(param)
+        buckets: list[Bucket] = []
+        for partition in reversed(self.partitions):
+            size = 0
+            params: list[Any] = []
+            for param in reversed(partition.params):
+                if params and (size + self._size(param) > limit or (param in kept) != (params[-1] in kept)):
+                    buckets.append(Bucket(partition, params, params[-1] in kept))
+                    size, params = 0, []
+                params.append(param)
+                size += self._size(param)
+            if params:
+                buckets.append(Bucket(partition, params, params[-1] in kept))
+        return buckets
+
+    def _size(self, param: Any) -> int:
+        return param_size(param) * self._itemsize
 
 
 class Stage12Reducer(Reducer):
@@ -170,13 +315,16 @@ class Stage12Reducer(Reducer):
             partitions.append(Partition(group, params, columns, pieces, averaged, dtype, index))
         return partitions
 
-    def _destinations(self, partition: Partition, first: bool) -> list[tuple[int, torch.Tensor]]:
-        optimizer, index = self.optimizer, partition.group
-        if first:
+    def _open_partitions(self) -> None:
+        optimizer = self.optimizer
+        for partition in self.partitions:
+            index = partition.group
             optimizer.averaged_gradients[index] = optimizer._build_compact_grad_partition_buffer(index)
-        return [(0, optimizer.averaged_gradients[index].flat_partition)]
 
-    def finalize(self) -> None:
+    def _destinations(self, partition: Partition) -> list[tuple[int, torch.Tensor]]:
+        return [(0, self.optimizer.averaged_gradients[partition.group].flat_partition)]
+
+    def _hand_over(self) -> None:
         optimizer = self.optimizer
         if not optimizer.cpu_offload:
             return
@@ -190,12 +338,12 @@ class Stage12Reducer(Reducer):
                 optimizer.norm_for_param_grads[key] = share.double().norm(2)
                 optimizer.update_offload_overflow_tracker(share)
 
-    def parameters_floor(self) -> dict[torch.nn.Parameter, int]:
-        return {q: _share(p, q.numel() * q.element_size()) for p in self.partitions for q in p.params}
-
-    def discard(self) -> None:
+    def _discard(self) -> None:
         for partition in self.partitions:
             self.optimizer.averaged_gradients[partition.group] = None
+
+    def parameters_floor(self) -> dict[Any, int]:
+        return {q: _share(q.numel() * q.element_size(), len(p.pieces)) for p in self.partitions for q in p.params}
 
 
 class Stage3Reducer(Reducer):
@@ -216,32 +364,37 @@ class Stage3Reducer(Reducer):
             partitions.append(Partition(process_group, params, sum(shares), pieces, float(divisor), dtype))
         return partitions
 
-    def _destinations(self, partition: Partition, first: bool) -> list[tuple[int, torch.Tensor]]:
+    def _open_partitions(self) -> None:
+        kept = contract.stage_3_gradient_partitions(self.optimizer)
+        for param in self.params:
+            kept[param.ds_id].zero_()
+
+    def _destinations(self, partition: Partition) -> list[tuple[int, torch.Tensor]]:
         kept, column, destinations = contract.stage_3_gradient_partitions(self.optimizer), 0, []
         for param in partition.params:
-            destinations.append((column, kept[param.ds_id]))  # type: ignore[attr-defined]
-            column += kept[param.ds_id].numel()  # type: ignore[attr-defined]
+            destinations.append((column, kept[param.ds_id]))
+            column += kept[param.ds_id].numel()
         return destinations
 
-    def finalize(self) -> None:
+    def _hand_over(self) -> None:
         optimizer = self.optimizer
         if optimizer.offload_optimizer:
-            optimizer._offload_boundary_param_ids = {param.ds_id for param in self.params}  # type: ignore[attr-defined]
+            optimizer._offload_boundary_param_ids = {param.ds_id for param in self.params}
             optimizer.zerosync_stock_finalize()
             return
         kept = contract.stage_3_gradient_partitions(optimizer)
         for index, group in enumerate(optimizer.fp16_groups):
             optimizer.averaged_gradients[index] = [kept[param.ds_id] for param in group]
 
-    def parameters_floor(self) -> dict[torch.nn.Parameter, int]:
+    def _discard(self) -> None:
+        self.optimizer.averaged_gradients = {}
+
+    def parameters_floor(self) -> dict[Any, int]:
         floor = {}
         for param in self.optimizer.module.parameters():
             world_size = dist.get_world_size(self.optimizer._get_param_partition_group(param))
-            floor[param] = param_size(param) * param.element_size() * (world_size - 1) // world_size
+            floor[param] = _share(param_size(param) * param.element_size(), world_size)
         return floor
-
-    def discard(self) -> None:
-        self.optimizer.averaged_gradients = {}
 
 
 def param_size(param: Any) -> int:
@@ -249,8 +402,7 @@ def param_size(param: Any) -> int:
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def _share(partition: Partition, size: int) -> int:
-    world_size = dist.get_world_size(partition.process_group)
+def _share(size: int, world_size: int) -> int:
     return size * (world_size - 1) // world_size
 
 
@@ -258,14 +410,15 @@ def _accumulated(param: Any) -> torch.Tensor | None:
     return getattr(param, "grad_accum", None)
 
 
-def _store(source: torch.Tensor, column: int, destinations: list[tuple[int, torch.Tensor]], add: bool) -> None:
-    """Write ``source``, which begins at ``column``, over the destinations or add it to them."""
-    for begin, tensor in destinations:
-        first, last = max(begin, column), min(begin + tensor.numel(), column + source.numel())
-        if first < last:
-            target = tensor.narrow(0, first - begin, last - first)
-            part = source[first - column : last - column]
-            if add:
-                target.add_(part.to(target.device, target.dtype))
-            else:
-                target.copy_(part)
+def _add(source: torch.Tensor, row: list[Piece], destinations: list[tuple[int, torch.Tensor]]) -> None:
+    """Add ``source``, the pieces of ``row`` one after the other, to the partition that begins at ``destinations``."""
+    begins = [begin for begin, _ in destinations]
+    offset = 0
+    for piece in row:
+        column = piece.column
+        while column < piece.column + piece.size:
+            begin, tensor = destinations[bisect_right(begins, column) - 1]
+            size = min(piece.column + piece.size, begin + tensor.numel()) - column
+            target = tensor.narrow(0, column - begin, size)
+            target.add_(source[offset : offset + size].to(target.device, target.dtype))
+            offset, column = offset + size, column + size

@@ -2,16 +2,17 @@
 
 States and transitions (rules W1, W3):
 
-===========  ==============  ============  ===================  ==================  ====================  ============
-state        backward        reduce_early  reduce               begin_step          abort                 zero_grad
-===========  ==============  ============  ===================  ==================  ====================  ============
-``CLOSED``   -> ``OPEN``     stay          stay                 error               stay                  stay
-``OPEN``     stay            stay          -> ``REDUCED``       reduce, -> CLOSED   drop, -> ``CLOSED``   drop, stay
-``REDUCED``  error           stay          stay                 -> ``CLOSED``       drop, -> ``CLOSED``   drop, -> OPEN
-===========  ==============  ============  ===================  ==================  ====================  ============
+===========  ====================  ============  ===================  ==================  ============
+state        backward              reduce        begin_step           abort               zero_grad
+===========  ====================  ============  ===================  ==================  ============
+``CLOSED``   -> ``OPEN``           stay          error                stay                stay
+``OPEN``     stay                  -> REDUCED    reduce, -> CLOSED    drop, -> CLOSED     drop, stay
+``REDUCED``  error                 stay          -> ``CLOSED``        drop, -> CLOSED     drop, -> OPEN
+===========  ====================  ============  ===================  ==================  ============
 
-Only ``reduce_early``, ``reduce`` and ``begin_step`` communicate. ``abort`` issues no collective, and nothing here runs
-from a finaliser (W3).
+A backward may reduce some gradients as it goes, or all of them when it is known to be the window's last; what it
+leaves, ``reduce`` sends. These two communicate. ``abort`` issues no collective, and nothing here runs from a finaliser
+(W3).
 """
 
 from __future__ import annotations
@@ -42,20 +43,17 @@ class Window:
         state: where the window is in the table above.
         backwards: backwards since the last optimizer step; one that runs inside another counts with it.
         reductions: reduction passes over the gradients since the last optimizer step.
-        peak_unreduced_bytes: the most bytes of local gradients since the last optimizer step.
         seconds: host time in reductions since the last optimizer step.
     """
 
-    def __init__(self, reducer: Reducer, coalesce: bool) -> None:
+    def __init__(self, reducer: Reducer, overlap_last: bool) -> None:
         self._reducer = reducer
-        self._coalesce = coalesce
+        self._overlap_last = overlap_last
+        self._last_is_next = False
         self.state = WindowState.CLOSED
         self.backwards = 0
         self.reductions = 0
-        self.peak_unreduced_bytes = 0
         self.seconds = 0.0
-        self._unreduced = False  # a backward ran since the last reduction
-        self._partial = False  # the partition holds gradients of this window, and the window is open for more
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
         # The backward that runs: engine.backward() calls on the stack, and autograd graphs seen from inside.
         self._engine_backwards = 0
@@ -77,6 +75,7 @@ class Window:
             raise
         finally:
             self._engine_backwards -= 1
+        self._end_backward()
 
     def inside_graph(self) -> None:
         """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here."""
@@ -89,7 +88,17 @@ class Window:
             self._begin_backward()
         if graph != -1:
             self._graphs.add(graph)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graphs.discard(graph))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_done(graph))
+
+    def _graph_done(self, graph: int) -> None:
+        self._graphs.discard(graph)
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        # A backward that runs inside another ends with it.
+        if not self._engine_backwards and not self._graphs and self.state is WindowState.OPEN:
+            with self._reducing():
+                self.reductions += self._reducer.end_backward()
 
     def _begin_backward(self) -> None:
         if self.state is WindowState.REDUCED:
@@ -99,44 +108,43 @@ class Window:
             )
         self.state = WindowState.OPEN
         self.backwards += 1
-        self._unreduced = True
         self._aborted = None
+        self._reducer.begin_backward(last=self._last_is_next and self._overlap_last)
+        self._last_is_next = False
 
     # ---- reduction and step --------------------------------------------------------------------------------------
 
-    def backward_done(self) -> None:
-        """The engine would reduce now. With ``coalesce`` nothing is due before the step (W1)."""
-        if not self._coalesce:
-            self.reduce_early()
+    def expect_last(self) -> None:
+        """Promise that the next backward is the last of this window, on every rank alike.
 
-    def reduce_early(self) -> None:
-        """Reduce the local gradients into the partition and leave the window open for more."""
-        if self.state is WindowState.OPEN and self._unreduced:
-            self._reduce(final=False)
+        Its gradients are then reduced while it runs. If another backward follows, the result is still right, and its
+        gradients are reduced by themselves.
+        """
+        self._last_is_next = True
 
     def reduce(self) -> None:
         """Reduce what is local and make the partition ready for the step. All ranks must call it alike."""
+        self._forget_graphs()
+        self._end_backward()
         if self.state is not WindowState.OPEN:
             return
-        if self._unreduced or not self._partial:
-            self._reduce(final=True)
-        else:
-            self._reducer.finalize()
+        with self._reducing():
+            if self._reducer.due:
+                self._reducer.reduce()
+                self.reductions += 1
+            self._reducer.close()
         self.state = WindowState.REDUCED
 
-    def _reduce(self, final: bool) -> None:
-        self.peak_unreduced_bytes = max(self.peak_unreduced_bytes, self._reducer.local_bytes())
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             with torch.profiler.record_function("zerosync::reduce"):
-                self._reducer.reduce(first=not self._partial, final=final)
+                yield
         except BaseException as error:
             self.abort(f"the reduction raised {type(error).__name__}")
             raise
         self.seconds += time.perf_counter() - began
-        self.reductions += 1
-        self._partial = True
-        self._unreduced = False
 
     def begin_step(self) -> None:
         """Before DeepSpeed's own optimizer step: reduce what is open, and close."""
@@ -151,9 +159,10 @@ class Window:
 
     def end_step(self) -> None:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
-        self.backwards = self.reductions = self.peak_unreduced_bytes = 0
+        self.backwards = self.reductions = 0
         self.seconds = 0.0
-        self._unreduced = self._partial = False
+        self._last_is_next = False
+        self._reducer.end_window()
         self._forget_graphs()
 
     # ---- dropping ------------------------------------------------------------------------------------------------
@@ -163,10 +172,8 @@ class Window:
         self._forget_graphs()
         if self.state is WindowState.CLOSED:
             return
-        self._reducer.drop()
-        self._reducer.discard()
+        self._reducer.forget()
         self.state = WindowState.OPEN
-        self._unreduced = self._partial = False
 
     def abort(self, reason: str) -> None:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
@@ -175,7 +182,7 @@ class Window:
             return
         backwards, self.backwards, self.reductions = self.backwards, 0, 0
         self.state = WindowState.CLOSED
-        self._unreduced = self._partial = False
+        self._last_is_next = False
         self._aborted = reason
         self._reducer.reset()
         warnings.warn(

@@ -3,9 +3,10 @@
 """
 
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
+from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
 from zerosync_strategy.lightning.registry import register
 from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
-__all__ = ["DeepSpeedAnyDeviceStrategy", "ZeroSyncStrategy"]
+__all__ = ["DeepSpeedAnyDeviceStrategy", "ZeroSyncMonitor", "ZeroSyncStrategy"]
 
 register(ZeroSyncStrategy)

@@ -31,6 +31,9 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        if model.automatic_optimization:
+            self._zerosync().window.expect_last()  # the closure's backward, and Lightning accumulates no further
+
         def closure_then_reduce() -> Any:
             result = closure()
             self._zerosync().reduce()

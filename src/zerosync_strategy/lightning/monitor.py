@@ -1,0 +1,65 @@
+"""What each optimizer step cost, in the logger and on request in the progress bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
+
+
+class ZeroSyncMonitor(Callback):
+    """Logs the :class:`~zerosync_strategy.StepReport` of each optimizer step, under ``zerosync/``.
+
+    Args:
+        prog_bar: also show the bytes sent (in MB) and their ratio to the floor in the progress bar.
+
+    Raises:
+        MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``.
+    """
+
+    def __init__(self, prog_bar: bool = False) -> None:
+        self.prog_bar = prog_bar
+        self._logged: StepReport | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, ZeroSyncStrategy):
+            raise MisconfigurationException(
+                f"ZeroSyncMonitor reports on ZeroSyncStrategy, found {type(trainer.strategy).__name__}. Remove the"
+                " callback, or use Trainer(strategy=ZeroSyncStrategy(...))."
+            )
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+        assert isinstance(trainer.strategy, ZeroSyncStrategy) and trainer.strategy.zerosync is not None
+        report = trainer.strategy.zerosync.report
+        if report is None or report is self._logged:
+            return
+        self._logged = report
+        pl_module.log_dict({f"zerosync/{name}": value for name, value in metrics(report).items()}, batch_size=1)
+        if self.prog_bar:
+            shown = {"MB": report.bytes_sent / 1e6, "of_floor": report.ratio}
+            pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+
+
+def metrics(report: StepReport) -> dict[str, float]:
+    """The numbers of ``report``, with calls and bytes of each collective."""
+    numbers: dict[str, float] = {
+        "backwards": report.backwards,
+        "reductions": report.reductions,
+        "bytes_sent": report.bytes_sent,
+        "floor_bytes": report.floor_bytes,
+        "ratio": report.ratio,
+        "peak_unreduced_bytes": report.peak_unreduced_bytes,
+        "peak_held_bytes": report.peak_held_bytes,
+        "seconds": report.seconds,
+    }
+    for kind, traffic in report.collectives.items():
+        numbers[f"{kind}/calls"] = traffic.calls
+        numbers[f"{kind}/bytes"] = traffic.bytes
+    return {name: float(value) for name, value in numbers.items()}

@@ -1,0 +1,59 @@
+"""The same windows on CUDA: one rank with NCCL, as many as there are GPUs. Run with ZEROSYNC_TEST_CUDA=1."""
+
+import os
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+BACKWARDS = 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+def loss_of(module: Any, k: int, rank: int, device: Any) -> torch.Tensor:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * k + rank)).to(device)
+    return (module(x) - x).square().mean() / BACKWARDS
+
+
+def train(stage: int, options: dict[str, Any], zero: dict[str, Any]) -> Any:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    deepspeed.init_distributed("nccl")
+    net = model().cuda()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False,
+        config={**config, "zero_optimization": {"stage": stage, **zero}},
+    )  # fmt: skip
+    zerosync = attach(engine, **options)
+    plain = model().cuda()
+    oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world)
+    for k in range(4 * BACKWARDS):
+        if k % BACKWARDS == BACKWARDS - 1:
+            zerosync.window.expect_last()
+        engine.backward(loss_of(engine, k, rank, "cuda"))
+        oracle.backward(lambda r, k=k: loss_of(plain, k, r, "cuda"))
+        if k % BACKWARDS == BACKWARDS - 1:
+            engine.step()
+            oracle.step()
+    return distance(full_parameters(net), full_parameters(plain)), zerosync.report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"overlap_comm": False}])
+@pytest.mark.parametrize("options", [{}, {"overlap_last": False}, {"reduction": "ordered"}, {"grad_memory_budget": 0}])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_equal_to_plain_torch(stage: int, options: dict[str, Any], zero: dict[str, Any]) -> None:
+    for error, report in run_ranks(train, stage, options, zero, world_size=torch.cuda.device_count()):
+        assert error < 1e-5
+        assert report.backwards == BACKWARDS
