@@ -206,3 +206,49 @@ def test_an_overflow_skips_the_step_and_closes_the_window() -> None:
         return *skipped, distance(full_parameters(engine.module), oracle(1, optimizer=torch.optim.SGD))
 
     assert run_ranks(run) == [(1, 0.0, 0.0)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_mixture_of_experts(stage: int) -> None:
+    """Experts are averaged over their own group: as DeepSpeed's own reducer does it, bit for bit."""
+
+    def run() -> Any:
+        from deepspeed.moe.layer import MoE
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(1)
+                self.first = nn.Linear(WIDTH, WIDTH)
+                expert = nn.Linear(WIDTH, WIDTH)
+                self.moe = MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, capacity_factor=4.0, use_rts=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.moe(torch.tanh(self.first(x)))[0]
+
+        def trained(attached: bool) -> Any:
+            module = Experts()
+            groups = split_params_into_different_moe_groups_for_optimizer(
+                {"params": list(module.parameters()), "name": "all"}
+            )
+            config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=torch.optim.AdamW(groups, lr=0.01), dist_init_required=False,
+                config={**config, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}},
+            )  # fmt: skip
+            if attached:
+                attach(engine)
+            for k in range(4):
+                engine.backward(loss_of(engine, k, int(os.environ["RANK"])))
+                engine.step()
+            return full_parameters(module), len(engine.optimizer.bit16_groups)
+
+        prepare_cpu()
+        deepspeed.init_distributed("gloo")
+        (ours, groups), (stock, _) = trained(True), trained(False)
+        assert groups == 2
+        return distance(ours, stock), distance(ours, full_parameters(Experts()))
+
+    for error, moved in run_ranks(run, world_size=4):
+        assert error < 1e-7 < 1e-3 < moved

@@ -128,7 +128,7 @@ def test_what_a_backward_streams_is_not_sent_again() -> None:
     backward(window)
     window.begin_step()
     assert notes.calls == ["begin", "stream", "begin", "stream", "close"]
-    assert (window.backwards, window.reductions) == (2, 2)
+    assert (window.backwards, window.reductions, window.early_reductions) == (2, 2, 2)
     window.end_step()
     assert (window.backwards, window.reductions) == (0, 0)
 

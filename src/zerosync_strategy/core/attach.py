@@ -12,8 +12,8 @@ import torch
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.interpose import interpose, restore
-from zerosync_strategy.core.reduction import Stage3Reducer, Stage12Reducer
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer
 from zerosync_strategy.core.traffic import CollectiveCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
@@ -137,6 +137,7 @@ class ZeroSync:
             step=self._steps,
             backwards=window.backwards,
             reductions=window.reductions,
+            early_reductions=window.early_reductions,
             floor_bytes=self._floor(window.backwards),
             peak_unreduced_bytes=self._reducer.peak_bytes,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,

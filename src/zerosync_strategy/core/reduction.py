@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core import contract
 from zerosync_strategy.core.collectives import Pending, reduce_scatter
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.partition import Partition, Piece, Shipment, cut_each, cut_flat
+from zerosync_strategy.core.partition import Partition, Piece, Shipment
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of one packed chunk. Two exist at a time, and on backends without a reduce-scatter two more to receive."""
@@ -214,7 +213,7 @@ class Reducer(ABC):
     def _sent(self, bucket: Bucket) -> None:
         bucket.due = False
         size = sum(bucket.shipment.widths) * bucket.partition.dtype.itemsize
-        self.sent_floor += _share(size, len(bucket.partition.pieces))
+        self.sent_floor += share(size, len(bucket.partition.pieces))
         for param in bucket.params:
             self._drop(param)
 
@@ -294,115 +293,13 @@ class Reducer(ABC):
         return param_size(param) * self._itemsize
 
 
-class Stage12Reducer(Reducer):
-    """ZeRO-1 and ZeRO-2: each group's parameters lie in one flat buffer, cut into equal partitions."""
-
-    def _read_partitions(self) -> list[Partition]:
-        optimizer = self.optimizer
-        divisor = dist.get_world_size(optimizer.dp_process_group) / float(optimizer.sequence_parallel_size)
-        partitions = []
-        for index, flat in enumerate(optimizer.bit16_groups_flat):
-            group = optimizer.real_dp_process_group[index]
-            params = [param for param in optimizer.bit16_groups[index] if param.numel()]
-            offsets = [(param.data_ptr() - flat.data_ptr()) // flat.element_size() for param in params]
-            for param, offset in zip(params, offsets, strict=True):
-                if not 0 <= offset <= flat.numel() - param.numel():
-                    raise contract.changed("reduction", "the parameters do not lie in optimizer.bit16_groups_flat")
-            columns, world_size = int(optimizer.partition_size[index]), dist.get_world_size(group)
-            pieces = cut_flat(params, offsets, columns, world_size)
-            averaged = divisor if optimizer.gradient_average else 1.0
-            dtype = optimizer.communication_data_type
-            partitions.append(Partition(group, params, columns, pieces, averaged, dtype, index))
-        return partitions
-
-    def _open_partitions(self) -> None:
-        optimizer = self.optimizer
-        for partition in self.partitions:
-            index = partition.group
-            optimizer.averaged_gradients[index] = optimizer._build_compact_grad_partition_buffer(index)
-
-    def _destinations(self, partition: Partition) -> list[tuple[int, torch.Tensor]]:
-        return [(0, self.optimizer.averaged_gradients[partition.group].flat_partition)]
-
-    def _hand_over(self) -> None:
-        optimizer = self.optimizer
-        if not optimizer.cpu_offload:
-            return
-        for index, params in enumerate(optimizer.params_in_partition):
-            averaged = optimizer.averaged_gradients[index].flat_partition
-            optimizer.single_partition_of_fp32_groups[index].grad.copy_(averaged)
-            for param in params:
-                key = optimizer.get_param_id(param)
-                _, _, column, count = optimizer.grad_position[key]
-                share = averaged.narrow(0, int(column), int(count))
-                optimizer.norm_for_param_grads[key] = share.double().norm(2)
-                optimizer.update_offload_overflow_tracker(share)
-
-    def _discard(self) -> None:
-        for partition in self.partitions:
-            self.optimizer.averaged_gradients[partition.group] = None
-
-    def parameters_floor(self) -> dict[Any, int]:
-        return {q: _share(q.numel() * q.element_size(), len(p.pieces)) for p in self.partitions for q in p.params}
-
-
-class Stage3Reducer(Reducer):
-    """ZeRO-3: each parameter is cut by itself; its data may be released while its gradient is there in full."""
-
-    def _read_partitions(self) -> list[Partition]:
-        optimizer = self.optimizer
-        by_group: dict[Any, list[Any]] = {}
-        for param in (param for group in optimizer.fp16_groups for param in group):
-            by_group.setdefault(optimizer._get_param_partition_group(param), []).append(param)
-        partitions = []
-        for process_group, params in by_group.items():
-            world_size = dist.get_world_size(process_group)
-            shares = [param.partition_numel() for param in params]
-            pieces = cut_each(params, [param.ds_numel for param in params], shares, world_size)
-            divisor = optimizer._gradient_averaging_world_size(params, world_size)
-            dtype = optimizer.communication_data_type
-            partitions.append(Partition(process_group, params, sum(shares), pieces, float(divisor), dtype))
-        return partitions
-
-    def _open_partitions(self) -> None:
-        kept = contract.stage_3_gradient_partitions(self.optimizer)
-        for param in self.params:
-            kept[param.ds_id].zero_()
-
-    def _destinations(self, partition: Partition) -> list[tuple[int, torch.Tensor]]:
-        kept, column, destinations = contract.stage_3_gradient_partitions(self.optimizer), 0, []
-        for param in partition.params:
-            destinations.append((column, kept[param.ds_id]))
-            column += kept[param.ds_id].numel()
-        return destinations
-
-    def _hand_over(self) -> None:
-        optimizer = self.optimizer
-        if optimizer.offload_optimizer:
-            optimizer._offload_boundary_param_ids = {param.ds_id for param in self.params}
-            optimizer.zerosync_stock_finalize()
-            return
-        kept = contract.stage_3_gradient_partitions(optimizer)
-        for index, group in enumerate(optimizer.fp16_groups):
-            optimizer.averaged_gradients[index] = [kept[param.ds_id] for param in group]
-
-    def _discard(self) -> None:
-        self.optimizer.averaged_gradients = {}
-
-    def parameters_floor(self) -> dict[Any, int]:
-        floor = {}
-        for param in self.optimizer.module.parameters():
-            world_size = dist.get_world_size(self.optimizer._get_param_partition_group(param))
-            floor[param] = _share(param_size(param) * param.element_size(), world_size)
-        return floor
-
-
 def param_size(param: Any) -> int:
     """Elements of ``param`` in full, gathered or released."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def _share(size: int, world_size: int) -> int:
+def share(size: int, world_size: int) -> int:
+    """What one of ``world_size`` ranks sends when ``size`` is reduce-scattered or all-gathered once."""
     return size * (world_size - 1) // world_size
 
 

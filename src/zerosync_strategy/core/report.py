@@ -15,7 +15,8 @@ class StepReport:
     Attributes:
         step: which optimizer step of this engine since attach, from 1.
         backwards: backwards since the last step, those dropped by ``zero_grad`` included.
-        reductions: passes over the gradients that sent them; 1 when coalesced (W1).
+        reductions: passes over the gradients that sent some of them; 1 when coalesced (W1).
+        early_reductions: those of them that were made while a backward ran.
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
             each parameter once, and under ZeRO-3 each parameter that is not held once for every backward.
         peak_unreduced_bytes: the most local gradients at once.
@@ -28,6 +29,7 @@ class StepReport:
     step: int
     backwards: int
     reductions: int
+    early_reductions: int
     floor_bytes: int
     peak_unreduced_bytes: int
     peak_held_bytes: int

@@ -43,6 +43,7 @@ class Window:
         state: where the window is in the table above.
         backwards: backwards since the last optimizer step; one that runs inside another counts with it.
         reductions: reduction passes over the gradients since the last optimizer step.
+        early_reductions: those of them made while a backward ran.
         seconds: host time in reductions since the last optimizer step.
     """
 
@@ -53,6 +54,7 @@ class Window:
         self.state = WindowState.CLOSED
         self.backwards = 0
         self.reductions = 0
+        self.early_reductions = 0
         self.seconds = 0.0
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
         # The backward that runs: engine.backward() calls on the stack, and autograd graphs seen from inside.
@@ -98,7 +100,9 @@ class Window:
         # A backward that runs inside another ends with it.
         if not self._engine_backwards and not self._graphs and self.state is WindowState.OPEN:
             with self._reducing():
-                self.reductions += self._reducer.end_backward()
+                early = self._reducer.end_backward()
+                self.reductions += early
+                self.early_reductions += early
 
     def _begin_backward(self) -> None:
         if self.state is WindowState.REDUCED:
@@ -159,7 +163,7 @@ class Window:
 
     def end_step(self) -> None:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
-        self.backwards = self.reductions = 0
+        self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
         self._last_is_next = False
         self._reducer.end_window()
@@ -180,7 +184,7 @@ class Window:
         self._graphs.clear()
         if self.state is WindowState.CLOSED:
             return
-        backwards, self.backwards, self.reductions = self.backwards, 0, 0
+        backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self.state = WindowState.CLOSED
         self._last_is_next = False
         self._aborted = reason

@@ -52,6 +52,7 @@ def metrics(report: StepReport) -> dict[str, float]:
     numbers: dict[str, float] = {
         "backwards": report.backwards,
         "reductions": report.reductions,
+        "early_reductions": report.early_reductions,
         "bytes_sent": report.bytes_sent,
         "floor_bytes": report.floor_bytes,
         "ratio": report.ratio,
