@@ -233,7 +233,7 @@ def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
             self.reductions: list[int] = []
 
         def on_after_backward(self) -> None:
-            self.reductions.append(self.trainer.strategy.zerosync.window.reductions)
+            self.reductions.append(self.trainer.strategy.zerosync.window.early_reductions)
 
     def run() -> Any:
         overlapped, plain = Watching(), Watching()

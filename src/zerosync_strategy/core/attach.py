@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
-from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer
+from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
 from zerosync_strategy.core.traffic import CollectiveCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
@@ -55,6 +56,8 @@ class ZeroSync:
         config: the options in force.
         window: the window of the coming optimizer step.
         report: what the last optimizer step cost, or ``None`` before the first.
+        counter: counts the collectives for the report. Several engines in one process count each other's; ``stop()``
+            and ``start()`` it around an engine's own steps to keep them apart.
     """
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
@@ -73,7 +76,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
-        self._counter = CollectiveCounter().start()
+        self.counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
@@ -115,7 +118,7 @@ class ZeroSync:
 
     def _release(self) -> None:
         self._restore_clipping()
-        self._counter.stop()
+        self.counter.stop()
         if self._held is not None:
             self._held.detach()
         for target in (self.engine, self.engine.optimizer):
@@ -142,7 +145,7 @@ class ZeroSync:
             peak_unreduced_bytes=self._reducer.peak_bytes,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
-            collectives=self._counter.take(),
+            collectives=self.counter.take(),
         )
         window.end_step()
         if self._held is not None:
@@ -245,6 +248,12 @@ class _OptimizerMethods:
 
 
 class _Stage12Methods(_OptimizerMethods):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_backend() == "nccl":
+            return super().step(*args, **kwargs)
+        with contract.stage_1_and_2_parameter_gather(gather_parameters):
+            return super().step(*args, **kwargs)
+
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync._gradient_ready(param)
 

@@ -1,4 +1,9 @@
-"""Reduce-scatter that sends each byte once, on any backend, and finishes later."""
+"""Reduce-scatter and all-gather that send each byte once, on any backend, and finish later.
+
+NCCL has both. gloo's reduce-scatter is an all-reduce, which sends twice the bytes, and its all-gather and all-to-all
+copy what they send; so everywhere but on NCCL, ranks send each other their parts point to point, from where they lie to
+where they go.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,11 @@ class Pending:
 def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool) -> Pending:
     """Sum over the ranks of ``process_group``; rank r is given the sum of the r-th part of ``packed``.
 
-    NCCL reduce-scatters where the parts are of one size, and else reduces each part to its rank. Everywhere else, and
-    with ``ordered``, each rank is sent its part by everyone and adds them up: gloo's own reduce-scatter is an
-    all-reduce, which sends twice the bytes.
+    NCCL reduce-scatters where the parts are of one size, and else reduces each part to its rank. With ``ordered``, and
+    everywhere else, each rank is sent its part by everyone and adds them up.
 
     Args:
-        packed: flat, the parts one after the other. Must stay as it is until ``finish``; NCCL may write to it.
+        packed: flat, the parts one after the other. Must stay as it is until ``finish``, which may write to it.
         widths: the size of each rank's part.
         ordered: sum in fp32 in the order of the ranks on NCCL too.
 
@@ -36,17 +40,21 @@ def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: A
     from deepspeed import comm
 
     rank, world_size = dist.get_rank(process_group), len(widths)
-    if dist.get_backend(process_group) != "nccl" or ordered:
-        received = packed.new_empty(world_size * widths[rank])
-        work = comm.all_to_all_single(
-            received, packed, [widths[rank]] * world_size, list(widths), group=process_group, async_op=True
-        )
-        return Pending(lambda: _sum_when_done(work, received.view(world_size, -1)))
+    parts = list(packed.split(list(widths)))
+    if dist.get_backend(process_group) != "nccl":
+        received = packed.new_empty(world_size - 1, widths[rank])
+        rows = [*received[:rank], parts[rank], *received[rank:]]
+        works = _exchange(parts, rows, process_group)
+        return Pending(lambda: _sum_when_done(works, rows))
+    if ordered:
+        received_all = packed.new_empty(world_size * widths[rank])
+        splits = [widths[rank]] * world_size
+        work = comm.all_to_all_single(received_all, packed, splits, list(widths), group=process_group, async_op=True)
+        return Pending(lambda: _sum_when_done([work], list(received_all.view(world_size, -1))))
     if len(set(widths)) == 1:
         result = packed.new_empty(widths[rank])
         work = comm.reduce_scatter_tensor(result, packed, group=process_group, async_op=True)
         return Pending(lambda: _when_done([work], result))
-    parts = packed.split(list(widths))
     works = [
         comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
         for owner, part in enumerate(parts)
@@ -55,15 +63,42 @@ def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: A
     return Pending(lambda: _when_done(works, parts[rank]))
 
 
+def all_gather(parts: Sequence[torch.Tensor], process_group: Any) -> None:
+    """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. NCCL has its own.
+
+    Args:
+        parts: contiguous, one per rank; this rank's is read, the others are written.
+    """
+    rank = dist.get_rank(process_group)
+    _when_done(_exchange([parts[rank]] * len(parts), list(parts), process_group), parts[rank])
+
+
+def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any) -> list[Any]:
+    """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
+    from deepspeed import comm
+
+    rank, works = dist.get_rank(process_group), []
+    for peer in range(len(sent)):
+        if peer == rank:
+            continue
+        peer_global = dist.get_global_rank(process_group, peer)
+        if len(received[peer]):
+            works.append(comm.irecv(received[peer], src=peer_global, group=process_group))
+        if len(sent[peer]):
+            works.append(comm.isend(sent[peer], dst=peer_global, group=process_group))
+    return works
+
+
 def _when_done(works: list[Any], result: torch.Tensor) -> torch.Tensor:
     for work in works:
         work.wait()
     return result
 
 
-def _sum_when_done(work: Any, received: torch.Tensor) -> torch.Tensor:
-    work.wait()
-    total = received[0].float()
-    for row in received[1:]:
+def _sum_when_done(works: list[Any], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    for work in works:
+        work.wait()
+    total = rows[0].float()
+    for row in rows[1:]:
         total += row
     return total

@@ -7,6 +7,8 @@ turns a missing or changed internal into an error with a name, before any traini
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +157,13 @@ def verify(engine: Any) -> None:
         problem = _problem(owners[internal.owner], internal)
         if problem:
             raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {problem}")
+    if stage != 3:
+        from deepspeed.runtime.zero import stage_1_and_2
+
+        gather = getattr(stage_1_and_2, "all_gather_dp_groups", None)
+        takes = {"partitioned_param_groups", "dp_process_group"}
+        if gather is None or not takes <= inspect.signature(gather).parameters.keys():
+            raise changed("parameter gather", "stage_1_and_2.all_gather_dp_groups is missing or takes other arguments")
     if not hasattr(torch._C, "_current_graph_task_id"):
         raise changed("window", f"torch._C._current_graph_task_id is missing in torch {torch.__version__}")
 
@@ -236,6 +245,23 @@ def stage_3_parameters_of(module: Any) -> list[Any]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
 
     return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+@contextmanager
+def stage_1_and_2_parameter_gather(gather: Callable[..., None]) -> Iterator[None]:
+    """While active, ZeRO-1/2's step gives the updated parameters to all ranks by ``gather``.
+
+    It is called with DeepSpeed's keywords, of which ``partitioned_param_groups`` (by group, one part per rank) and
+    ``dp_process_group`` (by group) say everything.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stock = stage_1_and_2.all_gather_dp_groups
+    stage_1_and_2.all_gather_dp_groups = gather
+    try:
+        yield
+    finally:
+        stage_1_and_2.all_gather_dp_groups = stock
 
 
 def stage_3_gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:

@@ -26,8 +26,10 @@ from zerosync_strategy.core.collectives import Pending, reduce_scatter
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.partition import Partition, Piece, Shipment
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of one packed chunk. Two exist at a time, and on backends without a reduce-scatter two more to receive."""
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of one packed chunk, or of one parameter that is larger and streamed."""
+IN_FLIGHT = 4
+"""Packed chunks at a time. Several small ones keep a link busy while others are packed and added up."""
 
 
 class Bucket:
@@ -36,6 +38,8 @@ class Bucket:
     Attributes:
         due: a backward has begun since the bucket was sent last.
         kept: its gradients may stay local until the window closes.
+        balanced: no rank is sent much more of it than the others. The last backward streams no other: one link after
+            the other would be busy, where at the close all are.
         missing: parameters whose gradient the running backward has not completed.
     """
 
@@ -46,6 +50,7 @@ class Bucket:
         self.due = False
         self.missing: set[Any] = set()
         self.shipment = partition.shipment_of(params)
+        self.balanced = max(self.shipment.widths) * len(self.shipment.widths) <= 1.25 * sum(self.shipment.widths)
 
 
 class Reducer(ABC):
@@ -113,7 +118,7 @@ class Reducer(ABC):
         for bucket in self.buckets:
             bucket.due = True
             bucket.missing = set(bucket.params)
-        self._streaming = deque(bucket for bucket in self.buckets if last or not bucket.kept)
+        self._streaming = deque(bucket for bucket in self.buckets if not bucket.kept or (last and bucket.balanced))
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a streaming backward, send what is complete."""
@@ -178,7 +183,7 @@ class Reducer(ABC):
         self._sent(bucket)
 
     def _ship(self, shipment: Shipment) -> None:
-        self._finish(1)  # one chunk travels while the next is packed
+        self._finish(IN_FLIGHT - 1)
         partition = shipment.partition
         packed = self._pack(shipment)
         before, _ = self._scales(partition)
@@ -268,13 +273,15 @@ class Reducer(ABC):
         limit, budget = CHUNK_BYTES, config.unreduced_bytes
         kept = set(self.params) if config.coalesce else set()
         if config.coalesce and budget is not None:
-            # What streams fills half of the budget at most before it is sent; the other half may stay.
-            limit = min(CHUNK_BYTES, budget // 2)
+            # What streams fills an eighth of the budget at most before it is sent; the rest may stay. It is one run of
+            # parameters: each change between kept and streamed would end a bucket.
+            limit = min(CHUNK_BYTES, budget // 8)
             free, kept = budget - limit, set()
             for param in self.params:
-                if self._size(param) <= free:
-                    kept.add(param)
-                    free -= self._size(param)
+                free -= self._size(param)
+                if free < 0:
+                    break
+                kept.add(param)
         buckets: list[Bucket] = []
         for partition in reversed(self.partitions):
             size = 0

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.collectives import all_gather
 from zerosync_strategy.core.partition import Partition, cut_each, cut_flat
 from zerosync_strategy.core.reduction import Reducer, param_size, share
 
@@ -62,6 +63,12 @@ class Stage12Reducer(Reducer):
 
     def parameters_floor(self) -> dict[Any, int]:
         return {q: share(q.numel() * q.element_size(), len(p.pieces)) for p in self.partitions for q in p.params}
+
+
+def gather_parameters(*, partitioned_param_groups: Any, dp_process_group: Any, **_: Any) -> None:
+    """Give the updated parameters of ZeRO-1/2 to all ranks, from where they lie to where they go."""
+    for parts, process_group in zip(partitioned_param_groups, dp_process_group, strict=True):
+        all_gather(parts, process_group)
 
 
 class Stage3Reducer(Reducer):

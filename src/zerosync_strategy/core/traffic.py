@@ -17,8 +17,8 @@ from zerosync_strategy.core.interpose import interpose, restore
 class Traffic:
     """Collectives of one kind: how many calls, and the bytes that one rank sends for them.
 
-    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks. gloo has no
-    reduce-scatter of its own and sends an all-reduce instead; it is counted as what is sent.
+    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend``, what
+    this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is counted as that.
     """
 
     calls: int = 0
@@ -37,6 +37,7 @@ class _Kind:
     group_position: int
     passes: int = 1  # times (W-1)/W of the payload
     passes_on_gloo: int = 1
+    to_one_rank: bool = False  # the whole payload is sent, whatever W
 
 
 _KINDS = {
@@ -52,6 +53,7 @@ _KINDS = {
     "broadcast": _Kind("tensor", 0, 2),
     "all_to_all_single": _Kind("input", 1, 4),
     "all_to_all": _Kind("input_tensor_list", 1, 2),
+    "isend": _Kind("tensor", 0, 2, to_one_rank=True),
 }
 
 
@@ -121,7 +123,9 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
         group = argument(args, kwargs, "group", kind.group_position)
         size = dist.get_world_size(group)
         passes = kind.passes_on_gloo if dist.get_backend(group) == "gloo" else kind.passes
-        sent = passes * _bytes_of(argument(args, kwargs, kind.payload, kind.position)) * (size - 1) // size
+        sent = _bytes_of(argument(args, kwargs, kind.payload, kind.position))
+        if not kind.to_one_rank:
+            sent = passes * sent * (size - 1) // size
         for counter in self._zerosync_counters:
             counter._add(name, Traffic(1, sent))
         return getattr(super(_CountingBackend, self), name)(*args, **kwargs)

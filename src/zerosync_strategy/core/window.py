@@ -51,6 +51,8 @@ class Window:
         self._reducer = reducer
         self._overlap_last = overlap_last
         self._last_is_next = False
+        self._is_last = False
+        self._last_streamed = False  # in the backward promised to be the last; what it left is sent in the same pass
         self.state = WindowState.CLOSED
         self.backwards = 0
         self.reductions = 0
@@ -100,9 +102,10 @@ class Window:
         # A backward that runs inside another ends with it.
         if not self._engine_backwards and not self._graphs and self.state is WindowState.OPEN:
             with self._reducing():
-                early = self._reducer.end_backward()
-                self.reductions += early
-                self.early_reductions += early
+                streamed = self._reducer.end_backward()
+            self.early_reductions += streamed
+            self._last_streamed |= streamed and self._is_last
+            self.reductions += streamed and not self._is_last
 
     def _begin_backward(self) -> None:
         if self.state is WindowState.REDUCED:
@@ -113,7 +116,10 @@ class Window:
         self.state = WindowState.OPEN
         self.backwards += 1
         self._aborted = None
-        self._reducer.begin_backward(last=self._last_is_next and self._overlap_last)
+        self.reductions += self._last_streamed  # the promise was wrong: another pass follows
+        self._last_streamed = False
+        self._is_last = self._last_is_next and self._overlap_last
+        self._reducer.begin_backward(last=self._is_last)
         self._last_is_next = False
 
     # ---- reduction and step --------------------------------------------------------------------------------------
@@ -135,6 +141,8 @@ class Window:
         with self._reducing():
             if self._reducer.due:
                 self._reducer.reduce()
+                self.reductions += 1
+            elif self._last_streamed:
                 self.reductions += 1
             self._reducer.close()
         self.state = WindowState.REDUCED
@@ -165,7 +173,7 @@ class Window:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
         self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
-        self._last_is_next = False
+        self._last_is_next = self._last_streamed = False
         self._reducer.end_window()
         self._forget_graphs()
 
@@ -186,7 +194,7 @@ class Window:
             return
         backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self.state = WindowState.CLOSED
-        self._last_is_next = False
+        self._last_is_next = self._last_streamed = False
         self._aborted = reason
         self._reducer.reset()
         warnings.warn(

@@ -1,0 +1,156 @@
+"""Compare ZeroSync with DeepSpeed, DDP and FSDP2 on CPU: time and bytes of one optimizer step. Needs root.
+
+    python benchmarks/compare.py --where loopback --model 10m
+    python benchmarks/compare.py --where link --model 35m --accumulate 4 --systems ddp,stock-2,zerosync-2
+    python benchmarks/compare.py --where loopback --model 10m --budget-curve
+
+Each number of micro-batches is one run, in which all systems live side by side and take turns: one optimizer step each,
+then the next round. Bytes are what the network interface has counted. See README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hosts import link, loopback, require_namespaces, run_ranks
+from output import draw, write_markdown
+
+HERE = Path(__file__).resolve().parent
+SYSTEMS = (
+    "ddp",
+    "stock-1",
+    "zerosync-1",
+    "stock-2",
+    "coalesced-2",
+    "zerosync-2",
+    "zerosync-2-rr",
+    "fsdp2-2",
+    "stock-3",
+    "coalesced-3",
+    "zerosync-3",
+    "zerosync-3-held",
+    "fsdp2-3",
+)
+BUDGET_CURVE = tuple(f"zerosync-2@{percent}" for percent in (0, 20, 40, 60, 80, "all"))
+TOLERANCE = 0.02  # of how far training has moved a parameter
+
+
+def main() -> None:
+    """Run the comparison and write its results."""
+    options = _parse()
+    if options.plot:
+        _draw(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
+        return
+    require_namespaces()
+    place = loopback(options.ranks) if options.where == "loopback" else link(options.ranks, options.rate)
+    runs = []
+    with tempfile.TemporaryDirectory() as scratch, place as hosts:
+        for accumulate in options.accumulate:
+            print(f"{accumulate} micro-batch(es) per optimizer step", flush=True)
+            plan = {
+                "systems": options.systems,
+                "model": options.model,
+                "accumulate": accumulate,
+                "rounds": options.rounds,
+                "result": str(Path(scratch, "result.json")),
+            }
+            run_ranks(hosts, [sys.executable, str(HERE / "rank.py"), json.dumps(plan)])
+            runs.append(json.loads(Path(plan["result"]).read_text()))
+    results = _describe(options, runs)
+    name = f"{results['date']}-{options.where}-{options.model}{'-budget' if options.budget_curve else ''}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_markdown(results, path.with_suffix(".md"))
+    print("\n" + path.with_suffix(".md").read_text())
+    _draw(results, path.with_suffix(".png"))
+    _check(runs)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--where", choices=("loopback", "link"), default="loopback", help="the network (loopback)")
+    parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc takes it (1gbit)")
+    parser.add_argument("--model", choices=("10m", "35m"), default="10m", help="parameters of the GPT (10m)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    parser.add_argument("--accumulate", type=_numbers, default=[1, 4, 8], help="micro-batches per step (1,4,8)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each system, after 2 others (5)")
+    parser.add_argument("--systems", type=_systems, default=list(SYSTEMS), help=f"({','.join(SYSTEMS)})")
+    parser.add_argument("--budget-curve", action="store_true", help="ZeRO-2 by grad_memory_budget, instead of systems")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (beside this file)")
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the picture of these results")
+    options = parser.parse_args()
+    if options.ranks < 2 or options.rounds < 1:
+        parser.error("--ranks takes 2 or more, and --rounds 1 or more")
+    if options.budget_curve:
+        options.systems = list(BUDGET_CURVE)
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"takes numbers from 1, got {text!r}")
+    return numbers
+
+
+def _systems(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+    return names
+
+
+def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+        "cpu": processor[0] if processor else "unknown processor",
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: version(name) for name in ("zerosync-strategy", "torch", "deepspeed")},
+        "where": options.where,
+        "rate": options.rate,
+        "model": options.model,
+        "parameters": runs[0]["parameter_bytes"] // 4,
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "budget_curve": options.budget_curve,
+        "runs": runs,
+    }
+
+
+def _draw(results: dict[str, Any], path: Path) -> None:
+    try:
+        draw(results, path)
+    except ImportError:
+        again = f"python benchmarks/compare.py --plot {path.with_suffix('.json')}"
+        print(f"No picture: matplotlib is not installed. Install it (pip install matplotlib), then: {again}")
+
+
+def _check(runs: list[dict[str, Any]]) -> None:
+    for run in runs:
+        for name, system in run["systems"].items():
+            if not system["difference"] <= TOLERANCE * run["moved"]:
+                raise SystemExit(
+                    f"{name} with {run['accumulate']} micro-batch(es) computes something else: its parameters differ by"
+                    f" {system['difference']:.1e} at the end, where training moved one by {run['moved']:.1e}."
+                )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,139 @@
+"""Tables and pictures of what compare.py has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+COLORS = {"zerosync": "#1b7837", "stock": "#b2182b", "coalesced": "#ef8a62", "ddp": "#4d4d4d", "fsdp2": "#2166ac"}
+
+
+def write_markdown(results: dict[str, Any], path: Path) -> None:
+    """One table for each number of micro-batches, under what was run, when, and on what."""
+    where = "one machine's loopback" if results["where"] == "loopback" else f"one {results['rate']} link per rank"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"# {results['date']}: {results['model']}, {results['ranks']} ranks, {where}",
+        "",
+        f"{results['parameters'] / 1e6:.1f} M parameters in fp32, AdamW, batch 1 per rank and micro-batch, gloo.",
+        f"{results['cpu']}, {results['cores']} cores, one thread per rank. {versions}.",
+        "",
+        f"    {results['command']}",
+        "",
+    ]
+    for run in results["runs"]:
+        lines += [f"## {run['accumulate']} micro-batch(es) per optimizer step", ""]
+        lines += _budget_table(run) if results["budget_curve"] else _table(run)
+        worst = max(system["difference"] for system in run["systems"].values())
+        peak = max(run["peak_memory_bytes"]) / 2**30
+        lines += [
+            "",
+            f"Parameters at the end differ by at most {worst:.1e} between systems; training moved one by up to"
+            f" {run['moved']:.1e}. Peak memory of a rank with all systems in it: {peak:.1f} GiB.",
+            "",
+        ]
+    lines.append(
+        "ms: median of the rounds. Ratios: median over the rounds of the ratio in one round; above 1 is faster."
+    )
+    lines.append(
+        "MB: sent per rank and step by the interface's counter, protocol headers and acknowledgements included."
+    )
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _table(run: dict[str, Any]) -> list[str]:
+    lines = [
+        "| system | ms | faster than stock of its stage | faster than ddp | MB | floor MB | MB / floor |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    floor = run["floor_bytes"]
+    for name, system in run["systems"].items():
+        stage = name.partition("-")[2][:1]
+        sent = median(system["bytes_sent"])
+        lines.append(
+            f"| {name} | {1000 * median(system['seconds']):.0f} | {_faster(run, name, f'stock-{stage}')}"
+            f" | {_faster(run, name, 'ddp')} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
+        )
+    return lines
+
+
+def _budget_table(run: dict[str, Any]) -> list[str]:
+    lines = [
+        "| budget, % of the gradients | ms | peak unreduced MB | MB sent, report | MB sent, counter | MB / floor |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, system in run["systems"].items():
+        sent = median(system["bytes_sent"])
+        lines.append(
+            f"| {name.partition('@')[2]} | {1000 * median(system['seconds']):.0f}"
+            f" | {system['peak_unreduced_bytes'] / 1e6:.2f} | {system['report']['bytes_sent'] / 1e6:.2f}"
+            f" | {sent / 1e6:.2f} | {sent / run['floor_bytes']:.3f} |"
+        )
+    return lines
+
+
+def _faster(run: dict[str, Any], name: str, reference: str) -> str:
+    if reference not in run["systems"]:
+        return "-"
+    pairs = zip(run["systems"][reference]["seconds"], run["systems"][name]["seconds"], strict=True)
+    return f"{median(theirs / ours for theirs, ours in pairs):.2f}"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """The same as a picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    title = f"{results['model']}, {results['ranks']} ranks, {results['where']}, {results['date']}"
+    if results["budget_curve"]:
+        figure = _draw_budget(pyplot, results)
+    else:
+        figure = _draw_bars(pyplot, results)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_bars(pyplot: Any, results: dict[str, Any]) -> Any:
+    runs = results["runs"]
+    names = list(runs[0]["systems"])
+    colors = [COLORS[name.partition("-")[0]] for name in names]
+    size = (12, 1 + len(runs) * (0.8 + 0.24 * len(names)))
+    figure, axes = pyplot.subplots(len(runs), 2, squeeze=False, figsize=size, layout="constrained")
+    for run, (left, right) in zip(runs, axes, strict=True):
+        floor = run["floor_bytes"]
+        milliseconds = [1000 * median(run["systems"][name]["seconds"]) for name in names]
+        ratios = [median(run["systems"][name]["bytes_sent"]) / floor for name in names]
+        for axis, values, form in ((left, milliseconds, "%.0f"), (right, ratios, "%.2f")):
+            axis.bar_label(axis.barh(names, values, color=colors), fmt=form, padding=3, fontsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.12)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(axis="y", labelsize=8)
+        left.set_title(f"{run['accumulate']} micro-batches: ms per optimizer step", fontsize=10)
+        right.set_title(f"bytes sent, in floors of {floor / 1e6:.1f} MB", fontsize=10)
+        right.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    return figure
+
+
+def _draw_budget(pyplot: Any, results: dict[str, Any]) -> Any:
+    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for run in results["runs"]:
+        systems = run["systems"].values()
+        peaks = [system["peak_unreduced_bytes"] / 1e6 for system in systems]
+        sent = [system["report"]["bytes_sent"] / 1e6 for system in systems]
+        axis.plot(peaks, sent, marker="o", label=f"{run['accumulate']} micro-batch(es)")
+    axis.axhline(results["runs"][0]["floor_bytes"] / 1e6, color="black", linewidth=0.8, linestyle="--", label="floor")
+    axis.set_xlabel("peak of unreduced gradients on a rank, MB")
+    axis.set_ylabel("sent per rank and optimizer step, MB")
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend()
+    return figure
