@@ -60,7 +60,7 @@ def _table(run: dict[str, Any]) -> list[str]:
 
 def _budget_table(run: dict[str, Any]) -> list[str]:
     lines = [
-        "| budget, % of the gradients | ms | peak unreduced MB | MB sent, report | MB sent, counter | MB / floor |",
+        "| budget, % of the gradients | ms | peak unreduced MB | MB sent by rank 0 | MB sent, counter | MB / floor |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for name, system in run["systems"].items():
@@ -128,7 +128,7 @@ def _draw_budget(pyplot: Any, results: dict[str, Any]) -> Any:
     for run in results["runs"]:
         systems = run["systems"].values()
         peaks = [system["peak_unreduced_bytes"] / 1e6 for system in systems]
-        sent = [system["report"]["bytes_sent"] / 1e6 for system in systems]
+        sent = [median(system["bytes_sent"]) / 1e6 for system in systems]
         axis.plot(peaks, sent, marker="o", label=f"{run['accumulate']} micro-batch(es)")
     axis.axhline(results["runs"][0]["floor_bytes"] / 1e6, color="black", linewidth=0.8, linestyle="--", label="floor")
     axis.set_xlabel("peak of unreduced gradients on a rank, MB")

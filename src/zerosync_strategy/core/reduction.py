@@ -76,6 +76,7 @@ class Reducer(ABC):
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._streaming: deque[Bucket] = deque()
         self._in_flight: deque[tuple[Shipment, torch.Tensor, Pending]] = deque()
+        self._abandoned: list[Any] = []  # nobody waits for these, but their memory must outlive them
         self._streamed = False
         self._open = False  # the partitions hold gradients of this window, or zeros
         self._local: set[Any] = set()  # parameters with a local gradient, and their bytes
@@ -170,10 +171,10 @@ class Reducer(ABC):
         """Everything is in the partitions, and the step follows."""
         self._open_once()
         self._hand_over()
+        self._open = False  # DeepSpeed's from here on, whether its step succeeds or raises
 
     def end_window(self) -> None:
         """The step has consumed the partitions."""
-        self._open = False
         self.sent_floor = self.peak_bytes = 0
 
     @torch.no_grad()
@@ -244,6 +245,7 @@ class Reducer(ABC):
         """Forget all gradients of this window, local and reduced; what is in flight is waited for by nobody."""
         self._streaming.clear()
         self._streamed = False
+        self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:
             bucket.due = False

@@ -199,7 +199,7 @@ class Window:
         self._reducer.reset()
         warnings.warn(
             f"ZeroSync dropped the gradients of {backwards} backward(s) since the last optimizer step: {reason}."
-            " Nothing was sent to other ranks.",
+            " Dropping them sent nothing to other ranks.",
             stacklevel=2,
         )
 
