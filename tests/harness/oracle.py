@@ -1,6 +1,6 @@
 """The oracle: plain torch in one process on the global batch, and how to compare with it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -64,9 +64,3 @@ def distance(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor]) -> 
 def _max(difference: torch.Tensor) -> float:
     assert torch.isfinite(difference).all()
     return difference.abs().max().item() if difference.numel() else 0.0
-
-
-def pairs(items: Iterable[int], size: int) -> list[list[int]]:
-    """`items` in runs of `size`."""
-    listed = list(items)
-    return [listed[i : i + size] for i in range(0, len(listed), size)]

@@ -72,6 +72,7 @@ class ZeroSync:
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
+        self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
@@ -154,7 +155,7 @@ class ZeroSync:
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
         stage_3 = self.engine.zero_optimization_stage() == 3
-        for param, size in self._reducer.parameters_floor().items():
+        for param, size in self._parameters_floor.items():
             once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))
             floor += size if once else backwards * size
         return floor

@@ -40,7 +40,6 @@ _ENGINE = (
     Internal("window", "engine", "zero_grad", ()),
     Internal("window", "engine", "allreduce_gradients"),
     Internal("window", "engine", "_backward_prologue", ()),
-    Internal("window", "engine", "_backward_epilogue", ()),
     Internal("window", "engine", "_take_model_step", ("lr_kwargs",)),
     Internal("window", "engine", "is_gradient_accumulation_boundary", ()),
     Internal("window", "engine", "no_sync", ()),

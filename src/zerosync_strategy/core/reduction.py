@@ -1,15 +1,15 @@
 """From full local gradients to each rank's partition, every byte once.
 
 Gradients are packed in chunks of a bounded size (R2), laid out by the rank that keeps them, and reduce-scattered into
-the partition that DeepSpeed's step consumes; one chunk travels while the next is packed. Every parameter of the
+the partition that DeepSpeed's step consumes; a few chunks travel while the next is packed. Every parameter of the
 optimizer takes part in every reduction that is due for it, with zeros where this rank has no gradient: ranks may then
 use different parameters (W4 needs no message), and no partition of an earlier window is stepped again.
 
 What is due when is the same on every rank without a message. Parameters are in *buckets* in a fixed order, about that
 in which backward completes their gradients. A backward may *stream* some of the buckets: each is sent as soon as its
 gradients and the buckets before it are complete, or at the end of the backward. Which buckets those are depends on the
-options alone: none when coalesced without a budget, all in the backward that is known to be the last or without
-coalescing, and with a budget those that do not fit into it.
+options and the layout alone: none when coalesced without a budget, all without coalescing, with a budget those that do
+not fit into it, and in the backward that is known to be the last also those that lie evenly over the ranks.
 """
 
 from __future__ import annotations

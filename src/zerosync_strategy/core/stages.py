@@ -53,9 +53,9 @@ class Stage12Reducer(Reducer):
             for param in params:
                 key = optimizer.get_param_id(param)
                 _, _, column, count = optimizer.grad_position[key]
-                share = averaged.narrow(0, int(column), int(count))
-                optimizer.norm_for_param_grads[key] = share.double().norm(2)
-                optimizer.update_offload_overflow_tracker(share)
+                part = averaged.narrow(0, int(column), int(count))
+                optimizer.norm_for_param_grads[key] = part.double().norm(2)
+                optimizer.update_offload_overflow_tracker(part)
 
     def _discard(self) -> None:
         for partition in self.partitions:
