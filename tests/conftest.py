@@ -22,6 +22,10 @@ import torch
 
 with contextlib.suppress(ImportError):
     import lightning.pytorch  # noqa: F401
+with contextlib.suppress(ImportError):
+    import accelerate  # noqa: F401
+with contextlib.suppress(ImportError):
+    import transformers.integrations  # noqa: F401
 
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -1,12 +1,14 @@
 """ZeroSync: gradient and parameter synchronisation for DeepSpeed ZeRO-1/2/3, right first, then minimal.
 
-Importing this package loads neither Lightning nor DeepSpeed; each public name loads what it needs when first used.
+Importing this package loads neither Lightning, Accelerate nor DeepSpeed; each public name loads what it needs when
+first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
     from zerosync_strategy.core.attach import ZeroSync, attach
     from zerosync_strategy.core.config import ZeroSyncConfig
     from zerosync_strategy.core.report import StepReport
@@ -14,13 +16,23 @@ if TYPE_CHECKING:
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
 __version__ = "0.1.0"
-__all__ = ["StepReport", "ZeroSync", "ZeroSyncConfig", "ZeroSyncMonitor", "ZeroSyncStrategy", "__version__", "attach"]
+__all__ = [
+    "StepReport",
+    "ZeroSync",
+    "ZeroSyncConfig",
+    "ZeroSyncMonitor",
+    "ZeroSyncPlugin",
+    "ZeroSyncStrategy",
+    "__version__",
+    "attach",
+]
 
 _HOME = {
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.attach",
     "ZeroSyncConfig": "zerosync_strategy.core.config",
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
+    "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
     "attach": "zerosync_strategy.core.attach",
 }

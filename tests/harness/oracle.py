@@ -31,17 +31,18 @@ class Oracle:
     def zero_grad(self) -> None:
         self.ranks = [[None] * len(self.parameters) for _ in self.ranks]
 
-    def step(self, clip: float = 0.0) -> None:
+    def step(self, clip: float = 0.0) -> float:
+        """One optimizer step, clipped to this norm unless it is 0; the norm before that, or 0."""
         for param, *grads in zip(self.parameters, *self.ranks, strict=True):
             total = torch.zeros_like(param)
             for grad in grads:
                 if grad is not None:
                     total += grad
             param.grad = total / len(grads)
-        if clip:
-            torch.nn.utils.clip_grad_norm_(self.parameters, clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, clip)) if clip else 0.0
         self.optimizer.step()
         self.zero_grad()
+        return norm
 
 
 def full_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

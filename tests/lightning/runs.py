@@ -8,35 +8,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
+from tests.harness import problem
 from tests.harness.oracle import Oracle, full_parameters
+from tests.harness.problem import MICRO, WORLD, loss_of, network, sgd
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy, ZeroSyncStrategy
 
-WORLD = 2
 STOCK = bool(os.environ.get("ZEROSYNC_TEST_STOCK"))
-MICRO = 2  # samples per rank and batch
 
 
-class Data(Dataset):
-    """Batch `b` of rank `r` is samples `MICRO * (WORLD * b + r)` onwards."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(64 * WORLD * MICRO, 16, generator=generator)[: batches * WORLD * MICRO]
-        self.y = torch.randn(64 * WORLD * MICRO, 4, generator=generator)[: batches * WORLD * MICRO]
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
-
-    def batch(self, batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = MICRO * (WORLD * batch + rank)
-        return self.x[start : start + MICRO], self.y[start : start + MICRO]
+class Data(problem.Data):
+    """As every rank's DataLoader."""
 
     def loader(self) -> DataLoader:
         return DataLoader(self, batch_size=MICRO, sampler=_RankSampler(self.batches))
@@ -53,23 +36,6 @@ class _RankSampler(Sampler):
 
     def __len__(self) -> int:
         return self.batches * MICRO
-
-
-def network() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def loss_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(net(batch[0]).float(), batch[1].float())
 
 
 class Module(LightningModule):

@@ -8,20 +8,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.problem import adamw, loss_of, network, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import (
-    Data,
-    Module,
-    accumulate,
-    adamw,
-    assert_one_reduction_per_step,
-    fit,
-    loss_of,
-    network,
-    oracle,
-    sgd,
-    strategy,
-)
+from tests.lightning.runs import Data, Module, accumulate, assert_one_reduction_per_step, fit, oracle, strategy
 from zerosync_strategy import ZeroSyncStrategy
 
 # The clipping coefficient is computed from partial norms in another order than torch's: equal up to rounding.

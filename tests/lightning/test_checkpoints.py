@@ -12,21 +12,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.problem import MICRO, adamw, loss_of
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import (
-    MICRO,
-    Data,
-    Module,
-    Recorder,
-    _RankSampler,
-    accumulate,
-    adamw,
-    fit,
-    loss_of,
-    make_trainer,
-    oracle,
-    strategy,
-)
+from tests.lightning.runs import Data, Module, Recorder, _RankSampler, accumulate, fit, make_trainer, oracle, strategy
 
 
 class PositionedLoader(DataLoader):

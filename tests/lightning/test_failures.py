@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.problem import adamw
 from tests.harness.ranks import KILLED, run_ranks
-from tests.lightning.runs import Data, Module, Recorder, accumulate, adamw, fit, make_trainer, oracle, strategy
+from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, oracle, strategy
 from zerosync_strategy.core.window import WindowState
 
 

@@ -6,18 +6,9 @@ import pytest
 import torch
 
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.problem import adamw, loss_of, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import (
-    Data,
-    Module,
-    adamw,
-    assert_one_reduction_per_step,
-    fit,
-    loss_of,
-    oracle,
-    sgd,
-    strategy,
-)
+from tests.lightning.runs import Data, Module, assert_one_reduction_per_step, fit, oracle, strategy
 
 N = 4
 

@@ -55,6 +55,7 @@ class ZeroSync:
         engine: the DeepSpeed engine.
         config: the options in force.
         window: the window of the coming optimizer step.
+        parameters: those that the optimizer trains.
         report: what the last optimizer step cost, or ``None`` before the first.
         counter: counts the collectives for the report. Several engines in one process count each other's; ``stop()``
             and ``start()`` it around an engine's own steps to keep them apart.
@@ -72,6 +73,7 @@ class ZeroSync:
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
+        self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
@@ -89,6 +91,18 @@ class ZeroSync:
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
         self.window.abort(reason)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The L2 norm of this window's gradients, averaged over the ranks. Reduces the window. Collective.
+
+        Returns:
+            A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
+            backward ran since the last step. The coming step uses it and does not compute it again.
+        """
+        self.reduce()
+        if self.window.state is WindowState.CLOSED:
+            return torch.zeros((), device=self.engine.device)
+        return self._reducer.compute_norm() / self.engine.optimizer.loss_scale
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming optimizer step, and only it, to this global gradient norm; 0 leaves it unclipped.
@@ -189,6 +203,8 @@ class _EngineMethods:
         engine: Any = self
         if engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary():
             window.expect_last()
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
+            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
         with window.engine_backward():
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
@@ -258,7 +274,21 @@ class _Stage12Methods(_OptimizerMethods):
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync._gradient_ready(param)
 
+    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        reducer = self._zerosync._reducer
+        if reducer.norm is None:
+            reducer.norm = super().scaled_global_norm(*args, **kwargs)  # type: ignore[misc]
+        return reducer.norm
+
 
 class _Stage3Methods(_OptimizerMethods):
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync._gradient_ready(param)
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        reducer = self._zerosync._reducer
+        if reducer.norm is None:
+            norms = torch.stack([torch.as_tensor(norm) for norm in super()._get_norm_groups()])  # type: ignore[misc]
+            # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
+            reducer.norm = torch.where((norms >= 0).all(), norms.norm(), torch.inf)
+        return [reducer.norm]

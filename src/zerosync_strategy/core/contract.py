@@ -60,6 +60,7 @@ _OPTIMIZER = (
     Internal("reduction", "optimizer", "communication_data_type"),
     Internal("reduction", "optimizer", "gradient_predivide_factor"),
     Internal("gradient clipping", "optimizer", "clip_grad"),
+    Internal("gradient norm", "optimizer", "loss_scale"),
 )
 _STAGE_1_AND_2 = (
     Internal("window", "optimizer", "process_gradients", ("param", "i")),
@@ -72,6 +73,7 @@ _STAGE_1_AND_2 = (
     Internal("reduction", "optimizer", "gradient_average"),
     Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",)),
     Internal("reduction", "optimizer", "cpu_offload"),
+    Internal("gradient norm", "optimizer", "scaled_global_norm", ()),
 )
 _STAGE_1_AND_2_OFFLOAD = (
     Internal("reduction with an offloaded optimizer", "optimizer", "params_in_partition"),
@@ -92,6 +94,7 @@ _STAGE_3 = (
     Internal("reduction", "optimizer", "_get_param_partition_group", ("param",)),
     Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
     Internal("reduction", "optimizer", _STAGE_3_GRADIENTS),
+    Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
 )
 
 
@@ -153,9 +156,9 @@ def verify(engine: Any) -> None:
 
     owners = {"engine": engine, "optimizer": engine.optimizer}
     for internal in internals(engine):
-        problem = _problem(owners[internal.owner], internal)
-        if problem:
-            raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {problem}")
+        found = problem(owners[internal.owner], internal)
+        if found:
+            raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
     if stage != 3:
         from deepspeed.runtime.zero import stage_1_and_2
 
@@ -218,9 +221,9 @@ def stage_3_coordinator(optimizer: Any) -> Any:
         Internal("held parameters", "coordinator", "_invalidate_trace", ()),
         Internal("held parameters", "coordinator", _STAGE_3_RELEASES),
     ):
-        problem = _problem(coordinator, internal)
-        if problem:
-            raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {problem}")
+        found = problem(coordinator, internal)
+        if found:
+            raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {found}")
     return coordinator
 
 
@@ -272,7 +275,8 @@ def _found(owner: Any, name: str) -> bool:
     return hasattr(type(owner), name) or name in vars(owner)  # and no property is computed
 
 
-def _problem(owner: Any, internal: Internal) -> str | None:
+def problem(owner: Any, internal: Internal) -> str | None:
+    """What is wrong with ``internal`` on ``owner``, or ``None``."""
     if not _found(owner, internal.name):
         return "is missing"
     if internal.parameters is None:

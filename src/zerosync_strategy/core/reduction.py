@@ -62,6 +62,7 @@ class Reducer(ABC):
     Attributes:
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
         peak_bytes: the most local gradients at once since :meth:`end_window`, in bytes.
+        norm: the L2 norm of the gradients in the partitions, times DeepSpeed's loss scale, once it has been computed.
     """
 
     def __init__(self, optimizer: Any, config: ZeroSyncConfig) -> None:
@@ -83,6 +84,7 @@ class Reducer(ABC):
         self._local_bytes = 0
         self.sent_floor = 0
         self.peak_bytes = 0
+        self.norm: torch.Tensor | None = None
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
 
@@ -100,6 +102,10 @@ class Reducer(ABC):
     @abstractmethod
     def _hand_over(self) -> None:
         """The step follows: let DeepSpeed find the partitions. Sends nothing."""
+
+    @abstractmethod
+    def compute_norm(self) -> torch.Tensor:
+        """:attr:`norm`, the same on every rank. A collective call after :meth:`close`."""
 
     @abstractmethod
     def _discard(self) -> None:
@@ -171,6 +177,7 @@ class Reducer(ABC):
         """Everything is in the partitions, and the step follows."""
         self._open_once()
         self._hand_over()
+        self.norm = None
         self._open = False  # DeepSpeed's from here on, whether its step succeeds or raises
 
     def end_window(self) -> None:

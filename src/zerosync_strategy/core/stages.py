@@ -57,6 +57,9 @@ class Stage12Reducer(Reducer):
                 optimizer.norm_for_param_grads[key] = part.double().norm(2)
                 optimizer.update_offload_overflow_tracker(part)
 
+    def compute_norm(self) -> torch.Tensor:
+        return self.optimizer.scaled_global_norm()
+
     def _discard(self) -> None:
         for partition in self.partitions:
             self.optimizer.averaged_gradients[partition.group] = None
@@ -110,6 +113,10 @@ class Stage3Reducer(Reducer):
         kept = contract.stage_3_gradient_partitions(optimizer)
         for index, group in enumerate(optimizer.fp16_groups):
             optimizer.averaged_gradients[index] = [kept[param.ds_id] for param in group]
+
+    def compute_norm(self) -> torch.Tensor:
+        (norm,) = self.optimizer._get_norm_groups()
+        return norm
 
     def _discard(self) -> None:
         self.optimizer.averaged_gradients = {}

@@ -1,0 +1,12 @@
+"""ZeroSync under Hugging Face Accelerate.
+
+Importing this makes every DeepSpeed configuration with a ``"zerosync"`` block train with ZeroSync, also where
+Accelerate reads the configuration by itself, as under ``accelerate launch``. Other configurations train as before.
+"""
+
+from zerosync_strategy.accelerate.install import install
+from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
+
+install()
+
+__all__ = ["ZeroSyncPlugin"]

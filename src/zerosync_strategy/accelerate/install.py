@@ -1,0 +1,76 @@
+"""The three places where Accelerate is told of ZeroSync. Without a ``"zerosync"`` block they do what they did."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.accelerator import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin
+
+from zerosync_strategy.accelerate import contract
+from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
+from zerosync_strategy.accelerate.wrappers import prepare
+from zerosync_strategy.core.config import BLOCK
+
+_stock: dict[str, Any] = {}
+_always = False  # every DeepSpeed configuration of this process, with a block or without
+
+
+def install(always: bool = False) -> None:
+    """Let DeepSpeed configurations with a ``"zerosync"`` block train with ZeroSync; with ``always``, all of them.
+
+    Raises:
+        ContractError: the installed Accelerate is not one that ZeroSync knows.
+    """
+    global _always
+    _always |= always
+    if _stock:
+        return
+    contract.verify()
+    _stock["__post_init__"] = DeepSpeedPlugin.__post_init__
+    _stock["_prepare_deepspeed"] = Accelerator._prepare_deepspeed
+    _stock["_prepare_backend"] = PartialState._prepare_backend
+    DeepSpeedPlugin.__post_init__ = _post_init
+    Accelerator._prepare_deepspeed = _prepare_deepspeed
+    PartialState._prepare_backend = _prepare_backend
+
+
+def _post_init(self: DeepSpeedPlugin) -> None:
+    """A configuration with a block becomes a :class:`ZeroSyncPlugin`, whoever made it."""
+    if not isinstance(self, ZeroSyncPlugin) and (_always or _has_block(self.hf_ds_config)):
+        self.__class__ = ZeroSyncPlugin
+        return self.__post_init__()
+    _stock["__post_init__"](self)
+
+
+def _prepare_deepspeed(self: Accelerator, *args: Any) -> Any:
+    plugin = self.deepspeed_plugin
+    if isinstance(plugin, ZeroSyncPlugin):
+        return prepare(self, plugin, args, _stock["_prepare_deepspeed"])
+    return _stock["_prepare_deepspeed"](self, *args)
+
+
+def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+    """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone."""
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    ours = deepspeed and (_always or ZeroSyncPlugin.used or _has_block())
+    if ours and cpu:
+        raise ValueError(
+            "Accelerate got cpu=True, use_cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it"
+            " ZeroSync. Leave it out: without a GPU, or with CUDA_VISIBLE_DEVICES set to nothing, ZeroSync trains on"
+            " the CPU."
+        )
+    backend, distributed_type = _stock["_prepare_backend"](self, cpu, *args, **kwargs)
+    if ours and backend is None and "LOCAL_RANK" in os.environ:
+        from zerosync_strategy.core.cpu import prepare_cpu
+
+        prepare_cpu()
+        backend = "gloo"
+    return backend, distributed_type
+
+
+def _has_block(given: Any = None) -> bool:
+    config = read_config(given)
+    return config is not None and BLOCK in config.config

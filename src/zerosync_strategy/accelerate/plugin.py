@@ -1,0 +1,125 @@
+"""``Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))``: what to train with. ``wrappers.py`` does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch.utils.data import DataLoader
+
+from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+
+_STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
+
+
+@dataclasses.dataclass(frozen=True)
+class AccelerateConfig(ZeroSyncConfig):
+    """The options of ZeroSync, and one that only Accelerate has.
+
+    Args:
+        step_on: ``"optimizer"``: the optimizer step is taken in ``optimizer.step()``, after any number of backwards, as
+            in PyTorch. ``"backward"``: in ``accelerator.backward()`` whenever Accelerate synchronises gradients, and
+            ``zero_grad()`` does nothing, as Accelerate does it for DeepSpeed.
+    """
+
+    step_on: str = "optimizer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_on not in ("optimizer", "backward"):
+            raise ValueError(f"ZeroSync option 'step_on' takes 'optimizer' or 'backward', got {self.step_on!r}.")
+
+
+class ZeroSyncPlugin(DeepSpeedPlugin):
+    """A ``DeepSpeedPlugin`` that trains with one gradient reduction per optimizer step, taken in ``optimizer.step()``.
+
+    Args:
+        stage: ZeRO stage 1, 2 or 3. Without it, the stage of the DeepSpeed or Accelerate configuration, or 2.
+        **options: any field of :class:`AccelerateConfig`, which may also stand in a ``"zerosync"`` block of the
+            DeepSpeed configuration, and any field of Accelerate's ``DeepSpeedPlugin``.
+
+    Attributes:
+        zerosync_config: the options of ZeroSync.
+
+    Raises:
+        TypeError, ValueError: an unknown option, a value of the wrong kind, or options that contradict each other.
+    """
+
+    used = False
+    """Whether this process has made one: then it trains with DeepSpeed on CPU too."""
+
+    # For a plugin that Accelerate has made and install.py has given this class.
+    _stage: int | None = None
+    _options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, stage: int | None = None, **options: Any) -> None:
+        ours = AccelerateConfig.option_names()
+        for name in options:
+            if name not in ours | _STOCK_FIELDS:
+                known = ours | _STOCK_FIELDS | {"stage"}
+                raise TypeError(f"ZeroSyncPlugin got an unknown option {name!r}.{suggest(name, known)}")
+        self._stage = stage
+        self._options = {name: options.pop(name) for name in ours & options.keys()}
+        super().__init__(**options)
+
+    def __post_init__(self) -> None:
+        self.hf_ds_config: HfDeepSpeedConfig | None = read_config(self.hf_ds_config)
+        self.zero_stage = self._one_stage()
+        if self.hf_ds_config is not None:
+            # The Accelerator says how many backwards make a step, unless the configuration does.
+            self.hf_ds_config.config.setdefault("gradient_accumulation_steps", "auto")
+            self.hf_ds_config.config.setdefault("zero_optimization", {}).setdefault("stage", self.zero_stage)
+        super().__post_init__()
+        self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
+        ZeroSyncPlugin.used = True
+
+    def _one_stage(self) -> int:
+        launched = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+        asked = {
+            "stage": self._stage,
+            "zero_stage": self.zero_stage,
+            "zero_stage of the Accelerate configuration": None if launched is None else int(launched),
+            "'zero_optimization.stage' of the DeepSpeed configuration": self.hf_ds_config
+            and self.hf_ds_config.get_value("zero_optimization.stage"),
+        }
+        stages = {source: stage for source, stage in asked.items() if stage is not None}
+        found = ", ".join(f"{source} = {stage!r}" for source, stage in stages.items())
+        if len(set(stages.values())) > 1:
+            raise ValueError(f"ZeroSyncPlugin got different ZeRO stages: {found}. Give the stage in one place.")
+        stage = next(iter(stages.values()), 2)
+        if stage not in (1, 2, 3) or isinstance(stage, bool):
+            raise ValueError(
+                f"ZeroSyncPlugin needs ZeRO stage 1, 2 or 3, got {found}. Without ZeRO, use Accelerate without"
+                " DeepSpeed."
+            )
+        return int(stage)
+
+    def set_deepspeed_weakref(self) -> None:
+        # It tells transformers how to build models. ZeroSync does not need transformers.
+        if importlib.util.find_spec("transformers") is not None:
+            super().set_deepspeed_weakref()
+
+    def fill_in(self, prepared: Iterable[Any]) -> None:
+        """Before ``prepare(*prepared)``: decide what is left to Accelerate, where it would refuse or surprise."""
+        config = self.deepspeed_config
+        # Accelerate and DeepSpeed would clip to a norm of 1 where nobody has asked for it.
+        if config.get("gradient_clipping", "auto") == "auto":
+            config["gradient_clipping"] = 0.0
+        # Of use for DeepSpeed's log alone, so not worth an error where the loaders do not say it.
+        sizes = [loader.batch_size for loader in prepared if isinstance(loader, DataLoader)]
+        if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
+            config["train_micro_batch_size_per_gpu"] = 1
+
+
+def read_config(given: Any = None) -> HfDeepSpeedConfig | None:
+    """The DeepSpeed configuration that was given: a dictionary, a path or a text, or else that of the launcher."""
+    if given is None:
+        given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if isinstance(given, HfDeepSpeedConfig):
+        return given
+    return None if given == "none" else HfDeepSpeedConfig(given)

@@ -1,0 +1,152 @@
+"""What a prepared model, optimizer and Accelerator do differently: the step is taken in ``optimizer.step()``.
+
+Accelerate says when gradients are synchronised (``sync_gradients``): at every micro-batch, or in ``accumulate()`` at
+every N-th and at the end of the data. The loss is divided by N here; the engine itself never accumulates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
+from accelerate.utils import DummyOptim
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+
+from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
+from zerosync_strategy.core.attach import ZeroSync, attach
+from zerosync_strategy.core.interpose import interpose
+from zerosync_strategy.core.window import WindowState
+
+
+def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
+    """``accelerator.prepare(*args)`` under ``plugin``, by way of Accelerate's own ``stock`` preparation."""
+    from deepspeed import DeepSpeedEngine
+
+    if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
+        raise RuntimeError(
+            f"Accelerate takes this process for one of {accelerator.num_processes}, but {dist.get_world_size()} run."
+            " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
+            " zerosync_strategy.accelerate first and name it in the launch configuration."
+        )
+    plugin.fill_in(args)
+    result = stock(accelerator, *args)
+    engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
+    trains = any(isinstance(item, (torch.optim.Optimizer, DummyOptim)) for item in args)
+    if engine is None or not (trains or "optimizer" in plugin.deepspeed_config):
+        return result  # a data loader, or a model for evaluation
+
+    engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    zerosync = attach(engine, plugin.zerosync_config)
+    if accelerator.deepspeed_engine_wrapped.engine is engine:
+        accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)
+    if not isinstance(accelerator, _AcceleratorMethods):
+        interpose(accelerator, _AcceleratorMethods)
+    for item in result:
+        if isinstance(item, DeepSpeedOptimizerWrapper):
+            interpose(item, _OptimizerMethods)
+            item.zerosync = zerosync
+    return result
+
+
+class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
+    """What ``accelerator.backward`` and ``accelerator.clip_grad_norm_`` talk to.
+
+    Attributes:
+        zerosync: the handle of the engine.
+    """
+
+    def __init__(self, zerosync: ZeroSync) -> None:
+        super().__init__(zerosync.engine)
+        self.zerosync = zerosync
+        self.gradient_state = GradientState()
+        self._accumulates = False  # a backward without synchronisation was seen: then one with it is the last
+
+    def backward(
+        self, loss: torch.Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> None:
+        """One backward of the window; with ``scale_wrt_gas``, of the loss over the steps of accumulation."""
+        if scale_wrt_gas:
+            loss = loss / self.gradient_state.num_steps
+        self._accumulates |= not sync_gradients
+        if self._accumulates and sync_gradients:
+            self.zerosync.window.expect_last()
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        if sync_gradients and _steps_on_backward(self.zerosync):
+            self.engine.step()
+
+    def clip_grad_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> Any:
+        """Clip the coming step to ``max_norm``; the norm before that, or ``None`` in mid-accumulation.
+
+        Raises:
+            ValueError: ``norm_type`` is not 2, or ``parameters`` lack some that the optimizer trains.
+        """
+        if norm_type != 2:
+            raise ValueError(f"Under ZeRO, clip_grad_norm_() takes norm_type=2, got {norm_type!r}.")
+        given = {parameters} if isinstance(parameters, torch.Tensor) else set(parameters)
+        if missing := set(self.zerosync.parameters) - given:
+            raise ValueError(
+                f"Under ZeRO, clip_grad_norm_() clips all parameters of the optimizer together, but {len(missing)} of"
+                f" {len(self.zerosync.parameters)} were not among those given. Pass model.parameters()."
+            )
+        if _steps_on_backward(self.zerosync):
+            if max_norm not in (self.engine.gradient_clipping(), math.inf):
+                raise ValueError(
+                    f"clip_grad_norm_() got max_norm={max_norm!r}, but with step_on='backward' the step is already"
+                    f" taken, clipped to gradient_clipping={self.engine.gradient_clipping()!r}. Set 'gradient_clipping'"
+                    " in the configuration, or step_on='optimizer'."
+                )
+            return self.get_global_grad_norm()
+        norm = self.zerosync.gradient_norm() if self.gradient_state.sync_gradients else None
+        self.zerosync.clip_next_step(0.0 if math.isinf(max_norm) else max_norm)
+        return norm
+
+
+class _OptimizerMethods:
+    """What a prepared optimizer does differently."""
+
+    zerosync: ZeroSync
+    optimizer: Any
+    gradient_state: GradientState
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Without a gradient there is nothing to step, as in PyTorch.
+        if self.gradient_state.sync_gradients and self.zerosync.window.state is not WindowState.CLOSED:
+            self.zerosync.engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients and not _steps_on_backward(self.zerosync):
+            self.optimizer.zero_grad()
+
+
+class _AcceleratorMethods:
+    """What an Accelerator does differently once it has prepared a model."""
+
+    deepspeed_engine_wrapped: Any
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        wrapped = self.deepspeed_engine_wrapped
+        if not isinstance(wrapped, ZeroSyncEngineWrapper):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
+        return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def end_training(self) -> None:
+        if isinstance(self.deepspeed_engine_wrapped, ZeroSyncEngineWrapper):
+            self.deepspeed_engine_wrapped.zerosync.abort("training ended before the step that would have used them")
+        super().end_training()  # type: ignore[misc]
+
+
+def _steps_on_backward(zerosync: ZeroSync) -> bool:
+    return isinstance(zerosync.config, AccelerateConfig) and zerosync.config.step_on == "backward"

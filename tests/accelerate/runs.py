@@ -1,0 +1,63 @@
+"""One way to train the small problem under Accelerate on forked ranks, and the same on the oracle."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch.utils.data import DataLoader
+
+from tests.harness.oracle import Oracle, full_parameters
+from tests.harness.problem import MICRO, WORLD, Data, network, sgd
+from zerosync_strategy import ZeroSyncPlugin
+
+DECAY = 0.9
+
+
+@dataclass
+class Run:
+    """What a script has under Accelerate."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+    data: Data
+
+    @property
+    def zerosync(self) -> Any:
+        return self.accelerator.deepspeed_engine_wrapped.zerosync
+
+    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data.batch(index, self.accelerator.process_index)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return full_parameters(self.accelerator.unwrap_model(self.model))
+
+
+def start(
+    stage: int, *, batches: int = 12, accumulate: int = 1, sync_with_dataloader: bool = True,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, **options: Any,
+) -> Run:  # fmt: skip
+    """Prepare everything on this rank."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    accelerator = Accelerator(
+        deepspeed_plugin=ZeroSyncPlugin(stage=stage, **options),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulate, sync_with_dataloader=sync_with_dataloader
+        ),
+    )
+    data, model = Data(batches), network()
+    torch_optimizer = optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_optimizer, DECAY)
+    loader = DataLoader(data, batch_size=MICRO)
+    return Run(accelerator, *accelerator.prepare(model, torch_optimizer, loader, scheduler), data)
+
+
+def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:
+    net = network()
+    return Oracle(net, optimizer(net.parameters()), WORLD)
