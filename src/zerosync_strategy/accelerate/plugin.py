@@ -71,9 +71,12 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         self.hf_ds_config: HfDeepSpeedConfig | None = read_config(self.hf_ds_config)
         self.zero_stage = self._one_stage()
         if self.hf_ds_config is not None:
-            # The Accelerator says how many backwards make a step, unless the configuration does.
-            self.hf_ds_config.config.setdefault("gradient_accumulation_steps", "auto")
-            self.hf_ds_config.config.setdefault("zero_optimization", {}).setdefault("stage", self.zero_stage)
+            config = self.hf_ds_config.config
+            config.setdefault("zero_optimization", {}).setdefault("stage", self.zero_stage)
+            # What the configuration leaves out, the Accelerator says.
+            config.setdefault("gradient_accumulation_steps", "auto")
+            if "train_batch_size" not in config:
+                config.setdefault("train_micro_batch_size_per_gpu", "auto")
         super().__post_init__()
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True

@@ -1,0 +1,53 @@
+"""Losses that run their backwards inside a backward: right, and one reduction per optimizer step."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.harness import contrastive
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import ZeroSyncPlugin
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("loss_of", [contrastive.hook_loss, contrastive.function_loss])
+@pytest.mark.parametrize("how", ["accelerator", "raw", "engine in the loss"])
+def test_cached_gradients_are_those_of_plain_torch(stage: int, loss_of: Any, how: str) -> None:
+    def job() -> Any:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=stage))
+        model = contrastive.encoder()
+        engine, optimizer = accelerator.prepare(model, contrastive.optimizer(model))
+        reports = []
+        for step in range(STEPS):
+            used = _Indexed(engine) if how == "engine in the loss" else model
+            loss = loss_of(used, contrastive.pairs(step, accelerator.process_index))
+            loss.backward() if how == "raw" else accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            report = accelerator.deepspeed_engine_wrapped.zerosync.report
+            reports.append((report.backwards, report.reductions))
+        return full_parameters(model), reports
+
+    expected = contrastive.plain_training(STEPS)
+    for parameters, reports in run_ranks(job):
+        assert distance(parameters, expected) < 3e-6
+        assert [reductions for _, reductions in reports] == [1] * STEPS
+
+
+class _Indexed(torch.nn.Module):
+    """The engine as the loss's model, as sentence-transformers' own trainer gives it."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __getitem__(self, index: int) -> Any:
+        return self.engine.module[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)

@@ -1,0 +1,193 @@
+"""Configuration: where options come from, what is refused and how, and what stays as Accelerate made it."""
+
+import json
+import sys
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from tests.accelerate.runs import start
+from tests.harness.problem import WORLD, Data, loss_of, network, sgd
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import ZeroSyncPlugin
+from zerosync_strategy.accelerate import contract
+from zerosync_strategy.accelerate.plugin import AccelerateConfig
+from zerosync_strategy.core.contract import ContractError
+
+LAUNCHED = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def config(stage: int = 2, **block: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, "zerosync": block}
+
+
+def test_options_come_from_keywords_and_from_the_block() -> None:
+    plugin = ZeroSyncPlugin(
+        stage=3,
+        hf_ds_config=config(3, grad_memory_budget="1MB", step_on="backward"),
+        param_memory_budget="all",
+        transformer_moe_cls_names="Block",
+    )
+    assert plugin.zerosync_config == AccelerateConfig(
+        grad_memory_budget="1MB", param_memory_budget="all", step_on="backward"
+    )
+    assert (plugin.zero_stage, plugin.transformer_moe_cls_names) == (3, "Block")
+    assert ZeroSyncPlugin(1, gradient_clipping=0.5).deepspeed_config["gradient_clipping"] == 0.5
+    assert ZeroSyncPlugin().zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroSyncPlugin(coalesc=True), r"unknown option 'coalesc'.*'coalesce'"),
+        (lambda: ZeroSyncPlugin(hf_ds_config=config(coalesc=True)), r"Unknown ZeroSync option 'coalesc'.*'coalesce'"),
+        (lambda: ZeroSyncPlugin(step_on="forward"), r"'step_on' takes 'optimizer' or 'backward', got 'forward'"),
+        (lambda: ZeroSyncPlugin(hf_ds_config=config(step_on="optimizer"), step_on="backward"), r"'step_on' is 'optim"),
+        (lambda: ZeroSyncPlugin(hf_ds_config={"zerosync": 3}), "zerosync"),
+        (lambda: ZeroSyncPlugin(stage=0), r"stage 1, 2 or 3, got stage = 0"),
+        (lambda: ZeroSyncPlugin(zero_stage=4), r"stage 1, 2 or 3, got zero_stage = 4"),
+        (lambda: ZeroSyncPlugin(stage=1, zero_stage=2), r"stage = 1, zero_stage = 2\. Give the stage in one place"),
+        (lambda: ZeroSyncPlugin(stage=2, hf_ds_config=config(3)), r"stage = 2, 'zero_optimization.stage' .* = 3"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_that_names_it(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_the_launchers_stage_must_agree_with_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert ZeroSyncPlugin().zero_stage == ZeroSyncPlugin(stage=3).zero_stage == 3
+    with pytest.raises(ValueError, match=r"stage = 2, zero_stage of the Accelerate configuration = 3"):
+        ZeroSyncPlugin(stage=2)
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    monkeypatch.setenv(LAUNCHED, json.dumps(config(3)))
+    with pytest.raises(ValueError, match=r"stage = 2, 'zero_optimization.stage' of the DeepSpeed configuration = 3"):
+        ZeroSyncPlugin(stage=2)
+
+
+def test_a_configuration_with_a_block_trains_with_zerosync_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(DeepSpeedPlugin(hf_ds_config=config(3))) is ZeroSyncPlugin
+    assert type(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}})) is DeepSpeedPlugin
+    monkeypatch.setenv(LAUNCHED, json.dumps(config(1, reduction="ordered")))
+    plugin = DeepSpeedPlugin()
+    assert isinstance(plugin, ZeroSyncPlugin)
+    assert (plugin.zero_stage, plugin.zerosync_config.reduction) == (1, "ordered")
+    monkeypatch.setenv(LAUNCHED, json.dumps(config(1, overlap=True)))
+    with pytest.raises(ValueError, match=r"Unknown ZeroSync option 'overlap' in the 'zerosync' block"):
+        DeepSpeedPlugin()
+
+
+@pytest.mark.parametrize(("owner", "internal"), contract.INTERNALS, ids=lambda value: getattr(value, "name", ""))
+def test_another_accelerate_is_refused_by_name(owner: Any, internal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, internal.name)
+    with pytest.raises(ContractError, match=rf"{internal.owner}\.{internal.name} is missing.*{accelerate.__version__}"):
+        contract.verify()
+
+
+def test_stock_deepspeed_in_the_same_process_is_stock() -> None:
+    """Its defects included: every backward steps, optimizer.step() does nothing, max_norm is ignored."""
+
+    def job() -> Any:
+        ours = start(2)
+        assert ours.accelerator.num_processes == WORLD
+        plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.0)
+        ours.accelerator.state._reset_state()
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        model = network()
+        engine, optimizer, _ = accelerator.prepare(model, sgd(model.parameters()), DataLoader(Data(4), batch_size=2))
+        assert type(accelerator) is Accelerator
+        assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
+        assert type(optimizer) is DeepSpeedOptimizerWrapper
+        for index in range(3):
+            accelerator.backward(loss_of(engine, Data(4).batch(index, accelerator.process_index)))
+        optimizer.step()
+        assert engine.global_steps == 3
+        assert engine.gradient_accumulation_steps() == 1
+        norm = accelerator.clip_grad_norm_(engine.parameters(), 1e-9)
+        # ... while the other engine goes on with its own window.
+        ours.accelerator.backward(loss_of(ours.model, ours.batch(0)))
+        ours.accelerator.backward(loss_of(ours.model, ours.batch(1)))
+        ours.optimizer.step()
+        return norm, ours.zerosync.report.backwards, ours.model.global_steps
+
+    for norm, backwards, steps in run_ranks(job):
+        assert norm > 1e-3
+        assert (backwards, steps) == (2, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transformers_are_not_needed(stage: int) -> None:
+    def job() -> Any:
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]
+        sys.modules["transformers"] = None  # type: ignore[assignment]
+        run = start(stage)
+        run.accelerator.backward(loss_of(run.model, run.batch(0)))
+        run.optimizer.step()
+        return run.model.global_steps
+
+    assert run_ranks(job) == [1, 1]
+
+
+def test_loaders_need_not_say_a_batch_size() -> None:
+    def job(loader: Any) -> Any:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=2), gradient_accumulation_steps=3)
+        model = network()
+        prepared = accelerator.prepare(model, sgd(model.parameters()), *([loader] if loader else []))
+        return prepared[0].gradient_accumulation_steps(), accelerator.gradient_accumulation_steps
+
+    sampled = DataLoader(Data(4), batch_sampler=BatchSampler(SequentialSampler(Data(4)), 2, False))
+    for loader in (None, sampled):
+        assert run_ranks(job, loader) == [(1, 3)] * WORLD
+
+
+def test_a_model_without_an_optimizer_evaluates() -> None:
+    """On stage 3, that is: DeepSpeed itself wants an optimizer on the others."""
+
+    def job() -> Any:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))
+        model, loader = accelerator.prepare(network(), DataLoader(Data(4), batch_size=2))
+        with torch.no_grad():
+            return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in loader])
+
+    expected = network()(Data(4).x).detach()
+    for outputs in run_ranks(job):
+        torch.testing.assert_close(outputs, expected)
+
+
+def refused_on_every_rank(job: Any, message: str) -> None:
+    for outcome in run_ranks(job, expect="any"):
+        assert outcome.error in ("ValueError", "RuntimeError"), outcome
+        assert message in outcome.message, outcome
+
+
+def test_cpu_true_would_switch_deepspeed_off() -> None:
+    refused_on_every_rank(
+        lambda: Accelerator(cpu=True, deepspeed_plugin=ZeroSyncPlugin(stage=2)), "switches DeepSpeed off"
+    )
+
+
+def test_a_state_made_before_the_plugin_does_not_know_the_ranks() -> None:
+    def job() -> None:
+        PartialState()
+        start(2)
+
+    refused_on_every_rank(job, "one of 1, but 2 run")
+
+
+def test_clipping_that_zero_cannot_do_is_refused() -> None:
+    def job(**options: Any) -> None:
+        run = start(2)
+        run.accelerator.backward(loss_of(run.model, run.batch(0)))
+        parameters = list(run.model.parameters())[options.pop("first", 0) :]
+        run.accelerator.clip_grad_norm_(parameters, 1.0, **options)
+
+    refused_on_every_rank(lambda: job(norm_type=1), "norm_type=2, got 1")
+    refused_on_every_rank(lambda: job(first=2), "2 of 6 were not among those given")

@@ -1,0 +1,130 @@
+"""The Hugging Face Trainer, and optimizers and schedulers that DeepSpeed makes: exact against the oracle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from tests.accelerate.runs import oracle
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.problem import MICRO, WORLD, Data, loss_of, network
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import ZeroSyncPlugin
+
+BATCHES, EVERY = 10, 4
+
+
+def launched(stage: int) -> dict[str, str]:
+    """What ``accelerate launch`` tells the ranks."""
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "zerosync": {},
+    }
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}
+
+
+def train_with_trainer(folder: Path, clip: float, resume: bool) -> Any:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": loss_of(self.net, (x, y))}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    class Reports(TrainerCallback):
+        def __init__(self) -> None:
+            self.reports: list[tuple[int, int]] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report = trainer.accelerator.deepspeed_engine_wrapped.zerosync.report
+            self.reports.append((report.backwards, report.reductions))
+
+    class Rows(Data):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": self.x[index], "y": self.y[index]}
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=MICRO, gradient_accumulation_steps=EVERY,
+        num_train_epochs=2, max_grad_norm=clip, learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.0,
+        optim="adamw_torch", save_strategy="epoch", report_to=[], disable_tqdm=True, bf16=False,
+        dataloader_pin_memory=False, logging_steps=1, ignore_data_skip=False,
+    )  # fmt: skip
+    assert (arguments.world_size, arguments.process_index) == (WORLD, torch.distributed.get_rank())
+    reports = Reports()
+    trainer = InOrder(Model(), arguments, train_dataset=Rows(BATCHES), callbacks=[reports])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    parameters = {name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()}
+    return parameters, reports.reports, norms
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
+    expected = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0))
+    data, norms = Data(BATCHES), []
+    for _ in range(2):
+        for first in range(0, BATCHES, EVERY):
+            size = min(EVERY, BATCHES - first)  # the Trainer divides by the true size of the tail
+            for batch in range(first, first + size):
+                expected.backward(
+                    lambda rank, batch=batch, n=size: loss_of(expected.module, data.batch(batch, rank)) / n
+                )
+            norms.append(expected.step(clip or torch.inf))
+    trained = run_ranks(train_with_trainer, tmp_path, clip, False, env=launched(stage))
+    for parameters, reports, found in trained:
+        assert distance(parameters, full_parameters(expected.module)) <= (1e-5 if clip else 0.0)
+        assert reports == [(4, 1), (4, 1), (2, 1)] * 2
+        assert found == pytest.approx(norms, rel=1e-4)
+    if clip:
+        resumed = run_ranks(train_with_trainer, tmp_path, clip, True, env=launched(stage))
+        assert distance(resumed[0][0], trained[0][0]) == 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizers_and_schedulers_that_deepspeed_makes(stage: int) -> None:
+    def job() -> Any:
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
+        config = {"zero_optimization": {"stage": stage}, "optimizer": optimizer}
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
+        model = network()
+        dummy = DummyOptim(model.parameters())
+        scheduler = DummyScheduler(dummy, lr_scheduler_callable=_decay)
+        engine, optimizer, scheduler = accelerator.prepare(model, dummy, scheduler)
+        for index in range(6):
+            accelerator._do_sync()
+            accelerator.backward(loss_of(engine, Data(12).batch(index, accelerator.process_index)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return full_parameters(model), scheduler.get_last_lr(), engine.global_steps
+
+    module = network()
+    expected = Oracle(module, torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01), WORLD)
+    decay, data = _decay(expected.optimizer), Data(12)
+    for index in range(6):
+        expected.backward(lambda rank, index=index: loss_of(module, data.batch(index, rank)) / 2)
+        if index % 2:
+            expected.step()
+            decay.step()
+    for parameters, rate, steps in run_ranks(job):
+        assert distance(parameters, full_parameters(module)) == 0.0
+        assert (rate, steps) == (decay.get_last_lr(), 3)
+
+
+def _decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
