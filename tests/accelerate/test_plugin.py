@@ -1,6 +1,7 @@
 """Configuration: where options come from, what is refused and how, and what stays as Accelerate made it."""
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_loaders_need_not_say_a_batch_size() -> None:
     sampled = DataLoader(Data(4), batch_sampler=BatchSampler(SequentialSampler(Data(4)), 2, False))
     for loader in (None, sampled):
         assert run_ranks(job, loader) == [(1, 3)] * WORLD
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    def job() -> Any:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        run = start(3)
+        run.accelerator.backward(loss_of(run.model, run.batch(0)))
+        run.optimizer.step()
+        return run.accelerator.num_processes, run.zerosync.report.bytes_sent
+
+    assert run_ranks(job, world_size=1) == [(1, 0)]
 
 
 def test_a_model_without_an_optimizer_evaluates() -> None:

@@ -13,6 +13,7 @@ from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.config import BLOCK
+from zerosync_strategy.core.cpu import prepare_cpu
 
 _stock: dict[str, Any] = {}
 _always = False  # every DeepSpeed configuration of this process, with a block or without
@@ -64,8 +65,6 @@ def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs
         )
     backend, distributed_type = _stock["_prepare_backend"](self, cpu, *args, **kwargs)
     if ours and backend is None and "LOCAL_RANK" in os.environ:
-        from zerosync_strategy.core.cpu import prepare_cpu
-
         prepare_cpu()
         backend = "gloo"
     return backend, distributed_type

@@ -7,25 +7,31 @@ every N-th and at the end of the data. The loss is divided by N here; the engine
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from accelerate.utils import DummyOptim
+from accelerate.utils import DummyOptim, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
 from zerosync_strategy.core.attach import ZeroSync, attach
+from zerosync_strategy.core.cpu import prepare_cpu
 from zerosync_strategy.core.interpose import interpose
 from zerosync_strategy.core.window import WindowState
+
+_WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
 def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
     """``accelerator.prepare(*args)`` under ``plugin``, by way of Accelerate's own ``stock`` preparation."""
     from deepspeed import DeepSpeedEngine
 
+    if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
+        _become_the_only_rank(accelerator)
     if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
         raise RuntimeError(
             f"Accelerate takes this process for one of {accelerator.num_processes}, but {dist.get_world_size()} run."
@@ -50,6 +56,16 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             interpose(item, _OptimizerMethods)
             item.zerosync = zerosync
     return result
+
+
+def _become_the_only_rank(accelerator: Any) -> None:
+    """``python train.py``, without a launcher, is a job of one rank. DeepSpeed would look for MPI."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if accelerator.device.type == "cpu":
+        prepare_cpu()
+    backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
