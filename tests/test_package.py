@@ -29,7 +29,13 @@ def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> 
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] not in ("deepspeed", "lightning", "accelerate"), f"{path.name} imports {name}"
-                assert not name.startswith("zerosync_strategy.lightning"), f"{path.name} imports {name}"
+                frameworks = ("zerosync_strategy.lightning", "zerosync_strategy.accelerate")
+                assert not name.startswith(frameworks), f"{path.name} imports {name}"
+
+
+def test_the_frameworks_do_not_need_each_other() -> None:
+    assert "lightning" not in loaded_after("from zerosync_strategy import ZeroSyncPlugin")
+    assert "accelerate" not in loaded_after("from zerosync_strategy import ZeroSyncStrategy")
 
 
 def test_every_public_name_can_be_had() -> None:
