@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+_CLONE_NEWNET = 0x40000000
+_TX_BYTES = 8  # its column in /proc/net/dev, after the interface's name
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,19 @@ class Host:
     namespace: str
     interface: str
     address: str
+
+    def enter(self) -> None:
+        """Move this process into the namespace. Before it starts a thread, because threads move one by one."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/var/run/netns/{self.namespace}") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"Cannot enter the network namespace {self.namespace}")
+
+    def sent(self, process: int) -> int:
+        """Bytes that have left the interface, by its own counter, which a process in there makes visible."""
+        lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+        counters = {name.strip(): values for name, _, values in (line.partition(":") for line in lines)}
+        return int(counters[self.interface].split()[_TX_BYTES])
 
 
 def require_namespaces() -> None:
@@ -63,57 +79,6 @@ def link(ranks: int, rate: str) -> Iterator[list[Host]]:
             _run("tc", "-n", name, "qdisc", "add", "dev", host.interface, *shape)
             hosts.append(host)
         yield hosts
-
-
-def run_ranks(hosts: Sequence[Host], command: Sequence[str]) -> None:
-    """Run ``command`` once per rank to its end. If one fails or this process is interrupted, all are killed.
-
-    Raises:
-        SystemExit: a rank failed.
-    """
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, host in enumerate(hosts):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0" if host.interface != "lo" else str(rank),
-                "WORLD_SIZE": str(len(hosts)),
-                "MASTER_ADDR": hosts[0].address,
-                "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": host.interface,
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # no name server answers in there, and none is needed
-            }
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks.
-            ranks.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", host.namespace, *command],
-                    env=environment,
-                    stdout=None if rank == 0 else subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )
-        while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
-            time.sleep(0.2)
-        for rank, process in enumerate(ranks):
-            if process.poll():
-                raise SystemExit(f"Rank {rank} ended with exit status {process.returncode}; its error is above.")
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-class ByteCounter:
-    """Bytes that have left an interface, by its own counter."""
-
-    def __init__(self, interface: str) -> None:
-        self._path = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-
-    def read(self) -> int:
-        return int(self._path.read_text())
 
 
 @contextmanager

@@ -25,14 +25,7 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
     for run in results["runs"]:
         lines += [f"## {run['accumulate']} micro-batch(es) per optimizer step", ""]
         lines += _budget_table(run) if results["budget_curve"] else _table(run)
-        worst = max(system["difference"] for system in run["systems"].values())
-        peak = max(run["peak_memory_bytes"]) / 2**30
-        lines += [
-            "",
-            f"Parameters at the end differ by at most {worst:.1e} between systems; training moved one by up to"
-            f" {run['moved']:.1e}. Peak memory of a rank with all systems in it: {peak:.1f} GiB.",
-            "",
-        ]
+        lines += ["", *_footnotes(run), ""]
     lines.append(
         "ms: median of the rounds. Ratios: median over the rounds of the ratio in one round; above 1 is faster."
     )
@@ -49,13 +42,29 @@ def _table(run: dict[str, Any]) -> list[str]:
     ]
     floor = run["floor_bytes"]
     for name, system in run["systems"].items():
-        stage = name.partition("-")[2][:1]
         sent = median(system["bytes_sent"])
         lines.append(
-            f"| {name} | {1000 * median(system['seconds']):.0f} | {_faster(run, name, f'stock-{stage}')}"
+            f"| {name} | {1000 * median(system['seconds']):.0f} | {_faster(run, name, _stock(run, _stage(name)))}"
             f" | {_faster(run, name, 'ddp')} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
         )
     return lines
+
+
+def _footnotes(run: dict[str, Any]) -> list[str]:
+    systems = run["systems"]
+    alike = [system["difference"] for system in systems.values() if not system["remark"]]
+    lines = [
+        f"Parameters at the end: the same on every rank, and within {max(alike):.1e} of those of {run['reference']}"
+        f"{', but for the systems named next' if len(alike) < len(systems) else ''}. Training moved one by up to"
+        f" {run['moved']:.1e}."
+    ]
+    lines += [f"**{name}** {system['remark']}." for name, system in systems.items() if system["remark"]]
+    stock = {stage: name for stage in "123" if (name := _stock(run, stage))}
+    if stock:
+        lines.append(f"Stock of its stage: {', '.join(f'{name} for stage {stage}' for stage, name in stock.items())}.")
+    memory = [system["peak_memory_bytes"] / 2**30 for system in systems.values()]
+    lines.append(f"Peak memory of a rank: {min(memory):.1f} to {max(memory):.1f} GiB, depending on the system.")
+    return [line + "  " for line in lines]
 
 
 def _budget_table(run: dict[str, Any]) -> list[str]:
@@ -73,7 +82,18 @@ def _budget_table(run: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _faster(run: dict[str, Any], name: str, reference: str) -> str:
+def _stage(name: str) -> str:
+    """The ZeRO stage in a system's name; of FSDP2 the one that does the same; none of DDP."""
+    return name.removeprefix("lightning-").partition("-")[2][:1]
+
+
+def _stock(run: dict[str, Any], stage: str) -> str | None:
+    """What systems of this stage are compared with: stock DeepSpeed, under Lightning where that ran."""
+    names = (f"lightning-stock-{stage}", f"stock-{stage}")
+    return next((name for name in names if name in run["systems"]), None)
+
+
+def _faster(run: dict[str, Any], name: str, reference: str | None) -> str:
     if reference not in run["systems"]:
         return "-"
     pairs = zip(run["systems"][reference]["seconds"], run["systems"][name]["seconds"], strict=True)
@@ -104,7 +124,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def _draw_bars(pyplot: Any, results: dict[str, Any]) -> Any:
     runs = results["runs"]
     names = list(runs[0]["systems"])
-    colors = [COLORS[name.partition("-")[0]] for name in names]
+    colors = [COLORS[name.removeprefix("lightning-").partition("-")[0]] for name in names]
+    hatches = ["//" if name.startswith("lightning-") else "" for name in names]
     size = (12, 1 + len(runs) * (0.8 + 0.24 * len(names)))
     figure, axes = pyplot.subplots(len(runs), 2, squeeze=False, figsize=size, layout="constrained")
     for run, (left, right) in zip(runs, axes, strict=True):
@@ -112,7 +133,12 @@ def _draw_bars(pyplot: Any, results: dict[str, Any]) -> Any:
         milliseconds = [1000 * median(run["systems"][name]["seconds"]) for name in names]
         ratios = [median(run["systems"][name]["bytes_sent"]) / floor for name in names]
         for axis, values, form in ((left, milliseconds, "%.0f"), (right, ratios, "%.2f")):
-            axis.bar_label(axis.barh(names, values, color=colors), fmt=form, padding=3, fontsize=8)
+            axis.bar_label(
+                axis.barh(names, values, color=colors, hatch=hatches, edgecolor="white"),
+                fmt=form,
+                padding=3,
+                fontsize=8,
+            )
             axis.invert_yaxis()
             axis.margins(x=0.12)
             axis.spines[["top", "right"]].set_visible(False)

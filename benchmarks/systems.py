@@ -1,10 +1,11 @@
-"""The systems that are compared. Each trains its own copy of the same GPT on the same batches."""
+"""What all systems train, and the systems that are driven directly."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zerosync_strategy import attach
+from zerosync_strategy.core.cpu import prepare_cpu
 
 CONTEXT = 32
 MODELS = {"10m": {"layers": 6, "width": 384}, "35m": {"layers": 11, "width": 512}}
 LEARNING_RATE = 1e-4
+TIMEOUT = datetime.timedelta(minutes=5)  # for a collective
 
 
 def _load_gpt() -> Any:
@@ -50,8 +54,50 @@ def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=1e-3)
 
 
+def make_batches(round_: int, rank: int, accumulate: int) -> list[torch.Tensor]:
+    """A rank's micro-batches for one optimizer step."""
+    data = torch.Generator().manual_seed(1000 * round_ + rank)
+    return [torch.randint(256, (1, CONTEXT), generator=data) for _ in range(accumulate)]
+
+
+def engine_config(stage: int, **zero: Any) -> dict[str, Any]:
+    """The configuration of every DeepSpeed engine, but for the number of micro-batches."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 25_000_000,
+            "allgather_bucket_size": 50_000_000,
+            "stage3_prefetch_bucket_size": 5_000_000,
+            **zero,
+        },
+    }
+
+
+def shard(module: Any, mesh: DeviceMesh, stage: int) -> None:
+    """FSDP2 on every block and the root; stage 2 keeps the gathered parameters from the forward to the backward."""
+    for part in (*module.blocks, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3)
+
+
+def full(param: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter in full; collective where it is sharded."""
+    if isinstance(param, DTensor):
+        return param.detach().full_tensor()
+    with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+        return param.detach().clone()
+
+
+def report_of(zerosync: Any) -> dict[str, int]:
+    """The numbers of ZeroSync's report of the last step."""
+    names = ("reductions", "bytes_sent", "floor_bytes", "peak_unreduced_bytes", "peak_held_bytes")
+    return {name: getattr(zerosync.report, name) for name in names}
+
+
 class System(ABC):
-    """A model, its optimizer, and a way to make one optimizer step on several ranks.
+    """A model, its optimizer, and a way to train on several ranks. Each process has one.
 
     Attributes:
         module: the model as its author wrote it, whatever wraps it.
@@ -60,50 +106,41 @@ class System(ABC):
     module: torch.nn.Module
 
     @abstractmethod
-    def step(self, batches: Sequence[torch.Tensor]) -> None:
-        """One optimizer step on this rank's micro-batches: the gradient is their mean, over all ranks."""
+    def run(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
+        """One optimizer step on each turn's micro-batches: the gradient is their mean, over all ranks.
 
-    @abstractmethod
-    def full(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """A parameter in full; collective where it is sharded."""
-
-    def resume(self) -> None:  # noqa: B027
-        """Right before a step of this system."""
-
-    def pause(self) -> None:  # noqa: B027
-        """Right after a step of this system: the others are next."""
+        The next turn is asked for when the step is complete, and not before.
+        """
 
     def report(self) -> dict[str, int]:
         """What the system itself says of its last step."""
         return {}
 
 
-class _DeepSpeed(System):
+class _Direct(System):
+    """A system with a training loop of its own."""
+
+    def run(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
+        for batches in turns:
+            self.step(batches)
+
+    @abstractmethod
+    def step(self, batches: Sequence[torch.Tensor]) -> None:
+        """One optimizer step."""
+
+
+class _DeepSpeed(_Direct):
     def __init__(self, model: str, stage: int, accumulate: int, **zero: Any) -> None:
         self.module = make_model(model)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulate,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": stage,
-                "reduce_bucket_size": 25_000_000,
-                "allgather_bucket_size": 50_000_000,
-                "stage3_prefetch_bucket_size": 5_000_000,
-                **zero,
-            },
-        }
         self.engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=make_optimizer(self.module), config=config, dist_init_required=False
+            model=self.module,
+            optimizer=make_optimizer(self.module),
+            config=engine_config(stage, **zero) | {"gradient_accumulation_steps": accumulate},
+            dist_init_required=False,
         )
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         return gpt.next_byte_loss(self.engine(batch), batch)
-
-    def full(self, param: torch.nn.Parameter) -> torch.Tensor:
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            return param.detach().clone()
 
 
 class Stock(_DeepSpeed):
@@ -131,7 +168,6 @@ class ZeroSync(_DeepSpeed):
     def __init__(self, model: str, stage: int, options: dict[str, Any], **zero: Any) -> None:
         super().__init__(model, stage, 1, **zero)
         self.zerosync = attach(self.engine, **options)
-        self.pause()
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for number, batch in enumerate(batches, 1):
@@ -141,22 +177,11 @@ class ZeroSync(_DeepSpeed):
             self.engine.backward(loss)
         self.engine.step()
 
-    # Its counter counts the collectives of every engine of the process. The others need not pay for that, and the
-    # report is to be of this system alone.
-    def resume(self) -> None:
-        self.zerosync.counter.start()
-
-    def pause(self) -> None:
-        self.zerosync.counter.stop()
-
     def report(self) -> dict[str, int]:
-        report = self.zerosync.report
-        assert report is not None
-        names = ("reductions", "bytes_sent", "floor_bytes", "peak_unreduced_bytes", "peak_held_bytes")
-        return {name: getattr(report, name) for name in names}
+        return report_of(self.zerosync)
 
 
-class DDP(System):
+class DDP(_Direct):
     """DistributedDataParallel that synchronises in the last backward only."""
 
     def __init__(self, model: str) -> None:
@@ -171,12 +196,9 @@ class DDP(System):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def full(self, param: torch.nn.Parameter) -> torch.Tensor:
-        return param.detach()
 
-
-class FSDP2(System):
-    """``fully_shard`` on every block and the root; gradients are reduced in the last backward only.
+class FSDP2(_Direct):
+    """``fully_shard`` with gradients reduced in the last backward only.
 
     Stage 2 keeps the gathered parameters over all micro-batches, stage 3 frees them after each use.
     """
@@ -184,9 +206,7 @@ class FSDP2(System):
     def __init__(self, model: str, stage: int) -> None:
         self.module: Any = make_model(model)
         self.stage = stage
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*self.module.blocks, self.module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3)
+        shard(self.module, init_device_mesh("cpu", (dist.get_world_size(),)), stage)
         self.optimizer = make_optimizer(self.module)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
@@ -198,12 +218,14 @@ class FSDP2(System):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def full(self, param: torch.nn.Parameter) -> torch.Tensor:
-        return param.detach().full_tensor()  # type: ignore[attr-defined]
-
 
 def make_system(name: str, model: str, accumulate: int) -> System:
-    """A system by its name; ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none."""
+    """A directly driven system by its name, and the process group that it needs.
+
+    ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none.
+    """
+    prepare_cpu()
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     kind, _, variant = name.partition("-")
     if kind == "ddp":
         return DDP(model)
