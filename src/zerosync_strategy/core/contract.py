@@ -85,6 +85,7 @@ _STAGE_1_AND_2_OFFLOAD = (
 )
 _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE_3_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
+_STAGE_3_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 _STAGE_3 = (
     Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
@@ -225,6 +226,17 @@ def stage_3_coordinator(optimizer: Any) -> Any:
         if found:
             raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {found}")
     return coordinator
+
+
+def stage_3_gather_stream(optimizer: Any) -> Any:
+    """The stream on which ZeRO-3 gathers parameters; ``None`` on a device without streams.
+
+    Raises:
+        ContractError: it is not there.
+    """
+    if not hasattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM):
+        raise changed("stream order", f"{type(optimizer.parameter_offload).__name__} has no {_STAGE_3_GATHER_STREAM}")
+    return getattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM)
 
 
 def stage_3_release_cache(coordinator: Any) -> Any:

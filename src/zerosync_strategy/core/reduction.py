@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.collectives import Pending, reduce_scatter
 from zerosync_strategy.core.config import ZeroSyncConfig
+from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.core.partition import Partition, Piece, Shipment
 
 CHUNK_BYTES = 4 * 2**20
@@ -41,6 +42,7 @@ class Bucket:
         balanced: no rank is sent much more of it than the others. The last backward streams no other: one link after
             the other would be busy, where at the close all are.
         missing: parameters whose gradient the running backward has not completed.
+        produced: by stream, the event after the last of its gradients that was completed there and is not sent (B1).
     """
 
     def __init__(self, partition: Partition, params: list[Any], kept: bool) -> None:
@@ -49,6 +51,7 @@ class Bucket:
         self.kept = kept
         self.due = False
         self.missing: set[Any] = set()
+        self.produced: dict[Any, Any] = {}
         self.shipment = partition.shipment_of(params)
         self.balanced = max(self.shipment.widths) * len(self.shipment.widths) <= 1.25 * sum(self.shipment.widths)
 
@@ -67,6 +70,7 @@ class Reducer(ABC):
 
     def __init__(self, optimizer: Any, config: ZeroSyncConfig) -> None:
         self.optimizer = optimizer
+        self.streams = Streams()
         self._ordered = config.reduction == "ordered"
         self.partitions = self._read_partitions()
         self.params = [param for partition in self.partitions for param in partition.params]
@@ -140,6 +144,7 @@ class Reducer(ABC):
             self._local.add(param)
             self._local_bytes += self._size(param)
             self.peak_bytes = max(self.peak_bytes, self._local_bytes)
+        self.streams.produced(bucket.produced)
         bucket.missing.discard(param)
         bucket.due = True  # also where this backward has sent it already, and comes back to one of its parameters
         while self._streaming and not self._streaming[0].missing:
@@ -149,7 +154,8 @@ class Reducer(ABC):
         """Send the rest of what this backward streams; whether it streamed anything."""
         while self._streaming:
             self._ship_bucket(self._streaming.popleft())
-        self._finish(0)
+        with self.streams.reducing(()):
+            self._finish(0)
         streamed, self._streamed = self._streamed, False
         return streamed
 
@@ -164,17 +170,19 @@ class Reducer(ABC):
     def reduce(self) -> None:
         """Average what is due over the ranks, into the partitions. A collective call."""
         due = [bucket for bucket in self.buckets if bucket.due]
-        for partition in self.partitions:
-            params = {param for bucket in due if bucket.partition is partition for param in bucket.params}
-            width = max(1, CHUNK_BYTES // (len(partition.pieces) * partition.dtype.itemsize))
-            for shipment in partition.shipments_of(params, width):
-                self._ship(shipment)
-        self._finish(0)
+        with self.streams.reducing():
+            for partition in self.partitions:
+                params = {param for bucket in due if bucket.partition is partition for param in bucket.params}
+                width = max(1, CHUNK_BYTES // (len(partition.pieces) * partition.dtype.itemsize))
+                for shipment in partition.shipments_of(params, width):
+                    self._ship(shipment)
+            self._finish(0)
         for bucket in due:
             self._sent(bucket)
 
     def close(self) -> None:
         """Everything is in the partitions, and the step follows."""
+        self.streams.step_follows()
         self._open_once()
         self._hand_over()
         self.norm = None
@@ -187,7 +195,8 @@ class Reducer(ABC):
     @torch.no_grad()
     def _ship_bucket(self, bucket: Bucket) -> None:
         self._streamed = True
-        self._ship(bucket.shipment)
+        with self.streams.reducing(bucket.produced.values()):
+            self._ship(bucket.shipment)
         self._sent(bucket)
 
     def _ship(self, shipment: Shipment) -> None:
@@ -211,6 +220,7 @@ class Reducer(ABC):
                 target.zero_()
             else:
                 target.copy_(gradient.reshape(-1)[piece.start : piece.stop])
+                self.streams.keep(gradient)
             column += piece.size
         return packed
 
@@ -225,6 +235,7 @@ class Reducer(ABC):
 
     def _sent(self, bucket: Bucket) -> None:
         bucket.due = False
+        bucket.produced.clear()
         size = sum(bucket.shipment.widths) * bucket.partition.dtype.itemsize
         self.sent_floor += share(size, len(bucket.partition.pieces))
         for param in bucket.params:
@@ -256,6 +267,7 @@ class Reducer(ABC):
         self._in_flight.clear()
         for bucket in self.buckets:
             bucket.due = False
+            bucket.produced.clear()
         for param in self.params:
             self._drop(param)
         self._open = False

@@ -1,0 +1,85 @@
+"""Real DeepSpeed on simulated streams: branches whose backwards run on several producer streams."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from zerosync_strategy import attach
+from zerosync_strategy.racecheck import Finding, Stream, simulate
+
+WIDTH = 32
+
+
+class Branches(nn.Module):
+    """Branches side by side, each on a stream: their gradients are completed in no order."""
+
+    def __init__(self, streams: list[Stream], widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.streams = streams
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from deepspeed.accelerator import get_accelerator
+
+        caller = get_accelerator().current_stream()
+        outputs = []
+        for index, branch in enumerate(self.branches):
+            stream = self.streams[index % len(self.streams)] if self.streams else caller
+            stream.wait_stream(caller)
+            with get_accelerator().stream(stream):
+                outputs.append(branch(x))
+            x.record_stream(stream)
+        for stream in self.streams:
+            caller.wait_stream(stream)
+        for output in outputs:
+            output.record_stream(caller)
+        return torch.stack(outputs).sum(0)
+
+
+def train(
+    stage: int, producers: int = 0, ours: dict[str, Any] | None = None, *, last: bool = False, oversized: bool = False,
+    before: Callable[[Any], None] = lambda engine: None, zero: dict[str, Any] | None = None, **config: Any,
+) -> list[Finding]:  # fmt: skip
+    """What the checker finds in two optimizer steps of two micro-batches; `ours` has ZeroSync's options."""
+    with simulate() as simulation:
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        torch.manual_seed(0)
+        streams = [Stream(name=f"producer {index}") for index in range(producers)]
+        model = Branches(streams, (WIDTH, 3 * WIDTH if oversized else WIDTH, WIDTH, WIDTH))
+        accumulate = 1 if ours is not None else 2
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": accumulate,
+                "gradient_clipping": 1.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": {
+                    "stage": stage,
+                    "overlap_comm": True,
+                    "reduce_bucket_size": 2 * WIDTH * WIDTH,
+                    "stage3_param_persistence_threshold": 0,
+                    **(zero or {}),
+                },
+                **config,
+            },
+        )
+        before(engine)
+        zerosync = None if ours is None else attach(engine, **ours)
+        dtype = next(model.parameters()).dtype
+        for _ in range(2):
+            for micro_batch in range(2):
+                loss = engine(torch.randn(2, WIDTH).to(dtype)).float().square().mean()
+                if zerosync is not None and last and micro_batch:
+                    zerosync.window.expect_last()
+                engine.backward(loss)
+                if zerosync is None or micro_batch:
+                    engine.step()
+        return simulation.findings

@@ -1,0 +1,94 @@
+"""ZeroSync leaves nothing unordered, every wait of it is needed, and stock DeepSpeed as the control."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness.ranks import run_ranks
+from tests.racecheck.scenarios import train
+from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.racecheck import Kind
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "coalesced": {"ours": {}},
+    "not coalesced": {"ours": {"coalesce": False}},
+    "budget": {"ours": {"grad_memory_budget": 20_000}},
+    "overlap_last": {"ours": {}, "last": True},
+    "ordered": {"ours": {"reduction": "ordered"}, "last": True},
+    "oversized": {"ours": {"coalesce": False}, "oversized": True},
+    "round robin": {"ours": {}, "last": True, "zero": {"round_robin_gradients": True}},
+    "bf16": {"ours": {"coalesce": False}, "bf16": {"enabled": True}},
+    "bf16, fp32 sums": {
+        "ours": {"coalesce": False}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "offload": {"ours": {"coalesce": False}, "zero": OFFLOAD},
+    "no overlap_comm": {"ours": {"coalesce": False}, "zero": {"overlap_comm": False}},
+}  # fmt: skip
+
+
+def findings(*args: Any, **kwargs: Any) -> list[tuple[Kind, str]]:
+    """Of all ranks, each once."""
+    found = run_ranks(lambda: [(finding.kind, str(finding)) for finding in train(*args, **kwargs)])
+    return sorted({finding for of_rank in found for finding in of_rank}, key=str)
+
+
+@STAGES
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nothing_is_left_unordered(stage: int, scenario: str) -> None:
+    if stage == 1 and scenario == "bf16, fp32 sums":
+        pytest.skip("DeepSpeed's BF16_Optimizer, which is refused")
+    for producers in (1, 2, 3) if scenario == "not coalesced" else (3,):
+        assert findings(stage, producers, **SCENARIOS[scenario]) == []
+
+
+# Each rule, how it is switched off, where that shows, and in which words.
+RULES = {
+    "B1, producers": ("produced", 2, SCENARIOS["not coalesced"], "race", "reduction.py"),
+    "B1, producers, stage 3": ("produced", 3, SCENARIOS["not coalesced"], "race", "reduction.py"),
+    "B3": ("step_follows", 2, SCENARIOS["coalesced"], "race", "step"),
+    "L1, gradients": ("keep", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
+    "S1": ("gathers_follow", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, stage, scenario, kind, place = RULES[rule]
+    monkeypatch.setattr(Streams, method, lambda self, *args: None)
+    found = findings(stage, 3, **scenario)
+    assert any(of.value == kind and place in text for of, text in found), found
+
+
+def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Streams.reducing
+    monkeypatch.setattr(Streams, "reducing", lambda self, events=None: stock(self, events or ()))
+    found = findings(2, 1, **SCENARIOS["coalesced"])
+    assert any(kind is Kind.RACE and "_pack" in text for kind, text in found), found
+
+
+@STAGES
+def test_stock_deepspeed(stage: int) -> None:
+    """The control. Stages 1 and 2 overwrite a bucket that is being reduced; stage 3 gathers what is being written."""
+    found = findings(stage, 3)
+    assert found and all(kind is Kind.RACE for kind, _ in found)
+    where = "_all_gather" if stage == 3 else "average_tensor"
+    assert any(where in text for _, text in found), found
+
+
+class _Forgets(set):  # type: ignore[type-arg]
+    def add(self, stream: Any) -> None:
+        pass
+
+
+def test_stock_deepspeed_without_its_record_of_producers() -> None:
+    """As before upstream's PR 8080: a bucket is reduced while another producer still fills it."""
+
+    def forget(engine: Any) -> None:
+        for bucket in engine.optimizer.ipg_buckets.values():
+            bucket.copy_streams = _Forgets()
+
+    with_record, without = findings(2, 3), findings(2, 3, before=forget)
+    assert len(without) > len(with_record)
