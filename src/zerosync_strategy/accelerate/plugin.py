@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DeepSpeedPlugin
@@ -56,6 +57,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     # For a plugin that Accelerate has made and install.py has given this class.
     _stage: int | None = None
     _options: dict[str, Any] = {}  # noqa: RUF012
+    _filled: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, stage: int | None = None, **options: Any) -> None:
         ours = AccelerateConfig.option_names()
@@ -68,9 +70,10 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         super().__init__(**options)
 
     def __post_init__(self) -> None:
-        self.hf_ds_config: HfDeepSpeedConfig | None = read_config(self.hf_ds_config)
+        given = self.hf_ds_config
+        self.hf_ds_config: HfDeepSpeedConfig | None = read_config(given)
         self.zero_stage = self._one_stage()
-        if self.hf_ds_config is not None:
+        if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's is complete, and its own
             config = self.hf_ds_config.config
             config.setdefault("zero_optimization", {}).setdefault("stage", self.zero_stage)
             # What the configuration leaves out, the Accelerator says.
@@ -107,9 +110,13 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         if importlib.util.find_spec("transformers") is not None:
             super().set_deepspeed_weakref()
 
-    def fill_in(self, prepared: Iterable[Any]) -> None:
-        """Before ``prepare(*prepared)``: decide what is left to Accelerate, where it would refuse or surprise."""
+    @contextmanager
+    def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:
+        """Around ``prepare(*prepared)``: decide what is left to Accelerate, where it would refuse or surprise."""
         config = self.deepspeed_config
+        # What another Accelerator's preparation has made of "auto" is not for this one.
+        config.update({name: "auto" for name, value in self._filled.items() if config.get(name) == value})
+        left_open = [name for name, value in config.items() if value == "auto"]
         # Accelerate and DeepSpeed would clip to a norm of 1 where nobody has asked for it.
         if config.get("gradient_clipping", "auto") == "auto":
             config["gradient_clipping"] = 0.0
@@ -117,6 +124,8 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         sizes = [loader.batch_size for loader in prepared if isinstance(loader, DataLoader)]
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
             config["train_micro_batch_size_per_gpu"] = 1
+        yield
+        self._filled = {name: config.get(name) for name in left_open}
 
 
 def read_config(given: Any = None) -> HfDeepSpeedConfig | None:

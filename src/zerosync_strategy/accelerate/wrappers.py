@@ -19,6 +19,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimize
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
 from zerosync_strategy.core.attach import ZeroSync, attach
+from zerosync_strategy.core.contract import accumulate_outside
 from zerosync_strategy.core.cpu import prepare_cpu
 from zerosync_strategy.core.interpose import interpose
 from zerosync_strategy.core.window import WindowState
@@ -38,14 +39,14 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
             " zerosync_strategy.accelerate first and name it in the launch configuration."
         )
-    plugin.fill_in(args)
-    result = stock(accelerator, *args)
+    with plugin.filled_in(args):
+        result = stock(accelerator, *args)
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
     trains = any(isinstance(item, (torch.optim.Optimizer, DummyOptim)) for item in args)
     if engine is None or not (trains or "optimizer" in plugin.deepspeed_config):
         return result  # a data loader, or a model for evaluation
 
-    engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    accumulate_outside(engine)
     zerosync = attach(engine, plugin.zerosync_config)
     if accelerator.deepspeed_engine_wrapped.engine is engine:
         accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)

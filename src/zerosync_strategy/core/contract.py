@@ -183,6 +183,21 @@ def engine_config(engine: Any) -> dict[str, Any]:
     return found
 
 
+def accumulate_outside(engine: Any) -> None:
+    """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
+
+    What DeepSpeed's ``set_train_batch_size`` does, which does not know the ranks under sequence parallelism.
+
+    Raises:
+        ContractError: DeepSpeed keeps the numbers elsewhere.
+    """
+    config = engine._config
+    if not (hasattr(config, "train_batch_size") and hasattr(config, "gradient_accumulation_steps")):
+        raise changed("gradient accumulation", "DeepSpeedConfig lacks train_batch_size or gradient_accumulation_steps")
+    config.train_batch_size //= config.gradient_accumulation_steps
+    config.gradient_accumulation_steps = 1
+
+
 def backend() -> Any:
     """DeepSpeed's process-wide communication backend, through which all its collectives go.
 
