@@ -149,6 +149,25 @@ def test_loaders_need_not_say_a_batch_size() -> None:
         assert run_ranks(job, loader) == [(1, 3)] * WORLD
 
 
+def test_several_accelerators_fill_in_auto_for_themselves() -> None:
+    def job() -> Any:
+        config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
+        config |= dict.fromkeys(("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"), "auto")
+        first = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config), gradient_accumulation_steps=1)
+        first.prepare(*_model_and_optimizer(), DataLoader(Data(4), batch_size=4))
+        Accelerator().prepare(*_model_and_optimizer())  # of the same batch size: nothing says another
+        third = Accelerator(gradient_accumulation_steps=2)
+        third.prepare(*_model_and_optimizer(), DataLoader(Data(4), batch_size=2))
+        return third.gradient_accumulation_steps
+
+    assert run_ranks(job) == [2, 2]
+
+
+def _model_and_optimizer() -> tuple[Any, Any]:
+    model = network()
+    return model, sgd(model.parameters())
+
+
 def test_without_a_launcher_there_is_one_rank() -> None:
     def job() -> Any:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

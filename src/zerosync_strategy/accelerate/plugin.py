@@ -123,7 +123,8 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         # Of use for DeepSpeed's log alone, so not worth an error where the loaders do not say it.
         sizes = [loader.batch_size for loader in prepared if isinstance(loader, DataLoader)]
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
-            config["train_micro_batch_size_per_gpu"] = 1
+            before = self._filled.get("train_micro_batch_size_per_gpu", "auto")
+            config["train_micro_batch_size_per_gpu"] = 1 if before == "auto" else before
         yield
         self._filled = {name: config.get(name) for name in left_open}
 
