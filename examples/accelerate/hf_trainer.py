@@ -1,4 +1,4 @@
-"""Train the same small Llama with the Trainer of Hugging Face. Nothing in this script knows of ZeroSync or DeepSpeed.
+r"""Train the same small Llama with the Trainer of Hugging Face. Nothing in this script knows of ZeroSync or DeepSpeed.
 
     accelerate launch --config_file examples/accelerate/zerosync_cpu.yaml \
         -m zerosync_strategy.accelerate.run examples/accelerate/hf_trainer.py
@@ -58,7 +58,6 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
         print(f"validation loss at the end {loss}")
-    trainer.accelerator.end_training()  # a thread of gloo that outlives Python may abort the process
 
 
 if __name__ == "__main__":
