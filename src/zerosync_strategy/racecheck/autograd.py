@@ -24,7 +24,7 @@ class AutogradStreams(TorchFunctionMode):
         super().__init__()
         self._simulation = simulation
         self._incoming: dict[Any, list[tuple[Clock, Stream]]] = {}
-        self._callers: list[Stream] = []
+        self._caller: Stream | None = None  # of the backward that runs
         self._leaves: list[Stream] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +76,8 @@ class AutogradStreams(TorchFunctionMode):
                 self._simulation.record_stream(gradient, stream)
         if leaf:
             self._leaves.append(stream)
-        if not self._callers:
-            self._callers.append(self._simulation.current)
+        if self._caller is None:
+            self._caller = self._simulation.current
             torch.autograd.Variable._execution_engine.queue_callback(self._join)
         entered.append(self._simulation.current)
         self._simulation.current = stream
@@ -90,8 +90,9 @@ class AutogradStreams(TorchFunctionMode):
         self._simulation.current = entered.pop()
 
     def _join(self) -> None:
-        caller = self._callers.pop()
+        assert self._caller is not None
         for leaf in self._leaves:
-            caller.wait(leaf.clock)
+            self._caller.wait(leaf.clock)
+        self._caller = None
         self._leaves.clear()
         self._incoming.clear()

@@ -19,6 +19,10 @@ class Clock(dict[int, int]):
             if time > self.get(stream, 0):
                 self[stream] = time
 
+    def knows(self, other: Clock) -> bool:
+        """Whether all that ``other`` counts is counted here."""
+        return all(self.get(stream, 0) >= time for stream, time in other.items())
+
 
 class Timeline:
     """A stream, or the host, which is one too: its operations run as they are issued.

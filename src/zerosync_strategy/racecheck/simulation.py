@@ -4,6 +4,7 @@ asynchronous on a GPU.
 What is simulated is CUDA's and NCCL's contract, not one run of it:
 
 - an operation is issued to the current stream, and runs there in order; one on host memory alone runs on the host;
+- a stream or an event is complete (``query()``) only if the host knows it, whatever a device would have done by now;
 - an operator that reads a value back (``.item()``) makes the host wait for the current stream;
 - a collective runs on a stream of its process group, after what the current stream had when it was called; a
   synchronous one, or ``wait()`` on its work, makes the current stream wait for it. The backend keeps its tensors alive;
@@ -38,7 +39,7 @@ _COLLECTIVES = {
     "reduce": (("tensor",), ("tensor",)),
     "all_gather": (("tensor_list",), ("tensor",)),
     "all_gather_into_tensor": (("output_tensor",), ("input_tensor",)),
-    "all_gather_single": (("output",), ("input",)),
+    "all_gather_single": (("output_tensor",), ("input_tensor",)),
     "reduce_scatter": (("output",), ("input_list",)),
     "reduce_scatter_tensor": (("output",), ("input",)),
     "reduce_scatter_single": (("output",), ("input",)),
@@ -84,9 +85,7 @@ class Stream(Timeline):
         _simulation().checker.synchronize(self)
 
     def query(self) -> bool:
-        """Complete only if the host knows it, whatever a real device would have done by now."""
-        host = _simulation().checker.host.clock
-        return all(host.get(stream, 0) >= time for stream, time in self.clock.items())
+        return _simulation().checker.host.clock.knows(self.clock)
 
 
 class Event:
@@ -108,8 +107,7 @@ class Event:
         _simulation().checker.host.wait(self.clock)
 
     def query(self) -> bool:
-        host = _simulation().checker.host.clock
-        return all(host.get(stream, 0) >= time for stream, time in self.clock.items())
+        return _simulation().checker.host.clock.knows(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
