@@ -149,7 +149,8 @@ class ZeroSync:
                 yield
         finally:
             self._restore_clipping()
-            self._partitions_written()
+            if self._held is not None:
+                self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
         self._steps += 1
         window = self.window
         self.report = StepReport(
@@ -174,10 +175,6 @@ class ZeroSync:
             once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))
             floor += size if once else backwards * size
         return floor
-
-    def _partitions_written(self) -> None:
-        if self._held is not None:
-            self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
 
     def _gradient_ready(self, param: torch.nn.Parameter) -> None:
         # DeepSpeed would reduce here. The gradient stays local instead.
@@ -241,10 +238,7 @@ class _EngineMethods:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self._zerosync.abort("load_checkpoint() was called")
-        try:
-            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._zerosync._partitions_written()
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
         self._zerosync.abort("the engine was destroyed")
