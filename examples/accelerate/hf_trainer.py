@@ -9,25 +9,15 @@ What to look at: the command. `zerosync_strategy.accelerate.run` runs any script
 and the options of ZeroSync are in the launch configuration.
 """
 
-import argparse
 import warnings
 
 import torch
-from llama import pieces, small_llama
+from llama import parse_options, pieces, small_llama
 from transformers import Trainer, TrainingArguments, set_seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: 100)")
-    parser.add_argument("--accumulate", type=int, default=4, help="backwards per optimizer step (default: 4)")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: 1.0)")
-    parser.add_argument("--pieces", type=int, default=3000, help="pieces of text per epoch (default: 3000)")
-    parser.add_argument("--every", type=int, default=50, help="steps between evaluations and checkpoints (default: 50)")
-    parser.add_argument("--checkpoints", default="checkpoints/hf_trainer", help="folder to make them in")
-    parser.add_argument("--resume", help="a checkpoint to go on from")
-    options = parser.parse_args()
+    options = parse_options(__doc__, "checkpoints/hf_trainer")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     set_seed(0)

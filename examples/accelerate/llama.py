@@ -1,5 +1,6 @@
-"""What the two language models here share: a small Llama over bytes with random parameters, and text for it."""
+"""What the two language models here share: a small Llama over bytes with random parameters, text for it, options."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -32,3 +33,16 @@ def pieces(training: int, validation: int) -> tuple[Pieces, Pieces]:
     """That many pieces to train on, and to validate on from files that are held out."""
     text, held_out = read_standard_library()
     return Pieces(text, training, CONTEXT), Pieces(held_out, validation, CONTEXT)
+
+
+def parse_options(description: str | None, checkpoints: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: 100)")
+    parser.add_argument("--accumulate", type=int, default=4, help="backwards per optimizer step (default: 4)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: 1.0)")
+    parser.add_argument("--pieces", type=int, default=3000, help="pieces of text per epoch (default: 3000)")
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations and checkpoints (default: 50)")
+    parser.add_argument("--checkpoints", default=checkpoints, help="folder to make them in")
+    parser.add_argument("--resume", help="a checkpoint to go on from")
+    return parser.parse_args()

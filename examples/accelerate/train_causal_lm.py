@@ -8,7 +8,6 @@ What to look at: the loop in `main` is an ordinary Accelerate loop. The import o
 "zerosync" block in the launch configuration make the backwards of an optimizer step one reduction of the gradients.
 """
 
-import argparse
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from llama import CONTEXT, pieces, small_llama
+from llama import CONTEXT, parse_options, pieces, small_llama
 from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
 
@@ -65,18 +64,7 @@ def sample(accelerator: Accelerator, model: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: 100)")
-    parser.add_argument("--accumulate", type=int, default=4, help="backwards per optimizer step (default: 4)")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: 1.0)")
-    parser.add_argument("--pieces", type=int, default=3000, help="pieces of text per epoch (default: 3000)")
-    parser.add_argument("--every", type=int, default=50, help="steps between evaluations and checkpoints (default: 50)")
-    parser.add_argument(
-        "--checkpoints", type=Path, default=Path("checkpoints/causal_lm"), help="folder to make them in"
-    )
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
-    options = parser.parse_args()
+    options = parse_options(__doc__, "checkpoints/causal_lm")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     # With the seedable sampler, the order of the text depends on the epoch alone: a resumed run finds its place in it.
@@ -124,7 +112,7 @@ def main() -> None:
                 break
             if progress.step % options.every == 0:
                 accelerator.print(f"validation loss {evaluate(accelerator, model, validation_loader):.4f}")
-                accelerator.save_state(options.checkpoints / f"step_{progress.step}")
+                accelerator.save_state(Path(options.checkpoints, f"step_{progress.step}"))
 
     report = accelerator.deepspeed_engine_wrapped.zerosync.report
     accelerator.print(f"validation loss at the end {evaluate(accelerator, model, validation_loader)}")

@@ -4,9 +4,9 @@ Importing this makes every DeepSpeed configuration with a ``"zerosync"`` block t
 Accelerate reads the configuration by itself, as under ``accelerate launch``. Other configurations train as before.
 """
 
-from zerosync_strategy.accelerate.install import install
+from zerosync_strategy.accelerate import install
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
 
-install()
+install.install()
 
 __all__ = ["ZeroSyncPlugin"]
