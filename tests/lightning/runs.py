@@ -38,6 +38,27 @@ class _RankSampler(Sampler):
         return self.batches * MICRO
 
 
+class PositionedLoader(DataLoader):
+    """A loader with a position to save and restore; Lightning finds it by these two methods."""
+
+    def __init__(self, data: Data) -> None:
+        self.position = 0
+        super().__init__(data, batch_size=MICRO, sampler=_RankSampler(data.batches))
+
+    def __iter__(self) -> Any:
+        start = self.position % len(self)
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self.position = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 class Module(LightningModule):
     """Automatic optimization; tests subclass it for anything else."""
 

@@ -9,33 +9,21 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import MICRO, adamw, loss_of
+from tests.harness.problem import adamw, loss_of
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, Recorder, _RankSampler, accumulate, fit, make_trainer, oracle, strategy
-
-
-class PositionedLoader(DataLoader):
-    """A loader with a position to save and restore; Lightning finds it by these two methods."""
-
-    def __init__(self, data: Data) -> None:
-        self.position = 0
-        super().__init__(data, batch_size=MICRO, sampler=_RankSampler(data.batches))
-
-    def __iter__(self) -> Any:
-        start = self.position % len(self)
-        for index, batch in enumerate(super().__iter__()):
-            if index >= start:
-                self.position = index + 1
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+from tests.lightning.runs import (
+    Data,
+    Module,
+    PositionedLoader,
+    Recorder,
+    accumulate,
+    fit,
+    make_trainer,
+    oracle,
+    strategy,
+)
 
 
 class Scheduled(Module):

@@ -18,6 +18,7 @@ from accelerate.utils import DummyOptim, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
+from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.attach import ZeroSync, attach
 from zerosync_strategy.core.contract import accumulate_outside
 from zerosync_strategy.core.cpu import prepare_cpu
@@ -39,6 +40,8 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
             " zerosync_strategy.accelerate first and name it in the launch configuration."
         )
+    for model in (item for item in args if isinstance(item, torch.nn.Module)):
+        require_same("accelerator.prepare()", model_facts(model))
     with plugin.filled_in(args):
         result = stock(accelerator, *args)
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.agreement import model_facts, require_same
+from zerosync_strategy.core.collectives import share_timeout
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.rollcall import RankError, roll_call
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
 from zerosync_strategy.core.traffic import CollectiveCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
+
+_UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
+_UNREADABLE = (
+    "A file is missing or truncated, or it was written with another model, ZeRO stage, optimizer or number of ranks."
+    " Some of the engine's parameters may be replaced: load an earlier checkpoint, or build the engine anew."
+)
+# Blocks of the DeepSpeed configuration that say what is sent.
+_ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; ``__cause__`` has DeepSpeed's own error."""
 
 
 def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
@@ -35,7 +50,8 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         The handle: reports, abort, detach.
 
     Raises:
-        TypeError, ValueError: the engine or an option is not one that ZeroSync supports.
+        TypeError, ValueError: the engine or an option is not one that ZeroSync supports, or the ranks' models or
+            options are not alike.
         ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
     """
     contract.verify(engine)
@@ -45,7 +61,17 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         config = ZeroSyncConfig.resolve(contract.engine_config(engine).get(BLOCK), options)
     elif options:
         raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
+    with roll_call().doing("attach()", lambda: "before the first optimizer step"):
+        require_same("attach()", _facts(engine, config), engine.optimizer.dp_process_group)
     return ZeroSync(engine, config)
+
+
+def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
+    """What the ranks' collectives follow from."""
+    configured = contract.engine_config(engine)
+    facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
+    facts |= {f"ZeroSync's {name!r}": repr(value) for name, value in vars(config).items()}
+    return facts | model_facts(engine.module)
 
 
 class ZeroSync:
@@ -79,6 +105,8 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
+        self._roll_call = roll_call()
+        share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
@@ -86,7 +114,8 @@ class ZeroSync:
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
-        self.window.reduce()
+        with self._doing("the reduction"):
+            self.window.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
@@ -143,17 +172,25 @@ class ZeroSync:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
-        self.window.begin_step()
-        try:
-            with torch.profiler.record_function("zerosync::step"):
-                yield
-        finally:
-            self._restore_clipping()
+        with self._doing("the optimizer step"):
+            with self._doing("the reduction"):
+                self.window.begin_step()
+            try:
+                with torch.profiler.record_function("zerosync::step"):
+                    yield
+            finally:
+                self._restore_clipping()
+                if self._held is not None:
+                    self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
+            self._steps += 1
+            self.report = self._reported()
+            self.window.end_step()
             if self._held is not None:
-                self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
-        self._steps += 1
+                self._held.end_window()
+
+    def _reported(self) -> StepReport:
         window = self.window
-        self.report = StepReport(
+        return StepReport(
             step=self._steps,
             backwards=window.backwards,
             reductions=window.reductions,
@@ -164,9 +201,25 @@ class ZeroSync:
             seconds=window.seconds,
             collectives=self.counter.take(),
         )
-        window.end_step()
-        if self._held is not None:
-            self._held.end_window()
+
+    def _doing(self, what: str) -> AbstractContextManager[None]:
+        """Around what may communicate (W4)."""
+        return self._roll_call.doing(what, self._position)
+
+    def _position(self) -> str:
+        return f"{self._steps} optimizer step(s) done, {self.window.backwards} backward(s) since"
+
+    @contextmanager
+    def _files(self, what: str, remedy: str) -> Iterator[None]:
+        """Around reading or writing files, whose errors say neither which nor why."""
+        try:
+            with self._doing(f"the attempt to {what}"):
+                yield
+        except RankError:
+            raise
+        except (AssertionError, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
+            message = f"Cannot {what}: {type(error).__name__}: {error}".rstrip(":. ")
+            raise CheckpointError(f"{message}. {remedy}") from error
 
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
@@ -179,7 +232,8 @@ class ZeroSync:
     def _gradient_ready(self, param: torch.nn.Parameter) -> None:
         # DeepSpeed would reduce here. The gradient stays local instead.
         self.window.inside_graph()
-        self._reducer.gradient_ready(param)
+        with self._doing("a backward") if self._reducer.streaming else nullcontext():
+            self._reducer.gradient_ready(param)
 
     def _restore_clipping(self) -> None:
         if self._clip_grad is not None:
@@ -200,6 +254,10 @@ class _EngineMethods:
 
     _zerosync: ZeroSync
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync._doing("the forward"):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         window = self._zerosync.window
         engine: Any = self
@@ -207,7 +265,7 @@ class _EngineMethods:
             window.expect_last()
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
-        with window.engine_backward():
+        with self._zerosync._doing("the backward"), window.engine_backward():
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def _backward_prologue(self) -> None:
@@ -231,14 +289,16 @@ class _EngineMethods:
         self._zerosync.window.zero_grad()
         super().zero_grad()  # type: ignore[misc]
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         self._zerosync._warn_of_open_window("save_checkpoint() was called")
-        return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with self._zerosync._files(f"write the checkpoint in {save_dir}", _UNWRITABLE):
+            return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self._zerosync.abort("load_checkpoint() was called")
-        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with self._zerosync._files(f"read the checkpoint in {load_dir}", _UNREADABLE):
+            return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
         self._zerosync.abort("the engine was destroyed")

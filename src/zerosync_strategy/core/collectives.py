@@ -7,8 +7,9 @@ where they go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ class Pending:
     finish: Callable[[], torch.Tensor]
 
 
-def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool) -> Pending:
+def reduce_scatter(
+    packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool, tag: int = 0
+) -> Pending:
     """Sum over the ranks of ``process_group``; rank r is given the sum of the r-th part of ``packed``.
 
     NCCL reduce-scatters where the parts are of one size, and else reduces each part to its rank. With ``ordered``, and
@@ -32,6 +35,7 @@ def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: A
         packed: flat, the parts one after the other. Must stay as it is until ``finish``, which may write to it.
         widths: the size of each rank's part.
         ordered: sum in fp32 in the order of the ranks on NCCL too.
+        tag: where ranks send each other their parts, only those with the same tag meet.
 
     Returns:
         A pending tensor of this rank's width: on NCCL in the dtype of ``packed``, else in fp32 and in the order of the
@@ -44,8 +48,9 @@ def reduce_scatter(packed: torch.Tensor, widths: Sequence[int], process_group: A
     if dist.get_backend(process_group) != "nccl":
         received = packed.new_empty(world_size - 1, widths[rank])
         rows = [*received[:rank], parts[rank], *received[rank:]]
-        works = _exchange(parts, rows, process_group)
-        return Pending(lambda: _sum_when_done(works, rows))
+        works = _exchange(parts, rows, process_group, tag)
+        timeout = timeout_of(process_group)
+        return Pending(lambda: _sum_when_done(works, rows, timeout))
     if ordered:
         received_all = packed.new_empty(world_size * widths[rank])
         splits = [widths[rank]] * world_size
@@ -70,10 +75,29 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any) -> None:
         parts: contiguous, one per rank; this rank's is read, the others are written.
     """
     rank = dist.get_rank(process_group)
-    _when_done(_exchange([parts[rank]] * len(parts), list(parts), process_group), parts[rank])
+    works = _exchange([parts[rank]] * len(parts), list(parts), process_group)
+    _when_done(works, parts[rank], timeout_of(process_group))
 
 
-def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any) -> list[Any]:
+def timeout_of(process_group: Any) -> timedelta:
+    """After how long a rank gives up waiting for the others of ``process_group``."""
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def share_timeout(process_groups: Iterable[Any]) -> None:
+    """Give these groups the timeout of the default group, which is the one that users set.
+
+    DeepSpeed makes its own groups with torch's default of 30 minutes (10 on NCCL).
+    """
+    for process_group in process_groups:
+        if process_group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
+
+
+def _exchange(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
+) -> list[Any]:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     from deepspeed import comm
 
@@ -83,22 +107,22 @@ def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], pr
             continue
         peer_global = dist.get_global_rank(process_group, peer)
         if len(received[peer]):
-            works.append(comm.irecv(received[peer], src=peer_global, group=process_group))
+            works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
-            works.append(comm.isend(sent[peer], dst=peer_global, group=process_group))
+            works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
     return works
 
 
-def _when_done(works: list[Any], result: torch.Tensor) -> torch.Tensor:
+def _when_done(works: list[Any], result: torch.Tensor, timeout: timedelta | None = None) -> torch.Tensor:
+    # NCCL is given no timeout: its watchdog has one, and the host would wait where now a stream does. gloo keeps that
+    # with which a group was made, unless it is told.
     for work in works:
-        work.wait()
+        work.wait() if timeout is None else work.wait(timeout)
     return result
 
 
-def _sum_when_done(works: list[Any], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    for work in works:
-        work.wait()
-    total = rows[0].float()
+def _sum_when_done(works: list[Any], rows: Sequence[torch.Tensor], timeout: timedelta | None = None) -> torch.Tensor:
+    total = _when_done(works, rows[0], timeout).float()
     for row in rows[1:]:
         total += row
     return total

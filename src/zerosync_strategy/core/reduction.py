@@ -83,6 +83,8 @@ class Reducer(ABC):
         self._in_flight: deque[tuple[Shipment, torch.Tensor, Pending]] = deque()
         self._abandoned: list[Any] = []  # nobody waits for these, but their memory must outlive them
         self._streamed = False
+        self._closed = 0  # windows, and backwards that streamed in this one: the same on every rank (W4)
+        self._streaming_backwards = 0
         self._open = False  # the partitions hold gradients of this window, or zeros
         self._local: set[Any] = set()  # parameters with a local gradient, and their bytes
         self._local_bytes = 0
@@ -130,6 +132,7 @@ class Reducer(ABC):
             bucket.due = True
             bucket.missing = set(bucket.params)
         self._streaming = deque(bucket for bucket in self.buckets if not bucket.kept or (last and bucket.balanced))
+        self._streaming_backwards += bool(self._streaming)
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a streaming backward, send what is complete."""
@@ -149,6 +152,11 @@ class Reducer(ABC):
         bucket.due = True  # also where this backward has sent it already, and comes back to one of its parameters
         while self._streaming and not self._streaming[0].missing:
             self._ship_bucket(self._streaming.popleft())
+
+    @property
+    def streaming(self) -> bool:
+        """Whether the running backward has gradients to send."""
+        return bool(self._streaming)
 
     def end_backward(self) -> bool:
         """Send the rest of what this backward streams; whether it streamed anything."""
@@ -187,6 +195,8 @@ class Reducer(ABC):
         self._hand_over()
         self.norm = None
         self._open = False  # DeepSpeed's from here on, whether its step succeeds or raises
+        self._closed += 1
+        self._streaming_backwards = 0
 
     def end_window(self) -> None:
         """The step has consumed the partitions."""
@@ -206,7 +216,9 @@ class Reducer(ABC):
         before, _ = self._scales(partition)
         if before != 1.0:
             packed.mul_(before)
-        pending = reduce_scatter(packed, shipment.widths, partition.process_group, self._ordered)
+        # What an aborted backward has sent, or a rank that disagrees, is never taken for a part of another reduction.
+        tag = self._closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+        pending = reduce_scatter(packed, shipment.widths, partition.process_group, self._ordered, tag)
         self._in_flight.append((shipment, packed, pending))
 
     def _pack(self, shipment: Shipment) -> torch.Tensor:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
@@ -21,9 +22,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.attach import ZeroSync, attach
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.rollcall import RankError, of_communication, roll_call
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
@@ -169,6 +172,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def _setup_model_and_optimizer(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        require_same("ZeroSyncStrategy", model_facts(model))
         engine, optimizer = super()._setup_model_and_optimizer(model, *args, **kwargs)
         self.zerosync = attach(engine, self.zerosync_config)
         _engines[model] = engine
@@ -189,6 +193,11 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._abort(f"{type(exception).__name__} ended the training")
+        if dist.is_initialized() and not isinstance(exception, RankError):
+            if of_communication(exception):
+                warnings.warn(roll_call().describe("the training", exception), stacklevel=2)
+            else:
+                roll_call().failed(f"{type(exception).__name__}: {exception}")
         super().on_exception(exception)
 
     @override

@@ -1,0 +1,59 @@
+"""What must be the same on every rank before the first step, so that the ranks' collectives are alike (W4)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SHOWN = 5
+
+
+def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
+    """Compare ``facts`` over the ranks of ``process_group``. Collective: one digest from each rank if they agree.
+
+    Raises:
+        ValueError: on every rank, naming the facts that differ and what each rank has; ``where`` leads the message.
+    """
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    digests = _gathered(digest, process_group)
+    if len(set(digests)) == 1:
+        return
+    differing = list(_differences(_gathered(dict(facts), process_group)))
+    more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    raise ValueError(
+        f"{where} found ranks that are not alike:\n"
+        + "\n".join(differing[:_SHOWN])
+        + f"{more}\nBuild the same model with the same options on every rank."
+    )
+
+
+def model_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Shape, dtype and ``requires_grad`` of every parameter, by its name."""
+    return {
+        f"parameter {name}": f"{tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in model.named_parameters()
+    }
+
+
+def _gathered(value: Any, process_group: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def _differences(facts: list[dict[str, str]]) -> Iterator[str]:
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        by_value: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(facts):
+            by_value.setdefault(of_rank.get(name, "missing"), []).append(rank)
+        if len(by_value) > 1:
+            yield f"  {name}: " + "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in by_value.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ..." if len(ranks) > 8 else shown

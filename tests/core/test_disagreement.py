@@ -1,0 +1,186 @@
+"""W4: ranks that disagree are right, or each of them gets an error that says which rank did what."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import pytest
+
+from tests.core.test_attach import adamw, loss_of, make_engine, network
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import DIED, RankOutcome, run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core import reduction
+from zerosync_strategy.core.cpu import prepare_cpu
+
+TIMEOUT = timedelta(seconds=4)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def engine_with_timeout(stage: int, **zero: Any) -> Any:
+    prepare_cpu()
+    deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+    return make_engine(stage, zero_optimization=zero)
+
+
+@pytest.mark.parametrize("promised", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_different_numbers_of_backwards_are_right(stage: int, promised: bool) -> None:
+    """With coalescing, a rank may make more backwards of a window than another."""
+    backwards = [[3, 1], [1, 2], [4, 4]]  # by step and rank
+
+    def run() -> float:
+        engine = make_engine(stage)
+        zerosync = attach(engine)
+        for step, by_rank in enumerate(backwards):
+            for k in range(by_rank[rank()]):
+                if promised and k + 1 == by_rank[rank()]:
+                    zerosync.window.expect_last()
+                engine.backward(loss_of(engine, 10 * step + k, rank()))
+            engine.step()
+        module = network()
+        plain = Oracle(module, adamw(module))
+        for step, by_rank in enumerate(backwards):
+            for of_rank, count in enumerate(by_rank):
+                for k in range(count):
+                    plain.backward_on(of_rank, loss_of(module, 10 * step + k, of_rank))
+            plain.step()
+        return distance(full_parameters(engine.module), full_parameters(module))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+DISAGREEMENTS: dict[str, dict[str, Any]] = {
+    "reduced at every backward": {"options": {"coalesce": False}, "backwards": [3, 2]},
+    "promised by one rank": {"options": {}, "backwards": [2, 2], "promise": 1},
+    "a rank is elsewhere": {"options": {}, "backwards": [2, 2], "elsewhere": 1},
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_says_what_all_were_doing(stage: int, case: str) -> None:
+    disagreement = DISAGREEMENTS[case]
+
+    def run() -> None:
+        engine = engine_with_timeout(stage, stage3_param_persistence_threshold=10**6)
+        zerosync = attach(engine, **disagreement["options"])
+        for step in range(2):
+            for k in range(disagreement["backwards"][rank()] if step else 2):
+                if step and disagreement.get("promise") == rank() and k:
+                    zerosync.window.expect_last()
+                engine.backward(loss_of(engine, k, rank()))
+            if step and disagreement.get("elsewhere") == rank():
+                time.sleep(TIMEOUT.total_seconds() + 3)
+            engine.step()
+
+    outcomes = run_ranks(run, expect="any", timeout=60)
+    errors_name_every_rank(outcomes)
+    assert any("1 optimizer step(s) done" in outcome.message for outcome in outcomes)
+    if case == "a rank is elsewhere":
+        assert (
+            "rank 1: outside of the engine, 1 optimizer step(s) done, 2 backward(s) since, at " in outcomes[0].message
+        )
+        assert "test_disagreement.py" in outcomes[0].message
+
+
+def errors_name_every_rank(outcomes: list[RankOutcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.error == "RankError", str(outcome)
+        for of_rank in range(len(outcomes)):
+            assert f"\n  rank {of_rank}: " in outcome.message, outcome.message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reason_of_a_rank_that_raised(stage: int) -> None:
+    def run() -> None:
+        engine = engine_with_timeout(stage)
+        attach(engine)
+        for step in range(2):
+            loss = loss_of(engine, step, rank())
+            if step and rank() == 1:
+                loss.register_hook(_raise)
+            engine.backward(loss)
+            engine.step()
+
+    lost, raised = run_ranks(run, expect="any", timeout=60)
+    assert raised.error == "ValueError"
+    assert lost.error == "RankError"
+    assert "rank 1: has stopped: ValueError in the backward, 1 optimizer step(s) done" in lost.message
+
+
+def _raise(_: Any) -> None:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> None:
+    """Ranks raise at different places of a backward that reduces as it goes, and train on."""
+
+    def run() -> float:
+        reduction.CHUNK_BYTES = 1  # a bucket per parameter
+        engine = make_engine(stage)
+        attach(engine, coalesce=False)
+        for k in range(3):
+            if k == 1:
+                # Backward comes to the last layer's parameters first: rank 0 has sent them by then, and rank 1 none.
+                param = engine.module[2 * rank()].bias
+                hook = param.register_hook(_raise)
+                with pytest.raises(ValueError, match="boom"):
+                    engine.backward(loss_of(engine, 9, rank()))
+                hook.remove()
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+        module = network()
+        plain = Oracle(module, adamw(module))
+        for k in range(3):
+            plain.backward(lambda r, k=k: loss_of(module, k, r))
+            plain.step()
+        return distance(full_parameters(engine.module), full_parameters(module))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_models_and_options_that_are_not_alike() -> None:
+    def run() -> tuple[str, str, float]:
+        engine = make_engine(3)
+        with pytest.raises(ValueError) as options:
+            attach(engine, overlap_last=rank() == 0, param_memory_budget="all")
+        if rank():
+            engine.module[0].bias.requires_grad_(False)
+        with pytest.raises(ValueError) as models:
+            attach(engine)
+        engine.module[0].bias.requires_grad_(True)
+        attach(engine)  # nothing was left behind
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        module = network()
+        plain = Oracle(module, adamw(module))
+        plain.backward(lambda r: loss_of(module, 0, r))
+        plain.step()
+        return str(options.value), str(models.value), distance(full_parameters(engine.module), full_parameters(module))
+
+    for options, models, error in run_ranks(run):
+        assert "ZeroSync's 'overlap_last': True on rank 0; False on rank 1" in options
+        assert "parameter 0.bias: (32,) torch.float32 on rank 0; (32,) torch.float32 frozen on rank 1" in models
+        assert error == 0.0
+
+
+def test_a_rank_that_dies_is_missed() -> None:
+    def run() -> None:
+        engine = engine_with_timeout(2)
+        attach(engine)
+        for step in range(2):
+            engine.backward(loss_of(engine, step, rank()))
+            if step and rank() == 1:
+                os.kill(os.getpid(), 9)
+            engine.step()
+
+    lost, died = run_ranks(run, expect="any", timeout=60)
+    assert died.error == DIED and lost.error == "RankError"
+    assert "rank 1: gave no answer: its process has ended" in lost.message
