@@ -82,7 +82,8 @@ class RollCall:
             raise
         except Exception as error:
             if not of_communication(error):
-                self.failed(f"{type(error).__name__} in {what}, {self._position}")
+                if not self._failure:  # of what this is inside of, the innermost says most
+                    self.failed(f"{type(error).__name__} in {what}, {self._position}")
                 raise
             message = self.describe(what, error)
             self.failed(f"lost the other ranks in {what}, {self._position}")
