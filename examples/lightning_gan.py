@@ -58,7 +58,7 @@ class Discriminator(nn.Module):
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         features = self.net(image)
-        return self.score(features).squeeze(1) + (self.label(label) * features).mean(1)
+        return self.score(features).squeeze(1) + (self.label(label) * features).sum(1) / WIDTH**0.5
 
 
 class DigitsGAN(LightningModule):
@@ -70,7 +70,7 @@ class DigitsGAN(LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [
-            torch.optim.Adam(part.parameters(), lr=5e-4, betas=(0.5, 0.99))
+            torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.99))
             for part in (self.generator, self.discriminator)
         ]
 

@@ -1,11 +1,15 @@
 """Several optimizers in manual optimization: an engine and a window each, and every one equals plain torch."""
 
+import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
@@ -14,6 +18,7 @@ from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, Recorder, fit, make_trainer, strategy
 from tests.lightning.test_checkpoints import PositionedLoader, SaveAfter
 from zerosync_strategy import ZeroSyncMonitor
+from zerosync_strategy.core.traffic import CollectiveCounter
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 12
@@ -99,12 +104,62 @@ def plain_gan(frozen: bool) -> dict[str, torch.Tensor]:
 @STAGES
 def test_gan(stage: int, freezes: str) -> None:
     def run() -> Any:
-        recorder, trainer = fit(Gan(freezes), several(stage), BATCHES)
+        module = Gan(freezes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            recorder, trainer = fit(module, several(stage), BATCHES)
+        dropped = [str(w.message) for w in caught if "ZeroSync dropped" in str(w.message)]
+        for zerosync in trainer.strategy.zerosyncs:
+            for param in zerosync.parameters:
+                assert param.requires_grad and param.grad is None
         reports = [zerosync.report for zerosync in trainer.strategy.zerosyncs]
-        print([(r.step, r.backwards, r.reductions, r.floor_bytes, r.bytes_sent, dict(r.collectives)) for r in reports])
-        return distance(recorder.parameters, plain_gan(freezes == "toggle")), trainer.global_step, reports
+        return distance(recorder.parameters, plain_gan(freezes == "toggle")), trainer.global_step, reports, dropped
 
-    print(run_ranks(run)[0])
+    for error, steps, (of_g, of_d), dropped in run_ranks(run):
+        assert (error, steps, of_g.step, of_d.step) == (0.0, 9, 3, 6)
+        # Nothing frozen, the discriminator's window has the generator's two backwards as well.
+        assert (of_g.backwards, of_d.backwards) == (4, 2 if freezes == "toggle" else 4)
+        assert (of_g.reductions, of_d.reductions, dropped) == (1, 1, [])
+        for report, numel in ((of_g, 416), (of_d, 289)):
+            # One rank of two sends half of its own gradients and, at once on stages 1 and 2, of its own parameters.
+            assert abs(report.collectives["isend"].bytes - (1 if stage == 3 else 2) * numel * 4 / 2) < 16, report
+
+
+@pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": 600}, {"param_memory_budget": "all"}])
+def test_options_hold_for_each_engine(options: dict[str, Any]) -> None:
+    def run() -> Any:
+        recorder, _ = fit(Gan("toggle"), several(3, **options), BATCHES, callbacks=[seen := Reports()])
+        return distance(recorder.parameters, plain_gan(True)), seen.reports, seen.counted
+
+    for error, (of_g, of_d), counted in run_ranks(run):
+        assert error < 1e-6
+        # Between them, the reports count every collective once.
+        assert sum(report.bytes_sent for report in of_g + of_d) == counted
+        if "param_memory_budget" in options:
+            # Each network is held up to a step of its own, not of the other's.
+            assert counted < 1.1 * sum(report.floor_bytes for report in of_g + of_d)
+        else:
+            assert {report.reductions for report in of_d} == {2} and len(of_d) == 2 * len(of_g) == 6
+
+
+class Reports(Callback):
+    """All reports of a run by optimizer, and the bytes of all collectives of this process in training batches."""
+
+    def __init__(self) -> None:
+        self.reports: list[list[Any]] = []
+        self.counter = CollectiveCounter()
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.reports = [[] for _ in trainer.strategy.zerosyncs]
+        self.counter.start()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for seen, zerosync in zip(self.reports, trainer.strategy.zerosyncs, strict=True):
+            if zerosync.report is not None and zerosync.report not in seen:
+                seen.append(zerosync.report)
+        if trainer.is_last_batch:
+            self.counter.stop()
+            self.counted = sum(traffic.bytes for traffic in self.counter.take().values())
 
 
 class Agent(nn.Module):
@@ -227,8 +282,70 @@ def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> No
         # Without fit: the parameters of all optimizers are in the checkpoint.
         evaluated = Agents(shift=0.5)
         make_trainer(several(stage)).test(evaluated, Data(4).loader(), ckpt_path=tmp_path / "saved")
+        with pytest.raises(MisconfigurationException, match=r"state of 3 optimizer\(s\), but .* returned 2"):
+            make_trainer(several(stage)).fit(Gan("toggle"), Data(4).loader(), ckpt_path=tmp_path / "saved")
         at_saving = plain_agents(8)
         loaded = {name.removeprefix("net."): param for name, param in full_parameters(evaluated).items()}
         return distance(whole, plain_agents()), distance(resumed, whole), distance(loaded, at_saving)
 
     assert run_ranks(run) == [(0.0, 0.0, 0.0)] * WORLD
+    rows = list(csv.DictReader(next(tmp_path.rglob("version_0/metrics.csv")).open()))
+    logged = [{row[f"zerosync/optimizer_{k}/backwards"] for row in rows} - {""} for k in range(3)]
+    assert logged == [{"4.0"}] * 3  # two batches of two losses, or four of the one that concerns the third
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_optimizer_clips(stage: int) -> None:
+    def run() -> Any:
+        recorder, _ = fit(Agents(clip=0.05), several(stage), BATCHES)
+        return distance(recorder.parameters, plain_agents(clip=0.05)), distance(recorder.parameters, plain_agents())
+
+    clipped, unclipped = run_ranks(run)[0]
+    assert clipped < 2e-6 < 1e-3 < unclipped
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_failed_backward_drops_the_window_that_it_reached(stage: int) -> None:
+    class Failing(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            g, d = self.optimizers()
+            with self.toggled_optimizer(g):
+                self.manual_backward(self.net.g_loss(batch[0]))
+            with self.toggled_optimizer(d):
+                self.manual_backward(self.net.d_loss(batch[0]))
+            with pytest.raises(ValueError, match="boom"), self.toggled_optimizer(d):
+                self.fail(batch[0])
+            with self.toggled_optimizer(d):
+                self.manual_backward(self.net.d_loss(batch[0]))
+            for optimizer in (g, d):
+                optimizer.step()
+
+        def fail(self, x: torch.Tensor) -> None:
+            """The last layer's gradients are there, and the first layer's never come."""
+
+            def boom(_: torch.Tensor) -> None:
+                raise ValueError("boom")
+
+            handle = self.net.d[0].register_forward_hook(lambda *call: call[-1].register_hook(boom) and None)
+            try:
+                self.manual_backward(self.net.d(x).mean())
+            finally:
+                handle.remove()
+
+    def run() -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            recorder, _ = fit(Failing("toggle"), several(stage), 4)
+        dropped = [str(w.message) for w in caught if "ZeroSync dropped" in str(w.message)]
+        net, data = Pair(), Data(4)
+        g, d = Oracle(net, adamw(net.g.parameters())), Oracle(net, sgd(net.d.parameters()))
+        for batch in range(4):
+            g.backward(lambda rank, batch=batch: net.g_loss(data.batch(batch, rank)[0]))
+            d.backward(lambda rank, batch=batch: net.d_loss(data.batch(batch, rank)[0]))
+            g.step()
+            d.step()
+        return distance(recorder.parameters, full_parameters(net)), dropped
+
+    for error, dropped in run_ranks(run):
+        assert error == 0.0
+        assert len(dropped) == 4 and all("2 backward(s)" in text and "raised ValueError" in text for text in dropped)

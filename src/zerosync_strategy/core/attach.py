@@ -78,8 +78,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
-        self.counter = EngineCounter()
-        self.counter.start()
+        self.counter = EngineCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
@@ -224,7 +223,8 @@ class _EngineMethods:
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def _backward_prologue(self) -> None:
-        self._zerosync.window.inside_graph()
+        if any(param.requires_grad for param in self._zerosync.parameters):  # else the loss only passes through
+            self._zerosync.window.inside_graph()
         super()._backward_prologue()  # type: ignore[misc]
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:

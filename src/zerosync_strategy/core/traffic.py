@@ -111,20 +111,28 @@ class EngineCounter(CollectiveCounter):
         super().__init__()
         self._claimed: dict[str, Traffic] = {}
 
+    def start(self) -> EngineCounter:
+        super().start()
+        _forget_unclaimed()  # what setting up the engine has sent is nobody's
+        return self
+
     def claim(self) -> None:
         """What the process has sent since an engine claimed last is this engine's."""
-        if not self._traffic:
-            return
-        for kind, traffic in self._traffic.items():
-            self._claimed[kind] = self._claimed.get(kind, Traffic()) + traffic
-        for counter in contract.backend()._zerosync_counters:
-            if isinstance(counter, EngineCounter):
-                counter._traffic = {}
+        if self._traffic:
+            for kind, traffic in self._traffic.items():
+                self._claimed[kind] = self._claimed.get(kind, Traffic()) + traffic
+            _forget_unclaimed()
 
     def take(self) -> Mapping[str, Traffic]:
         self.claim()
         traffic, self._claimed = self._claimed, {}
         return traffic
+
+
+def _forget_unclaimed() -> None:
+    for counter in contract.backend()._zerosync_counters:
+        if isinstance(counter, EngineCounter):
+            counter._traffic = {}
 
 
 def _bytes_of(payload: Any) -> int:
