@@ -2,6 +2,7 @@
 
 import csv
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ class Gan(Module):
         self.log("val_loss", self.net.d_loss(batch[0]), sync_dist=True)
 
 
-def plain_gan(frozen: bool) -> dict[str, torch.Tensor]:
-    net, data = Pair(), Data(BATCHES)
+def plain_gan(frozen: bool, net: Pair | None = None) -> dict[str, torch.Tensor]:
+    net, data = net or Pair(), Data(BATCHES)
     g, d = Oracle(net, adamw(net.g.parameters())), Oracle(net, sgd(net.d.parameters()))
     for batch in range(BATCHES):
         net.d.requires_grad_(not frozen)
@@ -123,6 +124,21 @@ def test_gan(stage: int, freezes: str) -> None:
         for report, numel in ((of_g, 416), (of_d, 289)):
             # One rank of two sends half of its own gradients and, at once on stages 1 and 2, of its own parameters.
             assert abs(report.collectives["isend"].bytes - (1 if stage == 3 else 2) * numel * 4 / 2) < 16, report
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fit_again_after_a_validation(stage: int) -> None:
+    def run() -> float:
+        module, data = Gan("toggle"), Data(BATCHES)
+        recorder, trainer = fit(module, several(stage), BATCHES)
+        trainer.validate(module, data.loader(), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, data.loader())
+        net = Pair()
+        plain_gan(True, net)
+        return distance(recorder.parameters, plain_gan(True, net))  # Lightning configures optimizers anew
+
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": 600}, {"param_memory_budget": "all"}])
@@ -258,6 +274,16 @@ def plain_agents(batches: int = BATCHES, clip: float = 0.0) -> dict[str, torch.T
     return full_parameters(net)
 
 
+def from_deepspeeds_own_tool(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What it finds in the checkpoint's own directory and in those of the other optimizers."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found: dict[str, torch.Tensor] = {}
+    for directory in (checkpoint, checkpoint / "optimizer_1", checkpoint / "optimizer_2"):
+        found |= get_fp32_state_dict_from_zero_checkpoint(directory, "checkpoint")
+    return {name: found[f"net.{name}"] for name in names}
+
+
 @STAGES
 def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> None:
     """Exact, and exact after a resume in a module with other numbers in it, which come from the checkpoint alone."""
@@ -285,6 +311,8 @@ def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> No
         with pytest.raises(MisconfigurationException, match=r"state of 3 optimizer\(s\), but .* returned 2"):
             make_trainer(several(stage)).fit(Gan("toggle"), Data(4).loader(), ckpt_path=tmp_path / "saved")
         at_saving = plain_agents(8)
+        trained = {name: param for name, param in at_saving.items() if not name.startswith(("still", "stray"))}
+        assert distance(from_deepspeeds_own_tool(tmp_path / "saved", trained), trained) == 0.0
         loaded = {name.removeprefix("net."): param for name, param in full_parameters(evaluated).items()}
         return distance(whole, plain_agents()), distance(resumed, whole), distance(loaded, at_saving)
 

@@ -6,7 +6,6 @@ of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that 
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import UserDict
 from collections.abc import Sequence
@@ -112,7 +111,7 @@ def directory(checkpoint: Any, index: int) -> Path:
 
 def count_saved(checkpoint: Any) -> int:
     """The number of optimizers in a checkpoint."""
-    return 1 + sum(re.fullmatch(r"optimizer_\d+", path.name) is not None for path in Path(checkpoint).glob("*/"))
+    return 1 + sum(1 for _ in Path(checkpoint).glob("optimizer_[0-9]*"))
 
 
 def remove_others(checkpoint: Any, engines: int) -> None:

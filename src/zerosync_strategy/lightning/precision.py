@@ -41,7 +41,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        zerosync = _engine_of(optimizer)
+        zerosync = _zerosync_of(optimizer)
         if model.automatic_optimization:
             zerosync.window.expect_last()  # the closure's backward, and Lightning accumulates no further
         result = closure()
@@ -64,10 +64,10 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise MisconfigurationException(CLIP_BY_VALUE)
         if clip_val > 0:
-            _engine_of(optimizer).clip_next_step(float(clip_val))
+            _zerosync_of(optimizer).clip_next_step(float(clip_val))
 
 
-def _engine_of(optimizer: Any) -> ZeroSync:
+def _zerosync_of(optimizer: Any) -> ZeroSync:
     zerosync = getattr(optimizer, "_zerosync", None)
     if zerosync is None:
         raise MisconfigurationException("Gradients can be clipped and stepped in Trainer.fit() only.")

@@ -196,15 +196,16 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     def _adopt_configured_schedulers(self) -> None:
         """Lightning steps the scheduler that the DeepSpeed configuration has asked for, too."""
+        configured = [zerosync.engine.lr_scheduler for zerosync in self.zerosyncs if zerosync.engine.lr_scheduler]
+        if configured and self.lr_scheduler_configs:
+            raise MisconfigurationException(
+                "Both the DeepSpeed configuration and configure_optimizers() give a learning-rate scheduler. Leave out"
+                " one of them."
+            )
         for zerosync in self.zerosyncs:
-            scheduler, zerosync.engine.lr_scheduler = zerosync.engine.lr_scheduler, None
-            if scheduler is not None and self.lr_scheduler_configs:
-                raise MisconfigurationException(
-                    "Both the DeepSpeed configuration and configure_optimizers() give a learning-rate scheduler. Leave"
-                    " out one of them."
-                )
-            if scheduler is not None:
-                self.lr_scheduler_configs = [*self.lr_scheduler_configs, LRSchedulerConfig(scheduler, interval="step")]
+            zerosync.engine.lr_scheduler = None
+        if configured:
+            self.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step") for scheduler in configured]
 
     @override
     def _setup_model_and_optimizer(
@@ -250,8 +251,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         if self.zerosyncs and saved != len(self.zerosyncs):
             raise MisconfigurationException(
                 f"The checkpoint {checkpoint_path} has the state of {saved} optimizer(s), but configure_optimizers()"
-                f" returned {len(self.zerosyncs)}. Return as many as the run that saved it, in the same order, or load"
-                " the weights alone."
+                f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
         with self._whole_checkpoint():
             client_state = super().load_checkpoint(checkpoint_path, weights_only)
