@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.accelerate.runs import DECAY, Run, oracle, start
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw, loss_of, sgd
 from tests.harness.ranks import run_ranks
 
@@ -363,3 +363,59 @@ def test_two_models_have_a_window_each(stage: int) -> None:
         assert distance(parameters, full_parameters(first.module)) == 0.0
         assert distance(others, full_parameters(second.module)) == 0.0
         assert reports == [(2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@STAGES
+def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
+    """A GAN: the generator's loss goes through the discriminator, and leaves what plain torch would leave there."""
+    from accelerate import Accelerator
+    from torch import nn
+
+    from zerosync_strategy import ZeroSyncPlugin
+
+    def networks() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return tuple(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, out)) for out in (16, 1))  # type: ignore
+
+    def job() -> Any:
+        plugins = {"g": ZeroSyncPlugin(stage=stage), "d": ZeroSyncPlugin(stage=stage)}
+        accelerators = [Accelerator(deepspeed_plugins=plugins), Accelerator()]
+        runs = []
+        for name, accelerator, model in zip(plugins, accelerators, networks(), strict=True):
+            accelerator.state.select_deepspeed_plugin(name)
+            runs.append(Run(accelerator, *accelerator.prepare(model, sgd(model.parameters())), None, None, Data(12)))
+        g, d = runs
+        for index in range(6):
+            x = g.batch(index)[0]
+            d.model.requires_grad_(not frozen)
+            g.accelerator.backward(-d.model(g.model(x)).mean())
+            d.model.requires_grad_(True)
+            d.accelerator.backward(d.model(g.model(x).detach()).mean() - d.model(x).tanh().mean())
+            d.optimizer.step()
+            d.optimizer.zero_grad()
+            if index % 2:
+                g.optimizer.step()
+                g.optimizer.zero_grad()
+        return g.parameters(), d.parameters(), [run.zerosync.report for run in runs]
+
+    data, (g, d) = Data(12), networks()
+    oracles = [Oracle(model, sgd(model.parameters())) for model in (g, d)]
+    for index in range(6):
+        d.requires_grad_(not frozen)
+        backward_all(oracles, lambda rank, i=index: -d(g(data.batch(i, rank)[0])).mean())
+        d.requires_grad_(True)
+
+        def d_loss(rank: int, i: int = index) -> Any:
+            x = data.batch(i, rank)[0]
+            return d(g(x).detach()).mean() - d(x).tanh().mean()
+
+        backward_all(oracles, d_loss)
+        oracles[1].step()
+        if index % 2:
+            oracles[0].step()
+    for of_g, of_d, reports in run_ranks(job):
+        assert distance(of_g, full_parameters(g)) == distance(of_d, full_parameters(d)) == 0.0
+        assert [report.reductions for report in reports] == [1, 1]
+        # Two backwards of its own, or one and, unless it is frozen, that of the generator.
+        assert [(report.step, report.backwards) for report in reports] == [(3, 2), (6, 1 if frozen else 2)]

@@ -1,5 +1,6 @@
 """The state table of core/window.py, with a reducer that only writes down what it is asked for."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -192,3 +193,20 @@ def test_a_raw_backward_that_failed_hides_no_later_one() -> None:
     window.zero_grad()
     raw_backward(window)
     assert window.backwards == 2
+
+
+def test_an_awaited_backward_begins_with_its_first_gradient() -> None:
+    window, notes = make(CLOSED)
+    with window.engine_backward(begins=False):
+        backward(window)  # the engine that runs it may be this one
+    with contextlib.suppress(ValueError), window.engine_backward(begins=False):
+        raise ValueError  # of other engines: nothing here is incomplete
+    assert (window.state, window.backwards, notes.calls) == (CLOSED, 0, [])
+
+    with window.engine_backward(begins=False):
+        raw_backward(window, lambda: raw_backward(window))
+    assert (window.state, window.backwards, notes.calls) == (OPEN, 1, ["begin"])
+    expected = pytest.warns(UserWarning, match=r"2 backward\(s\).*backward raised ValueError")
+    with expected, pytest.raises(ValueError), window.engine_backward(begins=False):
+        raw_backward(window, fail=True)
+    assert window.state is CLOSED

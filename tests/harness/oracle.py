@@ -45,6 +45,17 @@ class Oracle:
         return norm
 
 
+def backward_all(oracles: list[Oracle], loss_of: Callable[[int], torch.Tensor]) -> None:
+    """One backward on every rank, with gradients for the parameters of all `oracles`, which have one module."""
+    for rank in range(len(oracles[0].ranks)):
+        for oracle in oracles:
+            for param, grad in zip(oracle.parameters, oracle.ranks[rank], strict=True):
+                param.grad = grad
+        loss_of(rank).backward()
+        for oracle in oracles:
+            oracle.ranks[rank] = [param.grad for param in oracle.parameters]
+
+
 def full_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter in full and in fp32; under ZeRO-3 they are gathered. A collective call there."""
     import deepspeed

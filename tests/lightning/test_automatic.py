@@ -108,6 +108,22 @@ def test_learning_rate_schedulers(stage: int, interval: str) -> None:
     assert run_ranks(run) == [(0.0, True)] * 2
 
 
+def test_two_schedulers_of_one_optimizer() -> None:
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer, of = sgd(self.parameters()), torch.optim.lr_scheduler
+            return [optimizer], [
+                {"scheduler": of.StepLR(optimizer, 1, 0.5), "interval": "step"},
+                of.StepLR(optimizer, 1),
+            ]
+
+    def run() -> float:
+        _, trainer = fit(Scheduled(), strategy(2), 2, max_epochs=2)
+        return _lr(trainer.optimizers[0])
+
+    assert run_ranks(run) == [pytest.approx(0.5 * 0.5**4 * 0.1**2)] * 2
+
+
 def _lr(optimizer: Any) -> float:
     return optimizer.param_groups[0]["lr"]
 

@@ -82,10 +82,30 @@ class TwoOptimizers(Module):
     def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
 
+class SharedParameters(TwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.parameters()
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([first, rest[-1]], lr=0.1)]
+
+
+class ForeignParameter(TwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        self.__dict__["own"] = torch.nn.Parameter(torch.ones(3))
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD([self.own], lr=0.1)]
+
+
+class NothingToTrain(TwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        self.net[2].requires_grad_(False)
+        return super().configure_optimizers()
+
+
 class TwoSchedulers(Module):
+    """One of them by DeepSpeed's configuration."""
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, k) for k in (1, 2)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 class SecondOrder(Module):
@@ -123,15 +143,31 @@ def manual(module: Module) -> Module:
             "gradient_clip_algorithm='value'; use 'norm'",
         ),
         (lambda: manual(ClipsByValue()), {}, MisconfigurationException, "gradient_clip_algorithm='value'; use 'norm'"),
-        (lambda: manual(TwoOptimizers()), {}, MisconfigurationException, "one optimizer, but .* returned 2"),
-        (TwoSchedulers, {}, MisconfigurationException, "one learning-rate scheduler, but .* returned 2"),
+        (TwoOptimizers, {}, RuntimeError, "multiple optimizers is only supported with manual optimization"),
+        (
+            lambda: manual(SharedParameters()),
+            {},
+            MisconfigurationException,
+            r"share some: net\.0\.weight in optimizers 0 and 1; net\.4\.bias in optimizers 0 and 1",
+        ),
+        (lambda: manual(ForeignParameter()), {}, MisconfigurationException, r"Optimizer 1 .* of shape \(3,\)"),
+        (lambda: manual(NothingToTrain()), {}, MisconfigurationException, "Optimizer 1 .* no parameter that requires"),
+        (
+            TwoSchedulers,
+            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            MisconfigurationException,
+            "Both the DeepSpeed configuration and configure_optimizers",
+        ),
         (SecondOrder, {}, MisconfigurationException, "LBFGS.* Use a first-order optimizer"),
         (lambda: manual(StepsTwice()), {}, RuntimeError, "no backward ran since the last optimizer step"),
     ],
 )
 def test_refused_in_a_run_on_every_rank(make: Any, options: Any, error: Any, names: str) -> None:
     def run() -> None:
+        config = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+        if "scheduler" in options:
+            config["scheduler"] = options.pop("scheduler")
         with pytest.raises(error, match=names):
-            make_trainer(ZeroSyncStrategy(stage=3), **options).fit(make(), Data(2).loader())
+            make_trainer(ZeroSyncStrategy(config=config), **options).fit(make(), Data(2).loader())
 
     run_ranks(run, timeout=60)

@@ -18,7 +18,7 @@ from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
 from zerosync_strategy.core.rollcall import RankError, roll_call
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
-from zerosync_strategy.core.traffic import CollectiveCounter
+from zerosync_strategy.core.traffic import EngineCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
 
@@ -83,8 +83,7 @@ class ZeroSync:
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
         report: what the last optimizer step cost, or ``None`` before the first.
-        counter: counts the collectives for the report. Several engines in one process count each other's; ``stop()``
-            and ``start()`` it around an engine's own steps to keep them apart.
+        counter: counts the collectives for the report, apart from those of other engines in this process.
     """
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
@@ -104,10 +103,10 @@ class ZeroSync:
         self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
-        self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
+        self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
-        self.counter = CollectiveCounter().start()
+        self.counter = EngineCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
@@ -120,6 +119,17 @@ class ZeroSync:
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
         self.window.abort(reason)
+
+    @contextmanager
+    def awaiting_backward(self) -> Iterator[None]:
+        """Around a backward that another engine runs, and that may bring gradients to this one too.
+
+        Without it, such a backward is one of this engine's window as well; but a graph that runs inside another one
+        counts by itself, and an exception leaves the incomplete gradients in the window.
+        """
+        with self.window.engine_backward(begins=False):
+            yield
+        self.counter.claim()
 
     def gradient_norm(self) -> torch.Tensor:
         """The L2 norm of this window's gradients, averaged over the ranks. Reduces the window. Collective.
@@ -186,7 +196,7 @@ class ZeroSync:
             self.report = self._reported()
             self.window.end_step()
             if self._held is not None:
-                self._held.end_window()
+                self._held.end_window(self._parameters_floor)  # all that the step has released
 
     def _reported(self) -> StepReport:
         window = self.window
@@ -233,7 +243,9 @@ class ZeroSync:
         # DeepSpeed would reduce here. The gradient stays local instead.
         self.window.inside_graph()
         with self._doing("a backward") if self._reducer.streaming else nullcontext():
+            self.counter.claim()  # parameters that were gathered on the way to this gradient
             self._reducer.gradient_ready(param)
+            self.counter.claim()  # what it has completed and sent
 
     def _restore_clipping(self) -> None:
         if self._clip_grad is not None:
@@ -269,7 +281,8 @@ class _EngineMethods:
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def _backward_prologue(self) -> None:
-        self._zerosync.window.inside_graph()
+        if any(param.requires_grad for param in self._zerosync.parameters):  # else the loss only passes through
+            self._zerosync.window.inside_graph()
         super()._backward_prologue()  # type: ignore[misc]
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:

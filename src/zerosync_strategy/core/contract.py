@@ -223,6 +223,36 @@ def changed(feature: str, found: str) -> ContractError:
     )
 
 
+def stage_3_restrict(optimizer: Any, first: Any, part: torch.nn.Module) -> None:
+    """Let a ZeRO-3 ``optimizer`` release, and gather again after its step, the parameters of ``part`` alone.
+
+    Args:
+        first: the ZeRO-3 optimizer whose hooks run in the module that is trained; may be ``optimizer`` itself.
+
+    Raises:
+        ContractError: DeepSpeed keeps what gathers and releases elsewhere.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    own, gathers, params = optimizer.parameter_offload, first.parameter_offload, set(part.parameters())
+    for owner, names in (
+        (optimizer, ("module", "persistent_parameters")),
+        (own, ("module", "persistent_parameters", "param_coordinator", _STAGE_3_GATHER_STREAM)),
+    ):
+        for name in names:
+            if name not in vars(owner):
+                raise changed("several engines over one module", f"{type(owner).__name__}.{name} is missing")
+    if not hasattr(partition_parameters, "_init_external_params"):
+        raise changed("several engines over one module", "partition_parameters._init_external_params is missing")
+    for module in part.modules():
+        partition_parameters._init_external_params(module)  # what an engine's own module has been given
+    own.module = optimizer.module = part
+    persistent = [param for param in optimizer.persistent_parameters if param in params]
+    own.persistent_parameters = optimizer.persistent_parameters = persistent
+    own.param_coordinator = gathers.param_coordinator
+    setattr(own, _STAGE_3_GATHER_STREAM, getattr(gathers, _STAGE_3_GATHER_STREAM))
+
+
 def stage_3_coordinator(optimizer: Any) -> Any:
     """What gathers and releases the parameters of a ZeRO-3 optimizer.
 

@@ -22,8 +22,9 @@ class StepReport:
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
         seconds: host time in ZeroSync's own reduction, waiting for other ranks included.
-        collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. With several engines in
-            one process, the other engines' collectives between the two steps are in here too.
+        collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
+            one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
+            modules, since the gradient or step before it and up to its own.
     """
 
     step: int

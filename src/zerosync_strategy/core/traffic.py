@@ -104,6 +104,37 @@ class CollectiveCounter:
         self._traffic[kind] = self._traffic.get(kind, Traffic()) + traffic
 
 
+class EngineCounter(CollectiveCounter):
+    """What one engine sends, of several in this process: what has been counted is the engine's that claims it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._claimed: dict[str, Traffic] = {}
+
+    def start(self) -> EngineCounter:
+        super().start()
+        _forget_unclaimed()  # what setting up the engine has sent is nobody's
+        return self
+
+    def claim(self) -> None:
+        """What the process has sent since an engine claimed last is this engine's."""
+        if self._traffic:
+            for kind, traffic in self._traffic.items():
+                self._claimed[kind] = self._claimed.get(kind, Traffic()) + traffic
+            _forget_unclaimed()
+
+    def take(self) -> Mapping[str, Traffic]:
+        self.claim()
+        traffic, self._claimed = self._claimed, {}
+        return traffic
+
+
+def _forget_unclaimed() -> None:
+    for counter in contract.backend()._zerosync_counters:
+        if isinstance(counter, EngineCounter):
+            counter._traffic = {}
+
+
 def _bytes_of(payload: Any) -> int:
     tensors = [payload] if isinstance(payload, torch.Tensor) else payload
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

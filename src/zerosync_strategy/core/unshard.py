@@ -15,7 +15,7 @@ backward, it releases every parameter after each forward for good and gathers it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,14 +48,22 @@ class HeldParameters:
         self._coordinator._zerosync_held = self
         interpose(self._coordinator, _CoordinatorMethods)
 
+    @classmethod
+    def of(cls, optimizer: Any, budget: int | None) -> HeldParameters:
+        """Those of ``optimizer``; engines over one module have one in common, with the budget of the first."""
+        coordinator = contract.stage_3_coordinator(optimizer)
+        return getattr(coordinator, "_zerosync_held", None) or cls(optimizer, budget)
+
     def detach(self) -> None:
         """Stop holding; what is gathered now is released by DeepSpeed as it always was."""
-        restore(self._coordinator)
-        del self._coordinator._zerosync_held
+        if isinstance(self._coordinator, _CoordinatorMethods):
+            restore(self._coordinator)
+            del self._coordinator._zerosync_held
 
-    def end_window(self) -> None:
-        """The step has released everything."""
-        self._held.clear()
+    def end_window(self, params: Iterable[Any]) -> None:
+        """A step has released ``params``."""
+        for param in params:
+            self._held.pop(param.ds_id, None)
         self.peak_bytes = 0
         if self._chosen is None and self._budget is not None and self._gathers:
             self._chosen = self._choose(self._budget)

@@ -62,28 +62,41 @@ class Window:
         # The backward that runs: engine.backward() calls on the stack, and autograd graphs seen from inside.
         self._engine_backwards = 0
         self._graphs: set[int] = set()
+        self._awaited = False  # it is one of this window only if it brings a gradient, and has brought none yet
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def engine_backward(self) -> Iterator[None]:
-        """Around ``engine.backward``. An exception drops the window: its gradients are incomplete."""
+    def engine_backward(self, begins: bool = True) -> Iterator[None]:
+        """Around ``engine.backward``. An exception drops the window: its gradients are incomplete.
+
+        Args:
+            begins: ``False``: the backward may concern other engines alone. It is one of this window from the first
+                gradient that it brings.
+        """
         if not self._engine_backwards and not self._graphs:
-            self._begin_backward()
+            if begins:
+                self._begin_backward()
+            else:
+                self._awaited = True
         self._engine_backwards += 1
         try:
             yield
         except BaseException as error:
-            if self._engine_backwards == 1:
+            if self._engine_backwards == 1 and not self._awaited:
                 self.abort(f"backward raised {type(error).__name__}")
             raise
         finally:
             self._engine_backwards -= 1
+            self._awaited &= self._engine_backwards > 0
         self._end_backward()
 
     def inside_graph(self) -> None:
         """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here."""
         if self._engine_backwards:
+            if self._awaited:
+                self._awaited = False
+                self._begin_backward()
             return
         graph = torch._C._current_graph_task_id()
         if graph in self._graphs:

@@ -15,6 +15,8 @@ from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 class ZeroSyncMonitor(Callback):
     """Logs the :class:`~zerosync_strategy.StepReport` of each optimizer step, under ``zerosync/``.
 
+    Of several optimizers, the first is under ``zerosync/optimizer_0/``, and so on.
+
     Args:
         prog_bar: also show the bytes sent (in MB) and their ratio to the floor in the progress bar.
 
@@ -24,7 +26,7 @@ class ZeroSyncMonitor(Callback):
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
-        self._logged: StepReport | None = None
+        self._logged: dict[int, StepReport] = {}  # the last one by optimizer
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -36,15 +38,19 @@ class ZeroSyncMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(trainer.strategy, ZeroSyncStrategy) and trainer.strategy.zerosync is not None
-        report = trainer.strategy.zerosync.report
-        if report is None or report is self._logged:
-            return
-        self._logged = report
-        pl_module.log_dict({f"zerosync/{name}": value for name, value in metrics(report).items()}, batch_size=1)
-        if self.prog_bar:
-            shown = {"MB": report.bytes_sent / 1e6, "of_floor": report.ratio}
-            pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+        assert isinstance(trainer.strategy, ZeroSyncStrategy)
+        several = len(trainer.strategy.zerosyncs) > 1
+        for index, zerosync in enumerate(trainer.strategy.zerosyncs):
+            report = zerosync.report
+            if report is None or report is self._logged.get(index):
+                continue
+            self._logged[index] = report
+            which = f"optimizer_{index}/" if several else ""
+            logged = {f"zerosync/{which}{name}": value for name, value in metrics(report).items()}
+            pl_module.log_dict(logged, batch_size=1)
+            if self.prog_bar:
+                shown = {f"{which}MB": report.bytes_sent / 1e6, f"{which}of_floor": report.ratio}
+                pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
 
 
 def metrics(report: StepReport) -> dict[str, float]:

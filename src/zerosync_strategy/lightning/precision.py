@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
@@ -23,23 +25,34 @@ CLIP_BY_VALUE = (
 class ZeroSyncPrecision(DeepSpeedPrecision):
     """``DeepSpeedPrecision`` that reduces before ``on_before_optimizer_step`` and clips the coming step by norm."""
 
-    def __init__(self, precision: Any, zerosync: Callable[[], ZeroSync]) -> None:
-        super().__init__(precision)
-        self._zerosync = zerosync
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: torch.Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run by the first engine, whose hooks gather the parameters; the gradients say which engines it concerns."""
+        zerosyncs = model.trainer.strategy.zerosyncs  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            if len(zerosyncs) > 1:
+                for zerosync in zerosyncs:
+                    stack.enter_context(zerosync.awaiting_backward())
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        zerosync = _zerosync_of(optimizer)
         if model.automatic_optimization:
-            self._zerosync().window.expect_last()  # the closure's backward, and Lightning accumulates no further
-
-        def closure_then_reduce() -> Any:
-            result = closure()
-            self._zerosync().reduce()
-            return result
-
-        return super().optimizer_step(optimizer, model, closure_then_reduce, **kwargs)
+            zerosync.window.expect_last()  # the closure's backward, and Lightning accumulates no further
+        result = closure()
+        zerosync.reduce()
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            raise MisconfigurationException(
+                "training_step() returned None, so no backward ran, and DeepSpeed cannot leave out its step. Return a"
+                " loss, or use manual optimization and leave out optimizer.step()."
+            )
+        return zerosync.engine.step(**kwargs)
 
     @override
     def clip_gradients(
@@ -51,4 +64,11 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise MisconfigurationException(CLIP_BY_VALUE)
         if clip_val > 0:
-            self._zerosync().clip_next_step(float(clip_val))
+            _zerosync_of(optimizer).clip_next_step(float(clip_val))
+
+
+def _zerosync_of(optimizer: Any) -> ZeroSync:
+    zerosync = getattr(optimizer, "_zerosync", None)
+    if zerosync is None:
+        raise MisconfigurationException("Gradients can be clipped and stepped in Trainer.fit() only.")
+    return zerosync

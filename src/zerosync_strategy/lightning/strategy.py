@@ -6,6 +6,8 @@ import copy
 import inspect
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +21,25 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.attach import ZeroSync, attach
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.parts import as_frozen, restrict
 from zerosync_strategy.core.rollcall import RankError, of_communication, roll_call
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
+from zerosync_strategy.lightning.engines import (
+    TAG,
+    EvaluatedCheckpoint,
+    count_saved,
+    directory,
+    divide,
+    remove_others,
+    show_parameters,
+)
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
 
@@ -38,8 +50,8 @@ _BESIDE_CONFIG = frozenset({
     "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
     "precision_plugin", "process_group_backend", "remote_device", "timeout",
 })  # fmt: skip
-# The engine that trained a module last: its hooks must go before the next engine's come.
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+# The engines that trained a module last: their hooks must go before the next ones' come.
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
@@ -52,8 +64,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Lightning's
             ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
 
+    In manual optimization, ``configure_optimizers`` may return several optimizers. Each has an engine of its own over
+    its own parameters, and a window of its own.
+
     Attributes:
-        zerosync: the handle of the engine in training (reports, window), or ``None`` before ``fit``.
+        zerosyncs: the handles of the engines in training (reports, windows), in the order of the optimizers; none
+            before ``fit``.
 
     Raises:
         MisconfigurationException: an unsupported stage; options that contradict each other.
@@ -75,7 +91,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
         if stage is not None:
             _check_stage(stage, "stage")
-        self.zerosync: ZeroSync | None = None
+        self.zerosyncs: list[ZeroSync] = []
+        self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
 
         assert isinstance(self.config, dict)
@@ -89,6 +106,11 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 " stage in one place."
             )
         self.stage = int(configured)
+
+    @property
+    def zerosync(self) -> ZeroSync | None:
+        """The handle of the only engine in training, or of the first of several; ``None`` before ``fit``."""
+        return self.zerosyncs[0] if self.zerosyncs else None
 
     def __repr__(self) -> str:
         # The Trainer of the other package prints this in its refusal.
@@ -119,7 +141,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, ZeroSyncPrecision):
-            plugin = ZeroSyncPrecision(plugin.precision, self._handle)
+            plugin = ZeroSyncPrecision(plugin.precision)  # type: ignore[arg-type]
         elif plugin is not None and not isinstance(plugin, ZeroSyncPrecision):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy sets up its own precision, got the plugin {type(plugin).__name__}. Use"
@@ -148,40 +170,114 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
-        previous = _engines.pop(model, None)
-        if previous is not None:
-            previous.destroy()  # else its hooks would reduce beside ours
-        super()._initialize_deepspeed_train(model)
+        assert isinstance(self.config, dict) and self.lightning_module is not None
+        for engine in _engines.pop(model, ()):
+            engine.destroy()  # else its hooks would reduce beside ours
+        self.zerosyncs, self._parts = [], [model]
+        if "optimizer" in self.config:
+            super()._initialize_deepspeed_train(model)
+        else:
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+            self._parts = divide(model, optimizers)
+            self._check_precision()
+            for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
+                self._setup_model_and_optimizer(module, optimizer)
+            self._set_deepspeed_activation_checkpointing()
+            self.model = self.zerosyncs[0].engine
+            self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]
+            self._adopt_configured_schedulers()
+        _engines[model] = [zerosync.engine for zerosync in self.zerosyncs]
 
-    @override
-    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        assert self.lightning_module is not None
-        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        for what, found in (("optimizer", optimizers), ("learning-rate scheduler", schedulers)):
-            if len(found) > 1:
-                raise MisconfigurationException(
-                    f"ZeroSyncStrategy supports one {what}, but configure_optimizers() returned {len(found)}. Put all"
-                    " parameters into the parameter groups of one optimizer, with at most one scheduler."
-                )
-        if isinstance(optimizers[0], LBFGS):
+    def _check_precision(self) -> None:
+        assert isinstance(self.config, dict)
+        if len(self._parts) > 1 and self.config.get("fp16", {}).get("enabled"):
             raise MisconfigurationException(
-                "ZeroSyncStrategy got the optimizer LBFGS, which needs the whole model and several evaluations in one"
-                " step; ZeRO partitions both. Use a first-order optimizer such as AdamW."
+                f"ZeroSyncStrategy got precision={self.precision_plugin.precision!r} and {len(self._parts)} optimizers."
+                " Each engine would scale the loss in its own way, though one backward may concern several. Use"
+                " 'bf16-mixed', 'bf16-true' or '32-true'."
             )
-        return optimizers[0], schedulers[0] if schedulers else None
+
+    def _adopt_configured_schedulers(self) -> None:
+        """Lightning steps the scheduler that the DeepSpeed configuration has asked for, too."""
+        configured = [zerosync.engine.lr_scheduler for zerosync in self.zerosyncs if zerosync.engine.lr_scheduler]
+        if configured and self.lr_scheduler_configs:
+            raise MisconfigurationException(
+                "Both the DeepSpeed configuration and configure_optimizers() give a learning-rate scheduler. Leave out"
+                " one of them."
+            )
+        for zerosync in self.zerosyncs:
+            zerosync.engine.lr_scheduler = None
+        if configured:
+            self.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step") for scheduler in configured]
 
     @override
-    def _setup_model_and_optimizer(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _setup_model_and_optimizer(
+        self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> Any:
         require_same("ZeroSyncStrategy", model_facts(model))
-        engine, optimizer = super()._setup_model_and_optimizer(model, *args, **kwargs)
-        self.zerosync = attach(engine, self.zerosync_config)
-        _engines[model] = engine
-        return engine, optimizer
+        groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]] if optimizer else None
+        engine, zero_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        if groups is not None:
+            show_parameters(zero_optimizer, groups)
+        if len(self._parts) > 1:
+            first = self.zerosyncs[0].engine if self.zerosyncs else engine
+            restrict(engine, self._parts[len(self.zerosyncs)], first)
+        self.zerosyncs.append(attach(engine, self.zerosync_config))
+        return engine, zero_optimizer
 
-    def _handle(self) -> ZeroSync:
-        if self.zerosync is None:
-            raise MisconfigurationException("Gradients can be clipped and stepped in Trainer.fit() only.")
-        return self.zerosync
+    @override
+    def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
+        self.zerosyncs = []
+        super()._initialize_deepspeed_inference(model)
+        if self.zero_stage_3:
+            interpose(self.model, EvaluatedCheckpoint)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        filepath = self.broadcast(filepath)
+        with self._whole_checkpoint():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        for index, zerosync in enumerate(self.zerosyncs[1:], 1):
+            zerosync.engine.save_checkpoint(
+                str(directory(filepath, index)), tag=TAG, exclude_frozen_parameters=self.exclude_frozen_parameters
+            )
+        if self.is_global_zero:
+            remove_others(filepath, len(self.zerosyncs))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self.load_full_weights and self.zero_stage_3:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        saved = count_saved(checkpoint_path)
+        if self.zerosyncs and saved != len(self.zerosyncs):
+            raise MisconfigurationException(
+                f"The checkpoint {checkpoint_path} has the state of {saved} optimizer(s), but configure_optimizers()"
+                f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
+            )
+        with self._whole_checkpoint():
+            client_state = super().load_checkpoint(checkpoint_path, weights_only)
+        for index, zerosync in enumerate(self.zerosyncs[1:], 1):
+            zerosync.engine.load_checkpoint(
+                str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,
+                load_module_strict=self.lightning_module.strict_loading,
+            )  # fmt: skip
+        return client_state
+
+    @contextmanager
+    def _whole_checkpoint(self) -> Iterator[None]:
+        """Around what the first engine saves or loads: the module, with what other engines or none of them train."""
+        assert self.lightning_module is not None
+        if not (self.zero_stage_3 and self.zerosyncs):
+            yield
+            return
+        for zerosync in self.zerosyncs[1:]:
+            zerosync.engine.optimizer.checkpoint_event_prologue()  # releases the parameters, as the first does its own
+        trained = {param for zerosync in self.zerosyncs for param in zerosync.parameters}
+        with as_frozen([param for param in self.lightning_module.parameters() if param not in trained]):
+            yield
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -210,8 +306,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super().teardown()
 
     def _abort(self, reason: str) -> None:
-        if self.zerosync is not None:
-            self.zerosync.abort(reason)
+        for zerosync in self.zerosyncs:
+            zerosync.abort(reason)
 
 
 class _SchedulerMethods:

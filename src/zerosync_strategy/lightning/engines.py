@@ -1,0 +1,151 @@
+"""One engine per optimizer: whose parameter is whose, what an optimizer shows of itself, and checkpoints.
+
+A checkpoint is a directory. What Lightning and the first engine save lies where it does with one optimizer; the engine
+of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that optimizer's parameters.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import UserDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import LBFGS, Optimizer
+
+from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.parts import part_of
+
+TAG = "checkpoint"
+"""The name of a checkpoint within its directory, Lightning's."""
+
+
+def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.nn.Module]:
+    """The part of ``module`` that each optimizer trains; the first has what none trains as well.
+
+    Raises:
+        MisconfigurationException: an optimizer that ZeRO cannot partition, one without a trainable parameter, or, of
+            several, parameters that two of them train or that are not in ``module``.
+    """
+    owners: dict[torch.nn.Parameter, int] = {}
+    shared: dict[torch.nn.Parameter, list[int]] = {}
+    for index, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "ZeroSyncStrategy got the optimizer LBFGS, which needs the whole model and several evaluations in one"
+                " step; ZeRO partitions both. Use a first-order optimizer such as AdamW."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(param.requires_grad for param in params):
+            raise MisconfigurationException(
+                f"Optimizer {index} of configure_optimizers() has no parameter that requires a gradient. Leave it out,"
+                " or let its parameters require one; they can be frozen later."
+            )
+        for param in params:
+            if owners.setdefault(param, index) != index:
+                shared.setdefault(param, [owners[param]]).append(index)
+    if len(optimizers) == 1:
+        return [module]
+
+    names = {param: name for name, param in module.named_parameters()}
+    if shared:
+        found = "; ".join(f"{names.get(param, 'a parameter')} in {_listed(which)}" for param, which in shared.items())
+        raise MisconfigurationException(
+            "ZeRO keeps the state of each parameter with one optimizer, but configure_optimizers() returned optimizers"
+            f" that share some: {found}. Give each parameter to one of them."
+        )
+    for param, index in owners.items():
+        if param not in names:
+            raise MisconfigurationException(
+                f"Optimizer {index} of configure_optimizers() has a parameter of shape {tuple(param.shape)} that is not"
+                " in the LightningModule. Make it an nn.Parameter of the module, or of a module in it."
+            )
+    return [part_of(module, {p for p in names if owners.get(p, 0) == index}) for index in range(len(optimizers))]
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return "optimizers " + " and ".join(map(str, indices))
+
+
+def show_parameters(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
+
+    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says.
+    """
+    optimizer._zerosync_groups = groups
+    interpose(optimizer, _OptimizerMethods)
+
+
+class _OptimizerMethods:
+    """What a ZeRO optimizer shows of itself under Lightning."""
+
+    _zerosync_groups: Sequence[Sequence[torch.nn.Parameter]]
+
+    @property
+    def param_groups(self) -> list[Any]:
+        stock: list[dict[str, Any]] = super().param_groups  # type: ignore[misc]
+        return [_Group(group, params) for group, params in zip(stock, self._zerosync_groups, strict=True)]
+
+
+class _Group(UserDict[str, Any]):
+    """One of DeepSpeed's parameter groups, with these ``params``; all else is read and written there."""
+
+    def __init__(self, group: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> None:
+        self.data = group
+        self._params = params
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else super().__getitem__(key)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def directory(checkpoint: Any, index: int) -> Path:
+    """Where the engine of optimizer ``index`` saves to, from 1."""
+    return Path(checkpoint) / f"optimizer_{index}"
+
+
+def count_saved(checkpoint: Any) -> int:
+    """The number of optimizers in a checkpoint."""
+    return 1 + sum(1 for _ in Path(checkpoint).glob("optimizer_[0-9]*"))
+
+
+def remove_others(checkpoint: Any, engines: int) -> None:
+    """Remove what a run with more than ``engines`` optimizers has left in the directory."""
+    for index in range(engines, count_saved(checkpoint)):
+        shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
+
+
+class EvaluatedCheckpoint:
+    """What an engine for evaluation under ZeRO-3 does differently: it loads the parameters of all optimizers.
+
+    DeepSpeed would read those of the first alone, off the optimizer states, which hold them under ZeRO-3.
+    """
+
+    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        others: dict[str, torch.Tensor] = {}
+        for index in range(1, count_saved(load_dir)):
+            others |= get_fp32_state_dict_from_zero_checkpoint(directory(load_dir, index), TAG)
+
+        def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
+            dst.load_state_dict({**src, **others}, strict=load_module_strict)
+
+        engine: Any = self
+        interpose(engine.optimizer, _LoadedGathers)
+        try:
+            return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)  # type: ignore[misc]
+        finally:
+            restore(engine.optimizer)
+
+
+class _LoadedGathers:
+    """What gathers parameters where there is no optimizer. DeepSpeed 0.19.8 asks for what only an optimizer has."""
+
+    def _restore_from_bit16_weights(self) -> None:
+        """There are no other weights to restore."""
