@@ -82,8 +82,7 @@ class RollCall:
             raise
         except Exception as error:
             if not of_communication(error):
-                if not self._failure:  # of what this is inside of, the innermost says most
-                    self.failed(f"{type(error).__name__} in {what}, {self._position}")
+                self.failed(f"{type(error).__name__} in {what}, {self._position}")
                 raise
             message = self.describe(what, error)
             self.failed(f"lost the other ranks in {what}, {self._position}")
@@ -94,8 +93,9 @@ class RollCall:
 
     def failed(self, why: str) -> None:
         """Leave word that this rank stops for a reason of its own. Others read it when they miss this rank."""
-        self._failure = f"has stopped: {why}"
-        self._tell(f"failed/{self._rank}", self._failure)
+        if not self._failure:  # what was said first, from innermost, says most
+            self._failure = f"has stopped: {why}"
+            self._tell(f"failed/{self._rank}", self._failure)
 
     def _tell(self, key: str, text: str) -> None:
         if self._store is not None:
