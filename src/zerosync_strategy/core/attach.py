@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,13 @@ from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_
 from zerosync_strategy.core.traffic import CollectiveCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
+
+if TYPE_CHECKING:
+    from zerosync_strategy.racecheck.checker import Finding
+    from zerosync_strategy.racecheck.in_place import InPlaceCheck
+
+_attached: weakref.WeakSet[ZeroSync] = weakref.WeakSet()
+_check: InPlaceCheck | None = None  # of all attached engines, while one of them asks for it
 
 
 def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
@@ -83,6 +91,22 @@ class ZeroSync:
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
+        self._check = _join_check(self)
+
+    @property
+    def findings(self) -> list[Finding] | None:
+        """What ``racecheck`` has found until now on this rank; ``None`` where this engine is not checked."""
+        return None if self._check is None else self._check.findings
+
+    def end_racecheck(self, reason: str = "end_racecheck() was called") -> None:
+        """Check no further step, and report. Does nothing where the check has ended, or there is none."""
+        if self._check is not None:
+            self._check.leave(self, reason)
+
+    def device_changed(self) -> None:
+        """The device has gained streams or lost them; the race checker calls this."""
+        contract.renew_streams(self.engine)
+        self._reducer.streams.renew()
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
@@ -132,6 +156,8 @@ class ZeroSync:
         self._release()
 
     def _release(self) -> None:
+        self.end_racecheck("the engine was let go")
+        _attached.discard(self)
         self._restore_clipping()
         self.counter.stop()
         if self._held is not None:
@@ -147,6 +173,9 @@ class ZeroSync:
         try:
             with torch.profiler.record_function("zerosync::step"):
                 yield
+        except BaseException as error:
+            self.end_racecheck(f"step() raised {type(error).__name__}")
+            raise
         finally:
             self._restore_clipping()
             if self._held is not None:
@@ -167,6 +196,8 @@ class ZeroSync:
         window.end_step()
         if self._held is not None:
             self._held.end_window()
+        if self._check is not None:
+            self._check.stepped(self)
 
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
@@ -193,6 +224,23 @@ class ZeroSync:
                 " checkpoint starts from the last step without them. Checkpoint right after a step to avoid this.",
                 stacklevel=3,
             )
+
+
+def _join_check(zerosync: ZeroSync) -> InPlaceCheck | None:
+    """Have the streams of ``zerosync`` checked if it asks for that, or if those of another engine are being checked."""
+    global _check
+    others = list(_attached)
+    _attached.add(zerosync)
+    if zerosync.config.racecheck and (_check is None or not _check.running):
+        from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no training needs it
+
+        _check = InPlaceCheck()
+        for other in others:
+            _check.join(other, 0)
+    if _check is not None and _check.running:
+        _check.join(zerosync, zerosync.config.racecheck)
+        return _check
+    return None
 
 
 class _EngineMethods:
