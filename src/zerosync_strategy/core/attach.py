@@ -84,6 +84,7 @@ class ZeroSync:
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
+        self._check = _check_of(config)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
@@ -91,7 +92,11 @@ class ZeroSync:
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
-        self._check = _join_check(self)
+        if self._check is not None:
+            for other in [] if self._check.running else _attached:
+                self._check.join(other, 0)
+            self._check.join(self, config.racecheck)
+        _attached.add(self)
 
     @property
     def findings(self) -> list[Finding] | None:
@@ -226,21 +231,17 @@ class ZeroSync:
             )
 
 
-def _join_check(zerosync: ZeroSync) -> InPlaceCheck | None:
-    """Have the streams of ``zerosync`` checked if it asks for that, or if those of another engine are being checked."""
+def _check_of(config: ZeroSyncConfig) -> InPlaceCheck | None:
+    """The check that an engine takes part in: because it asks for that, or because one is running."""
     global _check
-    others = list(_attached)
-    _attached.add(zerosync)
-    if zerosync.config.racecheck and (_check is None or not _check.running):
-        from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no training needs it
-
-        _check = InPlaceCheck()
-        for other in others:
-            _check.join(other, 0)
     if _check is not None and _check.running:
-        _check.join(zerosync, zerosync.config.racecheck)
         return _check
-    return None
+    if not config.racecheck:
+        return None
+    from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no other training needs it
+
+    _check = InPlaceCheck()
+    return _check
 
 
 class _EngineMethods:

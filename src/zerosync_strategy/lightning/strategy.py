@@ -203,6 +203,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def _abort(self, reason: str) -> None:
         if self.zerosync is not None:
             self.zerosync.abort(reason)
+            self.zerosync.end_racecheck(reason)
 
 
 class _SchedulerMethods:

@@ -67,7 +67,9 @@ class Nodes(TorchFunctionMode):
         _autograd.Function.apply, _autograd._engine_run_backward = self._stock
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._made(func(*args, **(kwargs or {})))
+        out = func(*args, **(kwargs or {}))
+        # A compiler that traces this must find nothing to trace; what it compiled comes through Function.apply.
+        return out if torch.compiler.is_compiling() else self._made(out)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.racecheck.checker import Finding
 from zerosync_strategy.racecheck.cuda import Follower
-from zerosync_strategy.racecheck.recorder import Recorder
+from zerosync_strategy.racecheck.recorder import Recorder, running
 from zerosync_strategy.racecheck.simulation import Simulation
 
 
@@ -35,6 +35,9 @@ class Member(Protocol):
 class InPlaceCheck:
     """A check of all engines of this process, until each has taken its steps. Ends by itself, and reports.
 
+    Attributes:
+        running: the first engine has joined, and the check has not ended.
+
     Raises:
         ValueError: DeepSpeed runs on neither CUDA nor CPU.
         RuntimeError: another race checker runs in this process.
@@ -46,14 +49,17 @@ class InPlaceCheck:
         device = get_accelerator().device_name()
         if device not in ("cuda", "cpu"):
             raise ValueError(f"ZeroSync option 'racecheck' takes CUDA or CPU, found {device!r}. Leave it out.")
+        if running() is not None:
+            raise RuntimeError(
+                "ZeroSync option 'racecheck' found the race checker at work in this process already. Attach outside of"
+                " racecheck.simulate(), or leave racecheck out."
+            )
         self._recorder: Recorder = Follower() if device == "cuda" else Simulation()
         self._thread = threading.get_ident()
         self._members: list[Member] = []
         self._due: dict[Member, int] = {}  # steps that are still to be checked
         self._steps = 0
-        self.running = True
-        self._recorder.start()
-        atexit.register(self._at_exit)
+        self.running = False
 
     @property
     def findings(self) -> list[Finding]:
@@ -62,6 +68,10 @@ class InPlaceCheck:
 
     def join(self, member: Member, steps: int) -> None:
         """Check that many steps of ``member``; with 0, it only runs beside the others."""
+        if not self.running:
+            self._recorder.start()
+            atexit.register(self._at_exit)
+            self.running = True
         self._members.append(member)
         if steps:
             self._due[member] = steps
