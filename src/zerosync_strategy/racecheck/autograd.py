@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -150,17 +150,41 @@ class SimulatedNodes(Nodes):
         node.register_prehook(lambda gradients: self._enter(made, gradients))
         node.register_hook(lambda _, __: self._leave(made))
 
-    def _enter(self, made: Made, gradients: Any) -> None:
-        if not self._active:
-            return
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
+            args = (args[0], self._on_its_stream(args[0].grad_fn, *args[1:], **(kwargs or {})))
+            kwargs = None
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _on_its_stream(self, node: Any, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """A tensor's hook runs before those of its node, by which a node is entered."""
+        made = node.metadata.get("zerosync")
+
+        def on_its_stream(gradient: torch.Tensor) -> Any:
+            if made is None or not self._active:
+                return hook(gradient)
+            self._arrive(made)
+            with self._simulation.stream(made.stream):
+                return hook(gradient)
+
+        return on_its_stream
+
+    def _arrive(self, made: Made) -> _Backward:
+        """Let the stream of a node wait for what feeds it: other nodes, or for the root of a backward the caller."""
         number = torch._C._current_graph_task_id()
         if number not in self._backwards:
             self._backwards[number] = _Backward(self._simulation.current)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._join(number))
         backward = self._backwards[number]
-        # The engine lets the root of a backward wait for the caller.
-        for clock in backward.incoming.pop(made, [Clock(backward.caller.clock)]):
+        for clock in backward.incoming.get(made, [Clock(backward.caller.clock)]):
             made.stream.wait(clock)
+        return backward
+
+    def _enter(self, made: Made, gradients: Any) -> None:
+        if not self._active:
+            return
+        backward = self._arrive(made)
+        backward.incoming.pop(made, None)
         made.left.append(self._simulation.current)
         self._simulation.current = made.stream
         self._keep(gradients)

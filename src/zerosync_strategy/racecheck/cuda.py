@@ -36,7 +36,7 @@ class Follower(Recorder):
         super().__init__()
         self._timelines: dict[int, Timeline] = {}  # by cudaStream_t
         self._events: dict[int, Clock] = {}  # by cudaEvent_t, as of its last record
-        self._waited: list[Timeline] | None = None  # for an event, while a collective is called
+        self._launching: Callable[[Timeline], None] | None = None  # a collective that is being called
 
     def _begin(self) -> None:
         torch.cuda.synchronize()  # all that is older is complete
@@ -73,9 +73,11 @@ class Follower(Recorder):
 
     def event_waited_for(self, event: int, stream: int) -> None:
         with self._lock:
-            self.timeline(stream).wait(self._events.get(event, Clock()))
-            if self._waited is not None:
-                self._waited.append(self.timeline(stream))
+            timeline = self.timeline(stream)
+            timeline.wait(self._events.get(event, Clock()))
+            if self._launching is not None and timeline is not self.stream_in_use:
+                launching, self._launching = self._launching, None
+                launching(timeline)
 
     def event_deleted(self, event: int) -> None:
         with self._lock:
@@ -116,10 +118,12 @@ class Follower(Recorder):
     def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
         return all(map(self.is_host_memory, [*inputs, *new]))
 
-    def launch(self, collective: Callable[[], Any]) -> tuple[Any, Timeline]:
-        current, self._waited = self.stream_in_use, []
+    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
+        self._launching = issue
         try:
             out = collective()
-            return out, next((waited for waited in self._waited if waited is not current), current)
+            if self._launching is not None:  # no other stream was made to wait
+                issue(self.stream_in_use)
+            return out
         finally:
-            self._waited = None
+            self._launching = None

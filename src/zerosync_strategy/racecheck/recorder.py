@@ -141,8 +141,8 @@ class Recorder(ABC):
         """Whether an operator that was given ``inputs`` and made ``new`` ran on the host."""
 
     @abstractmethod
-    def launch(self, collective: Callable[[], Any]) -> tuple[Any, Timeline]:
-        """Run ``collective``; what it returned, and the timeline that it runs on."""
+    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
+        """Run ``collective`` and return what it does; call ``issue`` where it begins, with its timeline."""
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -216,20 +216,21 @@ class Recorder(ABC):
         """Run one of torch.distributed's own operators."""
         if self._silent:
             return func(*args, **kwargs)
-        out, timeline = self.launch(lambda: func(*args, **kwargs))
         name = func._schema.name.split("::")[1]
-        touched = []
-        for argument, value in _arguments(func._schema, args, kwargs):
-            # The schema does not say what is written, the names do: "output...", "input...", and "tensor..." for both.
-            writes = not argument.name.startswith("input") and name != "send"
-            reads = not argument.name.startswith("output")
-            for tensor in _tensors(value):
-                touched += [(tensor, False)] * reads + [(tensor, True)] * writes
-        with self._lock:
-            for tensor, _ in touched:
-                self.block(tensor).recorded.append(timeline)  # the backend keeps them alive
-            self._issue(timeline, name, touched)
-        return out
+        # The schema does not say what is written; the names do.
+        touched = [
+            (tensor, name != "send" and not argument.name.startswith("input"))
+            for argument, value in _arguments(func._schema, args, kwargs)
+            for tensor in _tensors(value)
+        ]
+
+        def issue(timeline: Timeline) -> None:
+            with self._lock:
+                for tensor, _ in touched:
+                    self.block(tensor).recorded.append(timeline)  # the backend keeps them alive
+                self._issue(timeline, name, touched)
+
+        return self.launch(lambda: func(*args, **kwargs), issue)
 
     def _issue(self, timeline: Timeline, name: str, touched: Iterable[tuple[torch.Tensor, bool]]) -> Operation:
         operation = self.checker.issue(timeline, name, _site())

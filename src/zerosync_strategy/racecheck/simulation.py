@@ -196,12 +196,13 @@ class Simulation(Recorder):
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
-    def launch(self, collective: Callable[[], Any]) -> tuple[Any, Timeline]:
+    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
         timeline = self._group or self._group_stream(None)
         self.checker.issue(self.current, "call")
         timeline.wait(self.current.clock)
+        issue(timeline)
         with self.silent():
-            return collective(), timeline
+            return collective()
 
     def _group_stream(self, group: Any) -> Stream:
         found: Any = group or dist.group.WORLD
