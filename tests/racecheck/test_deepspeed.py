@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torch._dynamo.utils import counters
 
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
@@ -44,10 +45,42 @@ def test_nothing_is_left_unordered(stage: int, scenario: str) -> None:
         assert findings(stage, producers, **SCENARIOS[scenario]) == []
 
 
+COPIES_OFF = {"reduce_scatter": False, "contiguous_gradients": False}
+RARER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "all-reduce into gradients as they are": ((1, 2, 3), {"zero": COPIES_OFF}),
+    "two dtypes": ((1, 2), {"half": True}),
+    "compiled regions": ((1, 2), {"compiled": True}),
+    "parameters and optimizer on the CPU": ((3,), {"zero": {**OFFLOAD, "offload_param": {"device": "cpu"}}}),
+}  # fmt: skip
+
+
+@STAGES
+def test_nothing_is_left_unordered_in_rarer_settings(stage: int) -> None:
+    def run() -> Any:
+        scenarios = {name: scenario for name, (stages, scenario) in RARER.items() if stage in stages}
+        found = {name: train(stage, 3, {"coalesce": False}, **scenario) for name, scenario in scenarios.items()}
+        return {name: list(map(str, findings)) for name, findings in found.items()}, counters["stats"]["unique_graphs"]
+
+    for found, compiled in run_ranks(run):
+        assert not any(found.values()), found
+        assert (compiled > 0) == ("compiled regions" in found)
+
+
+def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
+    def run() -> Any:
+        options: list[dict[str, Any]] = [{"coalesce": False}, {}]
+        found = [train(stage, 3, ours, experts=True) for stage in (1, 2) for ours in options]
+        return [list(map(str, findings)) for findings in found]
+
+    assert run_ranks(run, world_size=4) == [[[]] * 4] * 4
+
+
 # Each rule, how it is switched off, where that shows, and in which words.
 RULES = {
     "B1, producers": ("produced", 2, SCENARIOS["not coalesced"], "race", "reduction.py"),
     "B1, producers, stage 3": ("produced", 3, SCENARIOS["not coalesced"], "race", "reduction.py"),
+    "B1, compiled regions": ("produced", 2, {"ours": {"coalesce": False}, "compiled": True}, "race", "reduction.py"),
+    "B1, experts": ("produced", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reduction.py"),
     "B3": ("step_follows", 2, SCENARIOS["coalesced"], "race", "step"),
     "L1, gradients": ("keep", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
     "S1": ("gathers_follow", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
@@ -72,7 +105,7 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
 @STAGES
 def test_stock_deepspeed(stage: int) -> None:
     """The control. Stages 1 and 2 overwrite a bucket that is being reduced; stage 3 gathers what is being written."""
-    found = findings(stage, 3)
+    found = findings(stage, 3, oversized=stage == 1)
     assert found and all(kind is Kind.RACE for kind, _ in found)
     where = "_all_gather" if stage == 3 else "average_tensor"
     assert any(where in text for _, text in found), found

@@ -201,8 +201,7 @@ class Simulation(Recorder):
         self.checker.issue(self.current, "call")
         timeline.wait(self.current.clock)
         issue(timeline)
-        with self.silent():
-            return collective()
+        return collective()
 
     def _group_stream(self, group: Any) -> Stream:
         found: Any = group or dist.group.WORLD
@@ -217,7 +216,8 @@ class Simulation(Recorder):
             group = self._group_stream(given.get("group"))
             outer, self._group = self._group, group
             try:
-                work = function(*args, **kwargs)
+                with self.silent():  # gloo copies in this thread what a device's backend would not
+                    work = function(*args, **kwargs)
             finally:
                 self._group = outer
             if work is None:
@@ -237,7 +237,7 @@ class _Work:
         self._clock = clock
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        with self._simulation.silent():  # gloo does some of its work here
+        with self._simulation.silent():
             result = self._work.wait(*args, **kwargs)
         self._simulation.current.wait(self._clock)
         return result
