@@ -3,12 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
+from tests.core.test_attach import loss_of, make_engine, oracle, rank
+from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
+from zerosync_strategy import attach
 from zerosync_strategy.core.ordering import Streams
-from zerosync_strategy.racecheck import Kind
+from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -125,3 +129,32 @@ def test_stock_deepspeed_without_its_record_of_producers() -> None:
 
     with_record, without = findings(2, 3), findings(2, 3, before=forget)
     assert len(without) > len(with_record)
+
+
+@STAGES
+def test_a_backward_that_is_captured_into_a_cuda_graph_is_refused(stage: int) -> None:
+    """A stream that captures is simulated; the window is dropped without a collective, and training goes on exactly."""
+
+    def run() -> Any:
+        with simulate():
+            engine = make_engine(stage)
+            zerosync = attach(engine)
+            engine.backward(loss_of(engine, 0, rank()))
+            engine.step()
+            with pytest.MonkeyPatch.context() as patch:
+                loss = loss_of(engine, 1, rank())
+                zerosync.counter.take()
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                refused = pytest.raises(RuntimeError, match=r"captured into a CUDA graph.*capture the forward alone")
+                with refused, pytest.warns(UserWarning, match="dropped the gradients of 1 backward"):
+                    engine.backward(loss)
+            reduced = {kind for kind in zerosync.counter.take() if "gather" not in kind}
+            state = zerosync.window.state.value
+            engine.backward(loss_of(engine, 1, rank()))
+            engine.step()
+        return reduced, state, full_parameters(engine.module)
+
+    for reduced, state, parameters in run_ranks(run):
+        assert reduced == set() and state == "closed"
+        assert distance(parameters, oracle(2, 1)) == 0.0
