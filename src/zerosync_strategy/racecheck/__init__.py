@@ -1,4 +1,4 @@
-"""A checker of streams on CPU: what DeepSpeed and ZeroSync leave unordered, found without a GPU."""
+"""A checker of streams: what DeepSpeed, ZeroSync and your own hooks leave unordered, found without a GPU."""
 
 from zerosync_strategy.racecheck.checker import Access, Finding, Kind, Operation
 from zerosync_strategy.racecheck.simulation import Event, Simulation, Stream, simulate
