@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 from tests.gpu.producers import CYCLES, backward, make, slow_reductions, train
+from tests.harness.oracle import full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.ordering import Streams
 
@@ -92,8 +94,6 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
                 reduced = ends[-1].query()
                 milliseconds = began.elapsed_time(done)
             engine.step()
-        from tests.harness.oracle import full_parameters
-
         return reduced, same(full_parameters(engine.module), plain), milliseconds
 
     for reduced, right, milliseconds in on_every_gpu(job):
@@ -105,8 +105,6 @@ def test_gradients_overlap_their_reductions_and_stocks_do_not(record_property: A
     """B3, measured: the share of slow collectives that a backward hides, for ours and stock; recorded, not required."""
 
     def job() -> dict[str, float]:
-        import torch.distributed as dist
-
         shares = {}
         for name, ours in (("zerosync", DURING), ("stock", None)):
             engine = make(2, cycles=CYCLES, ours=ours, reduce_bucket_size=300_000)
@@ -115,7 +113,7 @@ def test_gradients_overlap_their_reductions_and_stocks_do_not(record_property: A
                 with pytest.MonkeyPatch.context() as patch:
                     if slow:
                         for call in ("reduce_scatter_tensor", "all_reduce", "reduce"):
-                            _slow_down(patch, dist, call)
+                            _slow_down(patch, deepspeed.comm, call)
                     for k in range(3):  # the first ones warm up
                         torch.cuda.synchronize()
                         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))

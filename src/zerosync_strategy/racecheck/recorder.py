@@ -270,8 +270,10 @@ def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument or a result; sparse ones have no memory of their own."""
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.layout is torch.strided:
+            yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)

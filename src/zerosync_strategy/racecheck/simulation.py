@@ -129,6 +129,7 @@ class Simulation(Recorder):
 
     def _begin(self) -> None:
         from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.comm import comm
 
         from zerosync_strategy.racecheck.accelerator import SimulatedAccelerator
 
@@ -140,6 +141,9 @@ class Simulation(Recorder):
                 call = self._call(getattr(dist, name))
                 for module in (dist, distributed_c10d):  # which knows its functions by identity
                     self._replace(module, name, call)
+        for name in ("all_gather_function", "reduce_scatter_function"):  # which DeepSpeed's backend keeps
+            if (kept := getattr(comm.cdb, name, None)) is not None:
+                self._replace(comm.cdb, name, self._call(kept))
         if self._backend is not None:
             backend = dist.Backend(self._backend)
             self._replace(dist, "get_backend", lambda group=None: backend)
