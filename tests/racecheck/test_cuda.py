@@ -11,7 +11,7 @@ from torch.cuda import _gpu_trace as trace
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.racecheck import Finding, Kind, modes
+from zerosync_strategy.racecheck import Finding, Kind, modes, recorder
 from zerosync_strategy.racecheck.cuda import Follower
 
 DEFAULT, SIDE, NCCL = 0, 0x10, 0x20  # cudaStream_t
@@ -152,6 +152,13 @@ def test_the_engine_keeps_gradients_for_the_streams_of_their_nodes(device: Devic
     device.stream = DEFAULT
     torch.ones(4)  # may be given the memory of a gradient that the side stream reads
     assert kinds(device) == ([] if by_engine else [Kind.REUSE])
+
+
+def test_a_kernel_of_a_thread_of_autograd_is_named_by_its_node(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = torch.ones(4, requires_grad=True).exp().sum()
+    monkeypatch.setattr(recorder, "_LAYERS", ("",))  # no frame is of use, as in a thread that has none
+    loss.backward()
+    assert ("mul", "the backward of ExpBackward0") in {(op.name, op.site) for op, _ in device.operations}
 
 
 class Nccl(TorchDispatchMode):

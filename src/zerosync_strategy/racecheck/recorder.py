@@ -288,4 +288,5 @@ def _site() -> str:
         if not any(part in path for part in _LAYERS):
             places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return " < ".join(places)
+    node = None if places else torch._C._current_autograd_node()
+    return " < ".join(places) if node is None else f"the backward of {node.name()}"  # a thread without other frames
