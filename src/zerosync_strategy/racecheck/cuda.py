@@ -36,7 +36,7 @@ class Follower(Recorder):
         super().__init__()
         self._timelines: dict[int, Timeline] = {}  # by cudaStream_t
         self._events: dict[int, Clock] = {}  # by cudaEvent_t, as of its last record
-        self._launching: Callable[[Timeline], None] | None = None  # a collective that is being called
+        self._launching: Callable[..., None] | None = None  # a collective that is being called
 
     def _begin(self) -> None:
         torch.cuda.synchronize()  # all that is older is complete
@@ -118,7 +118,7 @@ class Follower(Recorder):
     def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
         return all(map(self.is_host_memory, [*inputs, *new]))
 
-    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
         self._launching = issue
         try:
             out = collective()

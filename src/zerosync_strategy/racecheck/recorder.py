@@ -141,8 +141,8 @@ class Recorder(ABC):
         """Whether an operator that was given ``inputs`` and made ``new`` ran on the host."""
 
     @abstractmethod
-    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
-        """Run ``collective`` and return what it does; call ``issue`` where it begins, with its timeline."""
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
+        """Run ``collective`` and return what it does; call ``issue`` where it begins, with its timeline and a name."""
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Recorder(ABC):
             for tensor in _tensors(value)
         ]
 
-        def issue(timeline: Timeline) -> None:
+        def issue(timeline: Timeline, name: str = name) -> None:
             with self._lock:
                 for tensor, _ in touched:
                     self.block(tensor).recorded.append(timeline)  # the backend keeps them alive

@@ -124,7 +124,9 @@ class Simulation(Recorder):
         self.streams: list[Stream] = [self.default]
         self._backend = backend
         self._groups: dict[str, Stream] = {}
-        self._group: Stream | None = None  # of the collective that is being called
+        self._called: tuple[Stream, str] | None = (
+            None  # the collective that is being called: its group's stream, its name
+        )
         self._host_memory: set[int] = set()
 
     def _begin(self) -> None:
@@ -200,11 +202,11 @@ class Simulation(Recorder):
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
-    def launch(self, collective: Callable[[], Any], issue: Callable[[Timeline], None]) -> Any:
-        timeline = self._group or self._group_stream(None)
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
+        timeline, *name = self._called or (self._group_stream(None),)
         self.checker.issue(self.current, "call")
         timeline.wait(self.current.clock)
-        issue(timeline)
+        issue(timeline, *name)
         return collective()
 
     def _group_stream(self, group: Any) -> Stream:
@@ -218,12 +220,12 @@ class Simulation(Recorder):
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             group = self._group_stream(given.get("group"))
-            outer, self._group = self._group, group
+            outer, self._called = self._called, self._called or (group, function.__name__)
             try:
                 with self.silent():  # gloo copies in this thread what a device's backend would not
                     work = function(*args, **kwargs)
             finally:
-                self._group = outer
+                self._called = outer
             if work is None:
                 self.current.wait(group.clock)
                 return None

@@ -7,13 +7,13 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from zerosync_strategy.racecheck.recorder import Recorder
+from zerosync_strategy.racecheck.simulation import Simulation
 
 STEP = 10
 """Microseconds that every operation takes in the picture."""
 
 
-def write_trace(recorder: Recorder, path: str | Path) -> None:
+def write_trace(simulation: Simulation, path: str | Path) -> None:
     """One track per stream, and an arrow for every wait that an operation was the first to come after.
 
     Times are not measured: each operation takes as long as any other, and starts as soon as the order allows.
@@ -21,7 +21,7 @@ def write_trace(recorder: Recorder, path: str | Path) -> None:
     events: list[dict[str, Any]] = []
     ended: dict[int, tuple[list[int], list[int]]] = {}  # by timeline: the numbers of its operations, and their ends
     known: dict[int, dict[int, int]] = {}  # by timeline: the clock of its last operation
-    for number, (operation, clock) in enumerate(recorder.operations):
+    for number, (operation, clock) in enumerate(simulation.operations):
         here = operation.timeline.id
         start, waited = 0, []
         for timeline, time in clock.items():
@@ -45,7 +45,7 @@ def write_trace(recorder: Recorder, path: str | Path) -> None:
             arrow = {"name": "wait", "id": f"{number}-{index}", "pid": 0, "cat": "wait"}
             events.append({"ph": "s", "ts": end - 1, "tid": timeline, **arrow})
             events.append({"ph": "f", "bp": "e", "ts": start, "tid": here, **arrow})
-    timelines = {operation.timeline.id: operation.timeline.name for operation, _ in recorder.operations}
+    timelines = {operation.timeline.id: operation.timeline.name for operation, _ in simulation.operations}
     for timeline, name in timelines.items():
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": timeline, "args": {"name": name}})
     Path(path).write_text(json.dumps({"traceEvents": events}))
