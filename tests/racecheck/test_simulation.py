@@ -189,3 +189,23 @@ def test_what_was_there_before_is_complete_and_the_default_streams() -> None:
         old.mul(2)
     assert [finding.kind for finding in simulation.findings] == [Kind.REUSE]
     assert "mul on default stream" in str(simulation.findings[0].second)
+
+
+def test_a_graph_may_outlive_a_simulation() -> None:
+    """A leaf's node that something keeps is the next simulation's too; the first one's hooks say nothing any more."""
+    weight = torch.ones(4, requires_grad=True)
+    with simulate():
+        kept = weight.view(2, 2)  # noqa: F841  # on the first one's default stream
+    with simulate() as simulation:
+        side = Stream(name="side")
+        side.wait_stream(simulation.default)
+        with simulation.stream(side):
+            loss = weight.mul(2).sum()
+            seen: list[str] = []
+            weight.register_post_accumulate_grad_hook(lambda _: seen.append(simulation.current.name))
+        simulation.default.wait_stream(side)
+        loss.record_stream(simulation.default)
+        loss.backward()
+        weight.grad.mul(1)
+    weight.mul(2).sum().backward()
+    assert seen == ["side", "default stream"] and simulation.findings == []

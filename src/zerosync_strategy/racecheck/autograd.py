@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from zerosync_strategy.racecheck.simulation import Simulation, Stream
 
 _autograd: Any = torch.autograd  # whose engine is called by a name that it does not export
+_numbers = itertools.count()
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class Nodes(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._key = f"zerosync {next(_numbers)}"  # in a node's metadata; nodes may outlive a recorder
         self._stock: tuple[Any, Any] = (None, None)
         self._active = False
 
@@ -89,18 +92,18 @@ class Nodes(TorchFunctionMode):
     def _follow(self, node: Any) -> None:
         """Hook ``node``, which was just made, and what it leads to that no function call has shown."""
         stream = self._recorder.stream_in_use
-        todo = [] if "zerosync" in node.metadata else [node]
-        node.metadata.setdefault("zerosync", Made(stream, hasattr(node, "variable")))
+        todo = [] if self._key in node.metadata else [node]
+        node.metadata.setdefault(self._key, Made(stream, hasattr(node, "variable")))
         while todo:
             node = todo.pop()
-            made = node.metadata["zerosync"]
+            made = node.metadata[self._key]
             for next_node, _ in node.next_functions:
                 if next_node is None:
                     continue
-                if "zerosync" not in next_node.metadata:
-                    next_node.metadata["zerosync"] = Made(stream, hasattr(next_node, "variable"))
+                if self._key not in next_node.metadata:
+                    next_node.metadata[self._key] = Made(stream, hasattr(next_node, "variable"))
                     todo.append(next_node)
-                made.feeds.append(next_node.metadata["zerosync"])
+                made.feeds.append(next_node.metadata[self._key])
             self._hook(node, made)
 
     def _hook(self, node: Any, made: Made) -> None:
@@ -158,7 +161,7 @@ class SimulatedNodes(Nodes):
 
     def _on_its_stream(self, node: Any, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """A tensor's hook runs before those of its node, by which a node is entered."""
-        made = node.metadata.get("zerosync")
+        made = node.metadata.get(self._key)
 
         def on_its_stream(gradient: torch.Tensor) -> Any:
             if made is None or not self._active:

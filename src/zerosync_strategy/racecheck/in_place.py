@@ -120,6 +120,7 @@ class InPlaceCheck:
             warnings.warn(f"Race check, rank {rank}: {finding}; {times} times, of {over}", RaceWarning, stacklevel=4)
         if not self.findings:
             print(f"ZeroSync race check, rank {rank}: nothing found in {over}", file=sys.stderr, flush=True)
+        self._recorder.operations.clear()  # there may be many, and the findings stay
 
     def _at_exit(self) -> None:
         self._end(f" It ended {max(self._due.values())} step(s) early: the process did.")

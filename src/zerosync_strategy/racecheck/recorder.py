@@ -97,6 +97,7 @@ class Recorder(ABC):
         global _running
         while self._undo:
             self._undo.pop()()
+        self._blocks.clear()
         _running = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -178,7 +179,7 @@ class Recorder(ABC):
         """An operator of torch has run; tell the checker what it does on the device."""
         schema = getattr(func, "_schema", None)
         if schema is None or self._silent or any(isinstance(value, FakeTensor) for value in _tensors([args, out])):
-            return  # a higher-order operator, whose own operators follow; or a compiler looks at what would run
+            return  # a higher-order operator, which is not seen; or a compiler looks at what would run
         name = schema.name.split("::")[1]
         aliases = [value.alias_info for value in schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -228,6 +229,9 @@ class Recorder(ABC):
                     self.block(tensor).recorded.append(timeline)  # the backend keeps them alive
                 self._issue(timeline, name, touched)
 
+        if touched and all(self.is_host_memory(tensor) for tensor, _ in touched):
+            issue(self.checker.host)
+            return func(*args, **kwargs)
         return self.launch(lambda: func(*args, **kwargs), issue)
 
     def _issue(self, timeline: Timeline, name: str, touched: Iterable[tuple[torch.Tensor, bool]]) -> Operation:
