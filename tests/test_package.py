@@ -29,8 +29,16 @@ def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> 
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] not in ("deepspeed", "lightning", "accelerate"), f"{path.name} imports {name}"
-                frameworks = ("zerosync_strategy.lightning", "zerosync_strategy.accelerate")
-                assert not name.startswith(frameworks), f"{path.name} imports {name}"
+                above = ("zerosync_strategy.lightning", "zerosync_strategy.accelerate", "zerosync_strategy.racecheck")
+                assert not name.startswith(above), f"{path.name} imports {name}"
+
+
+def test_the_race_checker_imports_nothing_of_the_rest() -> None:
+    for path in (SOURCE / "racecheck").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            ours = module.startswith("zerosync_strategy")
+            assert not ours or module.startswith("zerosync_strategy.racecheck"), f"{path.name} imports {module}"
 
 
 def test_the_frameworks_do_not_need_each_other() -> None:

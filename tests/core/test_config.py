@@ -53,3 +53,9 @@ def test_sizes(given: int | str, size: int | None) -> None:
 def test_wrong_sizes(given: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"'param_memory_budget' takes a number of bytes, .* or \"all\", got"):
         ZeroSyncConfig(param_memory_budget=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "error"), [(True, TypeError), ("2", TypeError), (1.0, TypeError), (-1, ValueError)])
+def test_wrong_numbers_of_steps(given: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"'racecheck' takes .* steps, got {given!r}"):
+        ZeroSyncConfig(racecheck=given)  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
 from zerosync_strategy import attach
@@ -16,12 +18,16 @@ WIDTH = 32
 class Branches(nn.Module):
     """Branches side by side, each on a stream: their gradients are completed in no order."""
 
-    def __init__(self, streams: list[Stream], widths: tuple[int, ...]) -> None:
+    def __init__(self, streams: list[Stream], widths: tuple[int, ...], *, experts: bool, compiled: bool) -> None:
         super().__init__()
         self.streams = streams
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
         )
+        if experts:
+            self.branches[0] = Experts()
+        for branch in self.branches if compiled else ():
+            branch.compile(backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from deepspeed.accelerator import get_accelerator
@@ -32,7 +38,7 @@ class Branches(nn.Module):
             stream = self.streams[index % len(self.streams)] if self.streams else caller
             stream.wait_stream(caller)
             with get_accelerator().stream(stream):
-                outputs.append(branch(x))
+                outputs.append(branch(x.to(next(branch.parameters()).dtype)).to(x.dtype))
             x.record_stream(stream)
         for stream in self.streams:
             caller.wait_stream(stream)
@@ -41,8 +47,21 @@ class Branches(nn.Module):
         return torch.stack(outputs).sum(0)
 
 
+class Experts(nn.Module):
+    """Each rank has one of two experts: its gradient is reduced over the ranks that have the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        expert = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, expert, num_experts=2, ep_size=2, k=1, capacity_factor=4.0, min_capacity=0, use_rts=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)[0]
+
+
 def train(
     stage: int, producers: int = 0, ours: dict[str, Any] | None = None, *, last: bool = False, oversized: bool = False,
+    experts: bool = False, compiled: bool = False, half: bool = False,
     before: Callable[[Any], None] = lambda engine: None, zero: dict[str, Any] | None = None, **config: Any,
 ) -> list[Finding]:  # fmt: skip
     """What the checker finds in two optimizer steps of two micro-batches; `ours` has ZeroSync's options."""
@@ -50,11 +69,21 @@ def train(
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         torch.manual_seed(0)
         streams = [Stream(name=f"producer {index}") for index in range(producers)]
-        model = Branches(streams, (WIDTH, 3 * WIDTH if oversized else WIDTH, WIDTH, WIDTH))
+        widths = (WIDTH, 3 * WIDTH if oversized else WIDTH, WIDTH, WIDTH)
+        model = Branches(streams, widths, experts=experts, compiled=compiled)
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "name": "all"}]
+        if experts:
+            groups = split_params_into_different_moe_groups_for_optimizer(groups[0])
+        if half:
+            model.branches[1].bfloat16()
+            groups = [
+                {"params": [param for param in model.parameters() if param.dtype is dtype]}
+                for dtype in (torch.float32, torch.bfloat16)
+            ]
         accumulate = 1 if ours is not None else 2
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=torch.optim.AdamW(model.parameters()),
+            optimizer=torch.optim.AdamW(groups),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": accumulate,

@@ -3,11 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
+from tests.core.test_attach import loss_of, make_engine, oracle, rank
+from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
+from zerosync_strategy import attach
 from zerosync_strategy.core.ordering import Streams
-from zerosync_strategy.racecheck import Kind
+from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -44,10 +49,42 @@ def test_nothing_is_left_unordered(stage: int, scenario: str) -> None:
         assert findings(stage, producers, **SCENARIOS[scenario]) == []
 
 
+COPIES_OFF = {"reduce_scatter": False, "contiguous_gradients": False}
+RARER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "all-reduce into gradients as they are": ((1, 2, 3), {"zero": COPIES_OFF}),
+    "two dtypes": ((1, 2), {"half": True}),
+    "compiled regions": ((1, 2), {"compiled": True}),
+    "parameters and optimizer on the CPU": ((3,), {"zero": {**OFFLOAD, "offload_param": {"device": "cpu"}}}),
+}  # fmt: skip
+
+
+@STAGES
+def test_nothing_is_left_unordered_in_rarer_settings(stage: int) -> None:
+    def run() -> Any:
+        scenarios = {name: scenario for name, (stages, scenario) in RARER.items() if stage in stages}
+        found = {name: train(stage, 3, {"coalesce": False}, **scenario) for name, scenario in scenarios.items()}
+        return {name: list(map(str, findings)) for name, findings in found.items()}, counters["stats"]["unique_graphs"]
+
+    for found, compiled in run_ranks(run):
+        assert not any(found.values()), found
+        assert (compiled > 0) == ("compiled regions" in found)
+
+
+def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
+    def run() -> Any:
+        options: list[dict[str, Any]] = [{"coalesce": False}, {}]
+        found = [train(stage, 3, ours, experts=True) for stage in (1, 2) for ours in options]
+        return [list(map(str, findings)) for findings in found]
+
+    assert run_ranks(run, world_size=4) == [[[]] * 4] * 4
+
+
 # Each rule, how it is switched off, where that shows, and in which words.
 RULES = {
     "B1, producers": ("produced", 2, SCENARIOS["not coalesced"], "race", "reduction.py"),
     "B1, producers, stage 3": ("produced", 3, SCENARIOS["not coalesced"], "race", "reduction.py"),
+    "B1, compiled regions": ("produced", 2, {"ours": {"coalesce": False}, "compiled": True}, "race", "reduction.py"),
+    "B1, experts": ("produced", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reduction.py"),
     "B3": ("step_follows", 2, SCENARIOS["coalesced"], "race", "step"),
     "L1, gradients": ("keep", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
     "S1": ("gathers_follow", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
@@ -72,7 +109,7 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
 @STAGES
 def test_stock_deepspeed(stage: int) -> None:
     """The control. Stages 1 and 2 overwrite a bucket that is being reduced; stage 3 gathers what is being written."""
-    found = findings(stage, 3)
+    found = findings(stage, 3, oversized=stage == 1)
     assert found and all(kind is Kind.RACE for kind, _ in found)
     where = "_all_gather" if stage == 3 else "average_tensor"
     assert any(where in text for _, text in found), found
@@ -92,3 +129,32 @@ def test_stock_deepspeed_without_its_record_of_producers() -> None:
 
     with_record, without = findings(2, 3), findings(2, 3, before=forget)
     assert len(without) > len(with_record)
+
+
+@STAGES
+def test_a_backward_that_is_captured_into_a_cuda_graph_is_refused(stage: int) -> None:
+    """A stream that captures is simulated; the window is dropped without a collective, and training goes on exactly."""
+
+    def run() -> Any:
+        with simulate():
+            engine = make_engine(stage)
+            zerosync = attach(engine)
+            engine.backward(loss_of(engine, 0, rank()))
+            engine.step()
+            with pytest.MonkeyPatch.context() as patch:
+                loss = loss_of(engine, 1, rank())
+                zerosync.counter.take()
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                refused = pytest.raises(RuntimeError, match=r"captured into a CUDA graph.*capture the forward alone")
+                with refused, pytest.warns(UserWarning, match="dropped the gradients of 1 backward"):
+                    engine.backward(loss)
+            reduced = {kind for kind in zerosync.counter.take() if "gather" not in kind}
+            state = zerosync.window.state.value
+            engine.backward(loss_of(engine, 1, rank()))
+            engine.step()
+        return reduced, state, full_parameters(engine.module)
+
+    for reduced, state, parameters in run_ranks(run):
+        assert reduced == set() and state == "closed"
+        assert distance(parameters, oracle(2, 1)) == 0.0

@@ -118,3 +118,94 @@ def test_the_trace_has_a_track_per_stream_and_an_arrow_per_wait(tmp_path: Path) 
     arrows = [(tracks[a["tid"]], tracks[b["tid"]]) for a in events for b in events
               if a["ph"] == "s" and b["ph"] == "f" and a["id"] == b["id"]]  # fmt: skip
     assert arrows == [("default stream", "side"), ("side", "default stream")]
+
+
+@pytest.mark.parametrize("reads", ["what the inner made", "what the outer made"])
+def test_a_backward_inside_another_joins_its_own_leaves_with_the_node_that_called_it(reads: str) -> None:
+    with simulate() as simulation:
+        first, second, third = (Stream(name=name) for name in ("first", "second", "third"))
+        outer, other, inner = (torch.ones(4, requires_grad=True) for _ in range(3))
+
+        def nested(_: torch.Tensor) -> None:
+            assert simulation.current is first
+            third.wait_stream(first)
+            with simulation.stream(third), torch.enable_grad():
+                loss = inner.mul(3).sum()
+            first.wait_stream(third)
+            loss.record_stream(first)
+            loss.backward()
+            assert simulation.current is first
+            (inner if reads == "what the inner made" else other).grad.mul(1)
+
+        for stream in (first, second):
+            stream.wait_stream(simulation.default)
+        with simulation.stream(first):
+            hooked = outer.mul(2)
+            hooked.register_hook(nested)
+        with simulation.stream(second):
+            made_later = other.mul(2)  # so its node runs first
+        for stream, tensor in ((first, hooked), (second, made_later)):
+            simulation.default.wait_stream(stream)
+            tensor.record_stream(simulation.default)
+        (hooked + made_later).sum().backward()
+        for leaf in (outer, other):
+            leaf.grad.mul(1)  # the outer one has joined its own
+    found = {finding.kind for finding in simulation.findings}
+    assert found == (set() if reads == "what the inner made" else {Kind.RACE}), simulation.findings
+
+
+def test_a_backward_that_raises_leaves_the_simulation_as_it_was() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("as it should")
+
+    with simulate() as simulation:
+        side, weight = Stream(name="side"), torch.ones(4, requires_grad=True)
+        for attempt in range(3):
+            side.wait_stream(simulation.default)
+            with simulation.stream(side):
+                product = weight.mul(2)
+                loss = product.sum()
+            simulation.default.wait_stream(side)
+            loss.record_stream(simulation.default)
+            if attempt == 1:
+                product.register_hook(fail)
+                with pytest.raises(ValueError, match="as it should"):
+                    loss.backward()
+            else:
+                loss.backward()
+            assert simulation.current is simulation.default
+            weight.grad.mul(1)
+    assert simulation.findings == []
+
+
+def test_what_was_there_before_is_complete_and_the_default_streams() -> None:
+    old, freed = torch.ones(4), torch.ones(4)
+    with simulate() as simulation:
+        side = Stream(name="side")
+        side.wait_stream(simulation.default)
+        with simulation.stream(side):
+            freed.mul(2)
+        del freed  # not recorded: the next allocation of its owner may get it
+        old.mul(2)
+    assert [finding.kind for finding in simulation.findings] == [Kind.REUSE]
+    assert "mul on default stream" in str(simulation.findings[0].second)
+
+
+def test_a_graph_may_outlive_a_simulation() -> None:
+    """A leaf's node that something keeps is the next simulation's too; the first one's hooks say nothing any more."""
+    weight = torch.ones(4, requires_grad=True)
+    with simulate():
+        kept = weight.view(2, 2)  # noqa: F841  # on the first one's default stream
+    with simulate() as simulation:
+        side = Stream(name="side")
+        side.wait_stream(simulation.default)
+        with simulation.stream(side):
+            loss = weight.mul(2).sum()
+            seen: list[str] = []
+            weight.register_post_accumulate_grad_hook(lambda _: seen.append(simulation.current.name))
+        simulation.default.wait_stream(side)
+        loss.record_stream(simulation.default)
+        loss.backward()
+        weight.grad.mul(1)
+    weight.mul(2).sum().backward()
+    assert seen == ["side", "default stream"] and simulation.findings == []

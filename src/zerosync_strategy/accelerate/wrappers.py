@@ -164,7 +164,9 @@ class _AcceleratorMethods:
 
     def end_training(self) -> None:
         if isinstance(self.deepspeed_engine_wrapped, ZeroSyncEngineWrapper):
-            self.deepspeed_engine_wrapped.zerosync.abort("training ended before the step that would have used them")
+            zerosync = self.deepspeed_engine_wrapped.zerosync
+            zerosync.abort("training ended before the step that would have used them")
+            zerosync.end_racecheck("training ended")
         super().end_training()  # type: ignore[misc]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ from zerosync_strategy.core.traffic import EngineCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
 
+if TYPE_CHECKING:
+    from zerosync_strategy.racecheck.checker import Finding
+    from zerosync_strategy.racecheck.in_place import InPlaceCheck
+
 _UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
 _UNREADABLE = (
     "A file is missing or truncated, or it was written with another model, ZeRO stage, optimizer or number of ranks."
@@ -29,6 +34,8 @@ _UNREADABLE = (
 )
 # Blocks of the DeepSpeed configuration that say what is sent.
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
+_attached: weakref.WeakSet[ZeroSync] = weakref.WeakSet()
+_check: InPlaceCheck | None = None  # of all attached engines, while one of them asks for it
 
 
 class CheckpointError(RuntimeError):
@@ -101,6 +108,7 @@ class ZeroSync:
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
+        self._check = _check_of(config)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
@@ -110,6 +118,26 @@ class ZeroSync:
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
+        if self._check is not None:
+            for other in [] if self._check.running else _attached:
+                self._check.join(other, 0)
+            self._check.join(self, config.racecheck)
+        _attached.add(self)
+
+    @property
+    def findings(self) -> list[Finding] | None:
+        """What ``racecheck`` has found until now on this rank; ``None`` where this engine is not checked."""
+        return None if self._check is None else self._check.findings
+
+    def end_racecheck(self, reason: str = "end_racecheck() was called") -> None:
+        """Check no further step, and report. Does nothing where the check has ended, or there is none."""
+        if self._check is not None:
+            self._check.leave(self, reason)
+
+    def device_changed(self) -> None:
+        """The device has gained streams or lost them; the race checker calls this."""
+        contract.renew_streams(self.engine)
+        self._reducer.streams.renew()
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
@@ -171,6 +199,8 @@ class ZeroSync:
         self._release()
 
     def _release(self) -> None:
+        self.end_racecheck("the engine was let go")
+        _attached.discard(self)
         self._restore_clipping()
         self.counter.stop()
         if self._held is not None:
@@ -188,6 +218,9 @@ class ZeroSync:
             try:
                 with torch.profiler.record_function("zerosync::step"):
                     yield
+            except BaseException as error:
+                self.end_racecheck(f"step() raised {type(error).__name__}")
+                raise
             finally:
                 self._restore_clipping()
                 if self._held is not None:
@@ -197,6 +230,8 @@ class ZeroSync:
             self.window.end_step()
             if self._held is not None:
                 self._held.end_window(self._parameters_floor)  # all that the step has released
+            if self._check is not None:
+                self._check.stepped(self)
 
     def _reported(self) -> StepReport:
         window = self.window
@@ -259,6 +294,19 @@ class ZeroSync:
                 " checkpoint starts from the last step without them. Checkpoint right after a step to avoid this.",
                 stacklevel=3,
             )
+
+
+def _check_of(config: ZeroSyncConfig) -> InPlaceCheck | None:
+    """The check that an engine takes part in: because it asks for that, or because one is running."""
+    global _check
+    if _check is not None and _check.running:
+        return _check
+    if not config.racecheck:
+        return None
+    from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no other training needs it
+
+    _check = InPlaceCheck()
+    return _check
 
 
 class _EngineMethods:

@@ -29,6 +29,7 @@ class ZeroSyncConfig:
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in the order of the ranks, bit-identical whatever the chunks' sizes.
         overlap_last: reduce during the backward that is known to be the last of its window.
+        racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -39,6 +40,7 @@ class ZeroSyncConfig:
     param_memory_budget: int | str = 0
     reduction: str = "native"
     overlap_last: bool = True
+    racecheck: int = 0
 
     def __post_init__(self) -> None:
         for name in ("coalesce", "overlap_last"):
@@ -53,6 +55,10 @@ class ZeroSyncConfig:
                     f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
                     " no gradient stays unreduced. Leave one of them out."
                 )
+        if isinstance(self.racecheck, bool) or not isinstance(self.racecheck, int):
+            raise TypeError(f"ZeroSync option 'racecheck' takes a number of optimizer steps, got {self.racecheck!r}.")
+        if self.racecheck < 0:
+            raise ValueError(f"ZeroSync option 'racecheck' takes 0 or more steps, got {self.racecheck!r}.")
         if self.param_memory_budget != "all":
             parse_bytes("param_memory_budget", self.param_memory_budget, 'or "all"')
 

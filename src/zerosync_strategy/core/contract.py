@@ -86,6 +86,7 @@ _STAGE_1_AND_2_OFFLOAD = (
 _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE_3_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _STAGE_3_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
+_COORDINATOR_GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 _STAGE_3 = (
     Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
@@ -282,6 +283,32 @@ def stage_3_gather_stream(optimizer: Any) -> Any:
     if not hasattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM):
         raise changed("stream order", f"{type(optimizer.parameter_offload).__name__} has no {_STAGE_3_GATHER_STREAM}")
     return getattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM)
+
+
+def renew_streams(engine: Any) -> None:
+    """Give the ZeRO optimizer of ``engine`` the streams that it would have if it were built now.
+
+    Raises:
+        ContractError: it keeps them elsewhere.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, optimizer = get_accelerator(), engine.optimizer
+    owners = [(optimizer, "reduction_stream")]
+    if engine.zero_optimization_stage() == 3:
+        offload = optimizer.parameter_offload
+        owners = [
+            (optimizer, "reduce_and_partition_stream"),
+            (offload, _STAGE_3_GATHER_STREAM),
+            (offload.get_param_coordinator(), _COORDINATOR_GATHER_STREAM),
+        ]
+    stream = None
+    if not accelerator.is_synchronized_device():
+        stream = accelerator.Stream() if engine.zero_overlap_comm() else accelerator.default_stream()
+    for owner, name in owners:
+        if not hasattr(owner, name):
+            raise changed("race check", f"{type(owner).__name__}.{name} is missing")
+        setattr(owner, name, stream)
 
 
 def stage_3_release_cache(coordinator: Any) -> Any:

@@ -49,7 +49,7 @@ class SimulatedAccelerator(CPU_Accelerator):
     def synchronize(self, device_index: int | None = None) -> None:
         self._simulation.synchronize()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         return self._simulation.to_host_memory(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,296 @@
+"""What runs, told to the checker: operators, collectives, memory. The same for simulated streams and for CUDA's.
+
+A subclass says on which stream things run and what orders them: :mod:`simulation` makes the streams itself,
+:mod:`cuda` follows those of the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerosync_strategy.racecheck import modes
+from zerosync_strategy.racecheck.autograd import Nodes
+from zerosync_strategy.racecheck.checker import Block, Checker, Finding, Operation
+from zerosync_strategy.racecheck.clocks import Clock, Timeline
+
+# Operators that only allocate, and those that read a value back to the host.
+_ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
+_READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+_COPIES = {"copy_", "_to_copy"}
+_TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
+# Where a place in the code is of no use to the reader: layers of communication and tracing, and torch's own.
+_LAYERS = (
+    "/torch/",
+    "/zerosync_strategy/racecheck/",
+    "/deepspeed/comm/",
+    "/deepspeed/utils/nvtx",
+    "/core/traffic",
+    "contextlib.py",
+)
+
+
+_running: Recorder | None = None
+
+
+def running() -> Recorder | None:
+    """The recorder that has been started and not stopped, if there is one."""
+    return _running
+
+
+class Recorder(ABC):
+    """Tells a checker what this thread, and the backwards that it calls, run on a device.
+
+    Attributes:
+        checker: has the findings.
+        operations: all that were issued, in order, each with the clock of its timeline.
+    """
+
+    def __init__(self) -> None:
+        self.checker = Checker()
+        self.operations: list[tuple[Operation, Clock]] = []
+        self._blocks: dict[int, tuple[Block, Any]] = {}
+        self._silent = 0
+        self._undo: list[Callable[[], Any]] = []
+        self._lock = threading.RLock()  # on CUDA, backward's threads and the allocator's callers take turns
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Each pair of accesses that nothing orders, once."""
+        return [finding for finding, _ in self.checker.findings.values()]
+
+    def start(self) -> None:
+        """From here on, take note of what this thread runs.
+
+        Raises:
+            RuntimeError: a recorder runs already.
+        """
+        global _running
+        if _running is not None:
+            raise RuntimeError("The race checker runs already in this process; there can be one at a time.")
+        _running = self
+        try:
+            self._begin()
+            nodes = self._nodes()
+            nodes.start()
+            self._undo.append(nodes.stop)
+            for mode in (nodes, Operators(self)):
+                modes.put_below(mode)
+                self._undo.append(partial(modes.take_out, mode))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Leave everything as it was before :meth:`start`."""
+        global _running
+        while self._undo:
+            self._undo.pop()()
+        self._blocks.clear()
+        _running = None
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        stock = vars(owner).get(name)  # absent where it is inherited
+        setattr(owner, name, value)
+        self._undo.append(partial(delattr, owner, name) if stock is None else partial(setattr, owner, name, stock))
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Tell the checker nothing of what runs here."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    # ---- what differs between the devices ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Look out for streams and events, and say in ``_undo`` how to stop that."""
+
+    @abstractmethod
+    def _nodes(self) -> Nodes:
+        """How this device's autograd is followed."""
+
+    @property
+    @abstractmethod
+    def stream_in_use(self) -> Timeline:
+        """The current stream."""
+
+    @property
+    @abstractmethod
+    def owner_of_the_unknown(self) -> Timeline:
+        """The stream on which memory was allocated that is older than the recorder."""
+
+    @abstractmethod
+    def is_host_memory(self, tensor: torch.Tensor) -> bool: ...
+
+    @abstractmethod
+    def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
+        """Whether an operator that was given ``inputs`` and made ``new`` ran on the host."""
+
+    @abstractmethod
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
+        """Run ``collective`` and return what it does; call ``issue`` where it begins, with its timeline and a name."""
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def block(self, tensor: torch.Tensor, *, new: bool = False) -> Block:
+        """The memory of ``tensor`` until nothing refers to it; ``new``: an operator has just allocated it."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._blocks:
+            nbytes = storage.nbytes()
+            if self.is_host_memory(tensor):
+                block = Block(self.checker.host, nbytes)
+            elif new:
+                block = self.checker.allocate(self.stream_in_use, nbytes)
+            else:
+                block = Block(self.owner_of_the_unknown, nbytes)
+            self._blocks[key] = (block, weakref.ref(storage, partial(self._free, key)))
+        return self._blocks[key][0]
+
+    def _free(self, key: int, _: Any) -> None:
+        with self._lock:
+            block, _ = self._blocks.pop(key)
+            if block.timeline is not self.checker.host:
+                self.checker.free(block)
+
+    def record(self, tensor: torch.Tensor, timeline: Timeline) -> None:
+        """The memory of ``tensor`` is given to nobody before what ``timeline`` has by the time it is freed."""
+        with self._lock:
+            self.block(tensor).recorded.append(timeline)
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """An operator of torch has run; tell the checker what it does on the device."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or self._silent or any(isinstance(value, FakeTensor) for value in _tensors([args, out])):
+            return  # a higher-order operator, which is not seen; or a compiler looks at what would run
+        name = schema.name.split("::")[1]
+        aliases = [value.alias_info for value in schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if name in _TOUCHES_NOTHING or (is_view and name not in _ALLOCATES):
+            return
+        inputs = [
+            (tensor, argument.alias_info is not None and argument.alias_info.is_write)
+            for argument, value in _arguments(schema, args, kwargs)
+            for tensor in _tensors(value)
+        ]
+        old = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
+        new = [tensor for tensor in _tensors(out) if is_view or tensor.untyped_storage()._cdata not in old]
+        touched = inputs + [(tensor, True) for tensor in new]
+        with self._lock:
+            on_host = self.runs_on_host([tensor for tensor, _ in inputs], new)
+            host_waits = name in _READS_BACK
+            if not on_host and name in _COPIES:
+                # Between host and device, the host waits for a copy, unless told not to.
+                asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
+                host_waits = not asynchronous and any(self.is_host_memory(tensor) for tensor, _ in touched)
+            elif not on_host and (written := [tensor for tensor, writes in touched if writes]):
+                on_host = all(map(self.is_host_memory, written))
+                if on_host:
+                    self.checker.synchronize(self.stream_in_use)  # to read the device's values
+            for tensor in new:
+                self.block(tensor, new=True)
+            if name in _ALLOCATES:
+                return
+            timeline = self.checker.host if on_host else self.stream_in_use
+            self._issue(timeline, name, touched)
+            if host_waits:
+                self.checker.synchronize(timeline)
+
+    def collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch.distributed's own operators, inside of what is silent too."""
+        name = func._schema.name.split("::")[1]
+        # The schema does not say what is written; the names do.
+        touched = [
+            (tensor, name != "send" and not argument.name.startswith("input"))
+            for argument, value in _arguments(func._schema, args, kwargs)
+            for tensor in _tensors(value)
+        ]
+
+        def issue(timeline: Timeline, name: str = name) -> None:
+            with self._lock:
+                for tensor, _ in touched:
+                    self.block(tensor).recorded.append(timeline)  # the backend keeps them alive
+                self._issue(timeline, name, touched)
+
+        if touched and all(self.is_host_memory(tensor) for tensor, _ in touched):
+            issue(self.checker.host)
+            return func(*args, **kwargs)
+        return self.launch(lambda: func(*args, **kwargs), issue)
+
+    def _issue(self, timeline: Timeline, name: str, touched: Iterable[tuple[torch.Tensor, bool]]) -> Operation:
+        operation = self.checker.issue(timeline, name, _site())
+        self.operations.append((operation, Clock(timeline.clock)))
+        for tensor, writes in touched:
+            if tensor.numel() and not tensor.is_meta:
+                size = tensor.element_size()
+                start = tensor.storage_offset() * size
+                span = 1 + sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                self.checker.access(self.block(tensor), int(start), int(start + span * size), writes, operation)
+        return operation
+
+
+class Operators(TorchDispatchMode):
+    """Shows a recorder every operator that runs, also in the threads of a backward, which inherit it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would run eagerly under it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") == "c10d":
+            return self._recorder.collective(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._recorder.operator(func, args, kwargs, out)
+        return out
+
+
+def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    given = list(zip(schema.arguments, args, strict=False))
+    return given + [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument or a result; sparse ones have no memory of their own."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _site() -> str:
+    """The place in the code that is not torch's, nor a layer of communication or tracing, and its caller."""
+    frame: FrameType | None = sys._getframe(1)
+    places: list[str] = []
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _LAYERS):
+            places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    node = None if places else torch._C._current_autograd_node()
+    return " < ".join(places) if node is None else f"the backward of {node.name()}"  # a thread without other frames
