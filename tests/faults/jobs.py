@@ -22,6 +22,7 @@ from zerosync_strategy import ZeroSync, attach
 from zerosync_strategy.core.cpu import prepare_cpu
 
 STEPS, BACKWARDS, SAVE_EVERY = 6, 2, 2
+BATCHES = 2 * STEPS * BACKWARDS  # of two ranks: enough for four
 FAULT_AT = 4  # optimizer steps done, and saved, before the fault
 TIMEOUT = timedelta(seconds=10)
 PLACES = ("forward", "backward", "reduction", "step")
@@ -80,7 +81,7 @@ def plain(stage: int, directory: Path, faulty: tuple[str, Callable[[], Any]] | N
             "zero_optimization": {"stage": stage},
         },
     )  # fmt: skip
-    zerosync, data, rank = attach(engine), Data(STEPS * BACKWARDS), int(os.environ["RANK"])
+    zerosync, data, rank = attach(engine), Data(BATCHES), int(os.environ["RANK"])
     if (directory / "latest").exists():
         engine.load_checkpoint(str(directory))
     for step in range(engine.global_steps, STEPS):
@@ -115,9 +116,10 @@ def lightning(
     trainer = make_trainer(
         strategy(stage, timeout=TIMEOUT), [recorder, save, *([_Arm(faulty)] if faulty else [])],
         accumulate_grad_batches=BACKWARDS, enable_checkpointing=True, devices=int(os.environ["WORLD_SIZE"]),
+        limit_train_batches=STEPS * BACKWARDS,
     )  # fmt: skip
     saved = sorted(directory.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
-    loader = PositionedLoader(LightningData(STEPS * BACKWARDS))
+    loader = PositionedLoader(LightningData(BATCHES))
     trainer.fit(Module(adamw), loader, ckpt_path=saved[-1] if saved else None)
     return recorder.parameters
 
