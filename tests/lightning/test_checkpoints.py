@@ -86,6 +86,9 @@ def test_checkpoint_in_mid_window(stage: int, tmp_path: Path) -> None:
         first_step = accumulate(plain, 4, 4)
         texts = [text for text in save.warnings if "2 backward(s)" in text and "not in the checkpoint" in text]
         whole = accumulate(oracle(), 8, 4)
+        make_trainer(strategy(stage)).test(evaluated := Module(), Data(4).loader(), tmp_path / "mid", verbose=False)
+        tested = {name.removeprefix("net."): param for name, param in full_parameters(evaluated).items()}
+        assert distance(tested, first_step) == 0.0
         return distance(recorder.parameters, whole), distance(at.parameters, first_step), len(texts)
 
     assert run_ranks(run) == [(0.0, 0.0, 1), (0.0, 0.0, 0)]

@@ -150,11 +150,17 @@ def manual(module: Module) -> Module:
             MisconfigurationException,
             r"share some: net\.0\.weight in optimizers 0 and 1; net\.4\.bias in optimizers 0 and 1",
         ),
+        (
+            lambda: manual(TwoOptimizers()),
+            {"config": {"fp16": {"enabled": True}}},
+            MisconfigurationException,
+            "and 2 optimizers.* Use 'bf16-mixed'",
+        ),
         (lambda: manual(ForeignParameter()), {}, MisconfigurationException, r"Optimizer 1 .* of shape \(3,\)"),
         (lambda: manual(NothingToTrain()), {}, MisconfigurationException, "Optimizer 1 .* no parameter that requires"),
         (
             TwoSchedulers,
-            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            {"config": {"scheduler": {"type": "WarmupLR", "params": {}}}},
             MisconfigurationException,
             "Both the DeepSpeed configuration and configure_optimizers",
         ),
@@ -164,9 +170,7 @@ def manual(module: Module) -> Module:
 )
 def test_refused_in_a_run_on_every_rank(make: Any, options: Any, error: Any, names: str) -> None:
     def run() -> None:
-        config = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
-        if "scheduler" in options:
-            config["scheduler"] = options.pop("scheduler")
+        config = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, **options.pop("config", {})}
         with pytest.raises(error, match=names):
             make_trainer(ZeroSyncStrategy(config=config), **options).fit(make(), Data(2).loader())
 
