@@ -18,10 +18,10 @@ Memory that is older than the simulation is taken as it is: complete, and the de
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,17 +135,17 @@ class Simulation(Recorder):
 
         from zerosync_strategy.racecheck.accelerator import SimulatedAccelerator
 
-        self._undo.append(partial(set_accelerator, get_accelerator()))
+        self._undo.append(functools.partial(set_accelerator, get_accelerator()))
         set_accelerator(SimulatedAccelerator(self))
         self._replace(torch.Tensor, "record_stream", lambda tensor, stream: self.record(tensor, stream))
         for name in _CALLS:
             if hasattr(dist, name):
-                call = self._call(getattr(dist, name))
+                call = _followed(getattr(dist, name))
                 for module in (dist, distributed_c10d):  # which knows its functions by identity
                     self._replace(module, name, call)
         for name in ("all_gather_function", "reduce_scatter_function"):  # which DeepSpeed's backend keeps
             if (kept := getattr(comm.cdb, name, None)) is not None:
-                self._replace(comm.cdb, name, self._call(kept))
+                self._replace(comm.cdb, name, _followed(kept))
         if self._backend is not None:
             backend = dist.Backend(self._backend)
             self._replace(dist, "get_backend", lambda group=None: backend)
@@ -214,24 +214,30 @@ class Simulation(Recorder):
         name = found.group_name
         return self._groups.setdefault(name, Stream(name=f"process group {name}"))
 
-    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One of torch.distributed's functions is called; what it gives back in its place."""
+        group = self._group_stream(inspect.signature(function).bind(*args, **kwargs).arguments.get("group"))
+        outer, self._called = self._called, self._called or (group, function.__name__)
+        try:
+            with self.silent():  # gloo copies in this thread what a device's backend would not
+                work = function(*args, **kwargs)
+        finally:
+            self._called = outer
+        if work is None:
+            self.current.wait(group.clock)
+            return None
+        return work if isinstance(work, _Work) else _Work(self, work, Clock(group.clock))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            group = self._group_stream(given.get("group"))
-            outer, self._called = self._called, self._called or (group, function.__name__)
-            try:
-                with self.silent():  # gloo copies in this thread what a device's backend would not
-                    work = function(*args, **kwargs)
-            finally:
-                self._called = outer
-            if work is None:
-                self.current.wait(group.clock)
-                return None
-            return work if isinstance(work, _Work) else _Work(self, work, Clock(group.clock))
 
-        return call
+def _followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, told to the simulation that runs when it is called: DeepSpeed keeps some for longer."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        simulation = _simulation()
+        return function(*args, **kwargs) if simulation is None else simulation.call(function, args, kwargs)
+
+    return call
 
 
 class _Work:
