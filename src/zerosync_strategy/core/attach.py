@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.sharding import check_layout
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
 from zerosync_strategy.core.traffic import CollectiveCounter
 from zerosync_strategy.core.unshard import HeldParameters
@@ -72,6 +74,13 @@ class ZeroSync:
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
+        if stage_3:
+            check_layout(engine.module, optimizer.dp_process_group)
+        elif any(map(contract.partition_is_asked_for, engine.module.parameters())):
+            raise ValueError(
+                "shard_over() shards parameters of ZeRO stage 3, found stage"
+                f" {engine.zero_optimization_stage()}. Use stage 3, or leave it out."
+            )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
@@ -79,6 +88,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
+        self._gathers = Gathers(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
         self.counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
@@ -134,8 +144,9 @@ class ZeroSync:
     def _release(self) -> None:
         self._restore_clipping()
         self.counter.stop()
-        if self._held is not None:
-            self._held.detach()
+        for gathering in (self._gathers, self._held):  # the last that came goes first
+            if gathering is not None:
+                gathering.detach()
         for target in (self.engine, self.engine.optimizer):
             restore(target)
             del target._zerosync
@@ -149,8 +160,8 @@ class ZeroSync:
                 yield
         finally:
             self._restore_clipping()
-            if self._held is not None:
-                self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
+            if self._gathers is not None:
+                self._gathers.follow_step()
         self._steps += 1
         window = self.window
         self.report = StepReport(
@@ -290,7 +301,6 @@ class _Stage3Methods(_OptimizerMethods):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         reducer = self._zerosync._reducer
         if reducer.norm is None:
-            norms = torch.stack([torch.as_tensor(norm) for norm in super()._get_norm_groups()])  # type: ignore[misc]
-            # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
-            reducer.norm = torch.where((norms >= 0).all(), norms.norm(), torch.inf)
+            assert isinstance(reducer, Stage3Reducer)
+            reducer.norm = reducer.combine_norms(super()._get_norm_groups())  # type: ignore[misc]
         return [reducer.norm]

@@ -85,7 +85,9 @@ _STAGE_1_AND_2_OFFLOAD = (
 )
 _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE_3_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
-_STAGE_3_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
+_STAGE_3_ALL_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+_STAGE_3_GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
+_STAGE_3_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
 _STAGE_3 = (
     Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
@@ -236,6 +238,9 @@ def stage_3_coordinator(optimizer: Any) -> Any:
         Internal("held parameters", "coordinator", "release_backward_leftovers", ()),
         Internal("held parameters", "coordinator", "_invalidate_trace", ()),
         Internal("held parameters", "coordinator", _STAGE_3_RELEASES),
+        Internal("gathers", "coordinator", _STAGE_3_ALL_GATHER, ("params", "forward")),
+        Internal("gathers", "coordinator", _STAGE_3_GATHER_STREAM),
+        Internal("gathers", "coordinator", _STAGE_3_IN_FLIGHT),
     ):
         found = problem(coordinator, internal)
         if found:
@@ -243,15 +248,37 @@ def stage_3_coordinator(optimizer: Any) -> Any:
     return coordinator
 
 
-def stage_3_gather_stream(optimizer: Any) -> Any:
-    """The stream on which ZeRO-3 gathers parameters; ``None`` on a device without streams.
+def stage_3_gather_stream(coordinator: Any) -> Any:
+    """The stream on which ZeRO-3 gathers parameters and waits for them; ``None`` on a device without streams."""
+    return getattr(coordinator, _STAGE_3_GATHER_STREAM)
 
-    Raises:
-        ContractError: it is not there.
-    """
-    if not hasattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM):
-        raise changed("stream order", f"{type(optimizer.parameter_offload).__name__} has no {_STAGE_3_GATHER_STREAM}")
-    return getattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM)
+
+@contextmanager
+def stage_3_gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+    """While active, ZeRO-3 gathers parameters and waits for them on ``stream``."""
+    before = getattr(coordinator, _STAGE_3_GATHER_STREAM)
+    setattr(coordinator, _STAGE_3_GATHER_STREAM, stream)
+    try:
+        yield
+    finally:
+        setattr(coordinator, _STAGE_3_GATHER_STREAM, before)
+
+
+def stage_3_in_flight(coordinator: Any) -> dict[Any, Any]:
+    """ZeRO-3's handles of the gathers that nobody has waited for yet, by parameter."""
+    return getattr(coordinator, _STAGE_3_IN_FLIGHT).data  # past the checks of its __setitem__
+
+
+def partition_over(param: Any, process_group: Any) -> None:
+    """Let ZeRO-3 partition ``param``, still whole, over ``process_group``, with the values of its first rank."""
+    param.ds_zero_partition_process_group = process_group
+    # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
+    param.ds_optim_param = True
+
+
+def partition_is_asked_for(param: Any) -> bool:
+    """Whether somebody, :func:`partition_over` or DeepSpeed, has chosen the process group of this one parameter."""
+    return hasattr(param, "ds_zero_partition_process_group")
 
 
 def stage_3_release_cache(coordinator: Any) -> Any:
