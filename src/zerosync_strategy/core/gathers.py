@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-import torch.distributed as dist
-
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.ordering import Streams
@@ -47,8 +45,8 @@ class Gathers:
         groups: dict[int, Any] = {}
         for param in sorted(engine.module.parameters(), key=lambda param: param.ds_id):
             groups.setdefault(id(param.ds_process_group), param.ds_process_group)
-        # Larger groups first; two groups of the same ranks in the order of their parameters, as sorting is stable.
-        ordered = sorted(groups.values(), key=lambda group: (-dist.get_world_size(group), ranks_of(group)))
+        # Two groups of the same ranks stay in the order of their parameters.
+        ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
         self._turn = {id(group): turn for turn, group in enumerate(ordered)}
         stock = contract.stage_3_gather_stream(self.coordinator)
         self._gather_streams = streams.for_gathers(1 if sharing == "shared" else min(len(ordered), MAX_STREAMS), stock)
@@ -90,6 +88,11 @@ class Gathers:
             wrapped[id(handle)].names.append(self._names.get(param.ds_id, f"ds_id {param.ds_id}"))
             wrapped[id(handle)].ranks = ranks_of(param.ds_process_group)
             in_flight[param] = wrapped[id(handle)]
+
+
+def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
+    """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
+    return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
 
 
 class _Gather:
