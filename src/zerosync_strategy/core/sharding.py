@@ -8,7 +8,6 @@ of all data-parallel ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,13 +82,12 @@ def check_layout(module: Any, everyone: Any) -> None:
 
     Raises:
         ValueError: on every rank, if on some rank parameters are sharded over other ranks than anybody has said, or if
-            ranks disagree on the parameters or on who shards them.
+            ranks have other parameters: how far DeepSpeed prefetches, and so what it gathers together, would differ.
     """
     found: list[str] = []
-    mine = hashlib.sha256()
-    by_group: dict[tuple[int, ...], Any] = {}
+    layout = hashlib.sha256()
     known = ranks_of(everyone)
-    for number, (name, param) in enumerate(module.named_parameters()):
+    for name, param in module.named_parameters():
         ranks = ranks_of(param.ds_process_group)
         if not found and not contract.partition_is_asked_for(param) and len(ranks) < len(known):
             found.append(
@@ -98,30 +96,17 @@ def check_layout(module: Any, everyone: Any) -> None:
                 " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
                 " shard_over(group):'."
             )
-        mine.update(repr((param.ds_numel, param.ds_persist)).encode())
-        by_group.setdefault(ranks, hashlib.sha256()).update(str(number).encode())
-    groups = {ranks: digest.hexdigest() for ranks, digest in by_group.items()}
+        layout.update(repr((param.ds_numel, param.ds_persist, len(ranks))).encode())
     seen: list[Any] = [None] * len(known)
-    dist.all_gather_object(seen, (found, mine.hexdigest(), groups), group=everyone)
-    for rank, (of_rank, _, _) in zip(known, seen, strict=True):
-        if of_rank:
-            raise ValueError(f"On rank {rank}, {of_rank[0]}")
-    for problem in _disagreements(dict(zip(known, seen, strict=True))):
-        raise ValueError(
-            f"{problem} Build the same modules, of the same sizes and in the same order, on all ranks, and give"
-            " shard_over() on each rank the group of that rank."
-        )
-
-
-def _disagreements(seen: dict[int, Any]) -> Iterator[str]:
-    first = next(iter(seen))
-    for rank, (_, params, groups) in seen.items():
-        if params != seen[first][1]:
-            yield f"Rank {rank} has other parameters than rank {first}: their number or their sizes differ."
-        for ranks, digest in groups.items():
-            for other in ranks:
-                if other in seen and seen[other][2].get(ranks) != digest:
-                    yield f"Rank {rank} shards some parameters over the ranks {list(ranks)}, and rank {other} others."
+    dist.all_gather_object(seen, (found, layout.hexdigest()), group=everyone)
+    for rank, (problem, of_rank) in zip(known, seen, strict=True):
+        if problem:
+            raise ValueError(f"On rank {rank}, {problem[0]}")
+        if of_rank != seen[0][1]:
+            raise ValueError(
+                f"Rank {rank} has other parameters than rank {known[0]}: their number, their sizes, or how many ranks"
+                " shard them. Build the same modules, of the same sizes and in the same order, on all ranks."
+            )
 
 
 def _group_of(process_group: Any) -> Any:
