@@ -87,3 +87,27 @@ def test_checkpoints_of_each_rank_resume_exactly(tmp_path: Path) -> None:
         return distance(full_parameters(engine.module), whole)
 
     assert run_ranks(run, world_size=WORLD) == [0.0] * WORLD
+
+
+def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
+    def run() -> Any:
+        layout = LAYOUTS["grid"]
+        engine = make_engine(layout, sgd)
+        zerosync = attach(engine)
+        train(engine, 0, 1)
+        state = zerosync.full_state()
+        train(engine, 1, STEPS)
+        whole = full_parameters(engine.module)
+        with pytest.raises(ValueError, match=r"'third.weight' of shape \(8, 8\) on rank 1, where it found None"):
+            zerosync.load_full_state(state if os.environ["RANK"] == "0" else {})
+        with pytest.raises(ValueError, match="lacks the parameters that other groups of ranks shard by shard_over"):
+            engine._zero3_consolidated_16bit_state_dict()
+        assert distance(full_parameters(engine.module), whole) == 0.0
+        zerosync.load_full_state(state)
+        train(engine, 1, STEPS)
+        return distance(full_parameters(engine.module), whole), {name.split(".")[0] for name in state}
+
+    ranks = run_ranks(run, world_size=WORLD)
+    assert [error for error, _ in ranks] == [0.0] * WORLD
+    every = {"first", "second", "third", "fourth"}
+    assert [names for _, names in ranks] == [every, {"third"}, {"second"}, set()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.full_state import full_state, load_full_state
 from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
@@ -59,6 +60,7 @@ class ZeroSync:
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
         report: what the last optimizer step cost, or ``None`` before the first.
+        over_groups: whether some parameters are sharded over fewer ranks than all.
         counter: counts the collectives for the report. Several engines in one process count each other's; ``stop()``
             and ``start()`` it around an engine's own steps to keep them apart.
     """
@@ -83,6 +85,8 @@ class ZeroSync:
             )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
+        everyone = dist.get_world_size(optimizer.dp_process_group)
+        self.over_groups = stage_3 and any(len(p.pieces) < everyone for p in self._reducer.partitions)
         self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
@@ -125,6 +129,24 @@ class ZeroSync:
         if self._clip_grad is None:
             self._clip_grad = self.engine.optimizer.clip_grad
         self.engine.optimizer.clip_grad = float(max_norm)
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Stage 3: this rank's share of the parameters in full, on the CPU. Collective; see ``core/full_state.py``.
+
+        Returns:
+            By name, those parameters of which this is the first of the ranks that shard them: without
+            :func:`~zerosync_strategy.shard_over`, all on rank 0 and none elsewhere.
+        """
+        return full_state(self.engine)
+
+    def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Stage 3: set the parameters to what :meth:`full_state` gave this rank. Collective.
+
+        Raises:
+            ValueError: on every rank, if a parameter is missing or has another shape on some rank.
+        """
+        self.abort("load_full_state() was called")
+        load_full_state(self.engine, state)
 
     def detach(self) -> None:
         """Give the engine back as it was.
@@ -250,6 +272,15 @@ class _EngineMethods:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self._zerosync.abort("load_checkpoint() was called")
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self._zerosync.over_groups:
+            raise ValueError(
+                "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
+                " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
+                " rank has the group's."
+            )
+        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
         self._zerosync.abort("the engine was destroyed")

@@ -98,6 +98,8 @@ _STAGE_3 = (
     Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
     Internal("reduction", "optimizer", _STAGE_3_GRADIENTS),
     Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
+    Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
+    Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
 )
 
 
