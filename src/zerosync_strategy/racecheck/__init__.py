@@ -1,7 +1,11 @@
 """A checker of streams on CPU: what DeepSpeed and ZeroSync leave unordered, found without a GPU."""
 
 from zerosync_strategy.racecheck.checker import Access, Finding, Kind, Operation
+from zerosync_strategy.racecheck.schedule import Span, schedule
 from zerosync_strategy.racecheck.simulation import Event, Simulation, Stream, simulate
 from zerosync_strategy.racecheck.trace import write_trace
 
-__all__ = ["Access", "Event", "Finding", "Kind", "Operation", "Simulation", "Stream", "simulate", "write_trace"]
+__all__ = [
+    "Access", "Event", "Finding", "Kind", "Operation", "Simulation", "Span", "Stream", "schedule", "simulate",
+    "write_trace",
+]  # fmt: skip
