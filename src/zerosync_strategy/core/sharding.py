@@ -8,6 +8,8 @@ of all data-parallel ranks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +77,33 @@ class shard_over:  # a function that is also a context manager, as torch.no_grad
 def ranks_of(process_group: Any) -> tuple[int, ...]:
     """The global ranks of a process group, in its order."""
     return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
+
+
+@contextmanager
+def inner_groups_refused() -> Iterator[None]:
+    """Inside ``deepspeed.zero.Init``: another one with a process group of its own, which would be ignored, is an error.
+
+    Raises:
+        ValueError: from the inner context.
+    """
+    from deepspeed import zero
+
+    stock = zero.Init.__enter__
+
+    def enter(self: Any) -> Any:
+        if self.enabled and self.dp_world_size < dist.get_world_size():
+            raise ValueError(
+                f"zero.Init(data_parallel_group=...) over the ranks {list(ranks_of(self.ds_process_group))} was entered"
+                " inside another zero.Init, as which Lightning's configure_model runs. DeepSpeed would ignore the"
+                " inner one. Use 'with shard_over(group):' instead."
+            )
+        return stock(self)
+
+    zero.Init.__enter__ = enter
+    try:
+        yield
+    finally:
+        del zero.Init.__enter__  # the stock one is inherited
 
 
 def check_layout(module: Any, everyone: Any) -> None:

@@ -6,6 +6,8 @@ import copy
 import inspect
 import warnings
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from typing_extensions import override
 from zerosync_strategy.core.attach import ZeroSync, attach
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.sharding import inner_groups_refused
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
@@ -125,6 +128,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._precision_plugin = plugin
 
     # ---- set-up --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with super().model_sharded_context(), inner_groups_refused():
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
