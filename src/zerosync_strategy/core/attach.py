@@ -60,7 +60,6 @@ class ZeroSync:
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
         report: what the last optimizer step cost, or ``None`` before the first.
-        over_groups: whether some parameters are sharded over fewer ranks than all.
         counter: counts the collectives for the report. Several engines in one process count each other's; ``stop()``
             and ``start()`` it around an engine's own steps to keep them apart.
     """
@@ -85,8 +84,6 @@ class ZeroSync:
             )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
-        everyone = dist.get_world_size(optimizer.dp_process_group)
-        self.over_groups = stage_3 and any(len(p.pieces) < everyone for p in self._reducer.partitions)
         self._parameters_floor = self._reducer.parameters_floor()
         self.window = Window(self._reducer, config.overlap_last)
         self._steps = 0
@@ -274,7 +271,8 @@ class _EngineMethods:
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if self._zerosync.over_groups:
+        reducer = self._zerosync._reducer
+        if isinstance(reducer, Stage3Reducer) and reducer.over_groups:
             raise ValueError(
                 "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
                 " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"

@@ -120,6 +120,12 @@ class Stage3Reducer(Reducer):
         (norm,) = self.optimizer._get_norm_groups()
         return norm
 
+    @property
+    def over_groups(self) -> bool:
+        """Whether some parameters are sharded over fewer ranks than all; the same on every rank."""
+        everyone = dist.get_world_size(self.optimizer.dp_process_group)
+        return any(len(partition.pieces) < everyone for partition in self.partitions)
+
     def combine_norms(self, norms: list[Any]) -> torch.Tensor:
         """The norm of all gradients, the same on every rank (U3), from DeepSpeed's by group of parameters.
 
@@ -132,8 +138,7 @@ class Stage3Reducer(Reducer):
         stacked = torch.stack([torch.as_tensor(norm) for norm in norms])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         stacked = torch.where(stacked >= 0, stacked, torch.inf)
-        everyone = dist.get_world_size(optimizer.dp_process_group)
-        if all(len(partition.pieces) >= everyone for partition in self.partitions):
+        if not self.over_groups:
             return stacked.norm()
         squares = stacked.double().square().to(self.params[0].device)  # offloaded, they are on the host
         for index, group in enumerate(optimizer.fp16_groups):
