@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy import attach
+from zerosync_strategy.core.cpu import prepare_cpu
 from zerosync_strategy.racecheck import Finding, Stream, simulate
 
 WIDTH = 32
@@ -46,6 +47,7 @@ def train(
     before: Callable[[Any], None] = lambda engine: None, zero: dict[str, Any] | None = None, **config: Any,
 ) -> list[Finding]:  # fmt: skip
     """What the checker finds in two optimizer steps of two micro-batches; `ours` has ZeroSync's options."""
+    prepare_cpu()
     with simulate() as simulation:
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         torch.manual_seed(0)

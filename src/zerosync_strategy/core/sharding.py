@@ -72,6 +72,7 @@ class shard_over:  # a function that is also a context manager, as torch.no_grad
 
     def _mark(self, param: Any) -> None:
         contract.partition_over(param, self._group)
+        param.zerosync_sharded_over = self._group
 
 
 def ranks_of(process_group: Any) -> tuple[int, ...]:
@@ -118,6 +119,13 @@ def check_layout(module: Any, everyone: Any) -> None:
     known = ranks_of(everyone)
     for name, param in module.named_parameters():
         ranks = ranks_of(param.ds_process_group)
+        asked = ranks_of(getattr(param, "zerosync_sharded_over", param.ds_process_group))
+        if not found and asked != ranks:
+            found.append(
+                f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
+                f" {list(asked)}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
+                " the two."
+            )
         if not found and not contract.partition_is_asked_for(param) and len(ranks) < len(known):
             found.append(
                 f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, which shard_over() has"
