@@ -151,7 +151,7 @@ def verify(engine: Any) -> None:
         raise ValueError("ZeroSync does not support quantized gradients; set 'zero_quantized_gradients' to false.")
     if any(getattr(param, "use_muon", False) for param in engine.module.parameters()):
         raise ValueError("ZeroSync does not support Muon, which needs whole gradients. Use AdamW or SGD.")
-    if getattr(engine, "_autoep_folding_spec", None) is not None:
+    if getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1) > 1:
         raise ValueError("ZeroSync does not support AutoEP folded with tensor parallelism. Use one of the two.")
     if not isinstance(engine.optimizer, ZeROOptimizer):
         raise ValueError(
