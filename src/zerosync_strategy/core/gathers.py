@@ -36,12 +36,15 @@ class Gathers:
         engine: the DeepSpeed engine.
         streams: of the engine.
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
+
+    Attributes:
+        names: of the parameters, by ``ds_id``.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
         self.coordinator = contract.stage_3_coordinator(engine.optimizer)
-        self._streams = streams
-        self._names = {param.ds_id: name for name, param in engine.module.named_parameters()}
+        self.streams = streams
+        self.names = {param.ds_id: name for name, param in engine.module.named_parameters()}
         groups: dict[int, Any] = {}
         for param in sorted(engine.module.parameters(), key=lambda param: param.ds_id):
             groups.setdefault(id(param.ds_process_group), param.ds_process_group)
@@ -61,7 +64,7 @@ class Gathers:
     def follow_step(self) -> None:
         """The caller's stream has the step; gathers read what it writes (S1)."""
         for stream in self._gather_streams:
-            self._streams.gathers_follow(stream)
+            self.streams.gathers_follow(stream)
 
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
@@ -84,9 +87,8 @@ class Gathers:
             if handle is None or isinstance(handle, _Gather):
                 continue
             if id(handle) not in wrapped:
-                wrapped[id(handle)] = _Gather(handle, self._streams, self.stream_of(param.ds_process_group))
-            wrapped[id(handle)].names.append(self._names.get(param.ds_id, f"ds_id {param.ds_id}"))
-            wrapped[id(handle)].ranks = ranks_of(param.ds_process_group)
+                wrapped[id(handle)] = _Gather(handle, param.ds_process_group, self)
+            wrapped[id(handle)].params.append(param)
             in_flight[param] = wrapped[id(handle)]
 
 
@@ -98,36 +100,36 @@ def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
 class _Gather:
     """The handle of one gather: DeepSpeed's, on the stream that issued it."""
 
-    def __init__(self, handle: Any, streams: Streams, stream: Any) -> None:
+    def __init__(self, handle: Any, process_group: Any, gathers: Gathers) -> None:
         self._handle = handle
-        self._streams = streams
-        self._stream = stream
+        self._process_group = process_group
+        self._gathers = gathers
         self._unsharded: Any = None  # the event after which the parameters are there
-        self.names: list[str] = []
-        self.ranks: tuple[int, ...] = ()
+        self.params: list[Any] = []
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it."""
+        stream, streams = self._gathers.stream_of(self._process_group), self._gathers.streams
         try:
-            if self._stream is None:
+            if stream is None:
                 self._handle.wait(*args, **kwargs)
                 return
             if self._unsharded is None:
-                with self._streams.unsharding(self._stream):
+                with streams.unsharding(stream):
                     self._handle.wait(*args, **kwargs)
-                self._unsharded = self._streams.unsharded(self._stream)
-            self._streams.uses(self._unsharded)
+                self._unsharded = streams.unsharded(stream)
+            streams.uses(self._unsharded)
         except RuntimeError as error:
             raise RuntimeError(
-                f"ZeRO-3 could not gather {_some(self.names)} over the ranks {list(self.ranks)}. All of them must run"
-                " the same modules in the same order, and reach this gather before the process group's timeout:"
-                f" {error}"
+                f"ZeRO-3 could not gather {self._names()} over the ranks {list(ranks_of(self._process_group))}. All of"
+                " them must run the same modules in the same order, and reach this gather before the process group's"
+                f" timeout: {error}"
             ) from error
 
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + more
+    def _names(self) -> str:
+        names = [self._gathers.names.get(param.ds_id, f"ds_id {param.ds_id}") for param in self.params]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(repr(name) for name in names[:3]) + more
 
 
 class _CoordinatorMethods:

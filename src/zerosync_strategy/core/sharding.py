@@ -117,9 +117,13 @@ def check_layout(module: Any, everyone: Any) -> None:
     found: list[str] = []
     layout = hashlib.sha256()
     known = ranks_of(everyone)
+    by_group: dict[Any, tuple[int, ...]] = {}
     for name, param in module.named_parameters():
-        ranks = ranks_of(param.ds_process_group)
-        asked = ranks_of(getattr(param, "zerosync_sharded_over", param.ds_process_group))
+        groups = param.ds_process_group, getattr(param, "zerosync_sharded_over", param.ds_process_group)
+        for group in groups:
+            if group not in by_group:
+                by_group[group] = ranks_of(group)
+        ranks, asked = (by_group[group] for group in groups)
         if not found and asked != ranks:
             found.append(
                 f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
