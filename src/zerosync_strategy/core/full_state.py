@@ -15,12 +15,16 @@ import torch.distributed as dist
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
     """This rank's share of the parameters in full: those of groups whose first rank it is. A collective call.
 
+    Raises:
+        ValueError: the engine is not of stage 3.
+
     Returns:
         By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is
         two parameters, of two groups.
     """
     from deepspeed import zero
 
+    _check_stage(engine)
     state = {}
     for name, param in engine.module.named_parameters():
         with zero.GatheredParameters([param]):
@@ -38,6 +42,7 @@ def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     """
     from deepspeed import zero
 
+    _check_stage(engine)
     problem = next(_misfits(engine, state), None)
     everyone = engine.optimizer.dp_process_group
     problems: list[Any] = [None] * dist.get_world_size(everyone)
@@ -49,6 +54,14 @@ def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
             if _is_first(param):
                 param.data.copy_(state[name])
     engine.optimizer.refresh_fp32_params()
+
+
+def _check_stage(engine: Any) -> None:
+    if engine.zero_optimization_stage() != 3:
+        raise ValueError(
+            f"full_state() and load_full_state() are for ZeRO stage 3, found stage {engine.zero_optimization_stage()},"
+            " where every rank has all parameters. Use the state_dict of the module."
+        )
 
 
 def _misfits(engine: Any, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
