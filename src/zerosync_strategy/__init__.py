@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.attach import ZeroSync, attach
     from zerosync_strategy.core.config import ZeroSyncConfig
     from zerosync_strategy.core.report import StepReport
+    from zerosync_strategy.core.sharding import shard_over
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
@@ -25,6 +26,7 @@ __all__ = [
     "ZeroSyncStrategy",
     "__version__",
     "attach",
+    "shard_over",
 ]
 
 _HOME = {
@@ -35,6 +37,7 @@ _HOME = {
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
     "attach": "zerosync_strategy.core.attach",
+    "shard_over": "zerosync_strategy.core.sharding",
 }
 
 

@@ -145,6 +145,8 @@ def test_only_for_stage_3() -> None:
         engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
         with pytest.raises(ValueError, match=r"'param_memory_budget' holds .* stage 3, found stage 2"):
             attach(engine, param_memory_budget="1MB")
-        attach(engine, param_memory_budget="0MB")
+        zerosync = attach(engine, param_memory_budget="0MB")
+        with pytest.raises(ValueError, match="for ZeRO stage 3, found stage 2"):
+            zerosync.full_state()
 
     run_ranks(run)

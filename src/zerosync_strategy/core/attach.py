@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,12 @@ from zerosync_strategy.core import contract
 from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.collectives import share_timeout
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.full_state import full_state, load_full_state
+from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
 from zerosync_strategy.core.rollcall import RankError, roll_call
+from zerosync_strategy.core.sharding import check_layout
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
 from zerosync_strategy.core.traffic import EngineCounter
 from zerosync_strategy.core.unshard import HeldParameters
@@ -104,6 +107,13 @@ class ZeroSync:
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
+        if stage_3:
+            check_layout(engine.module, optimizer.dp_process_group)
+        elif any(map(contract.partition_is_asked_for, engine.module.parameters())):
+            raise ValueError(
+                "shard_over() shards parameters of ZeRO stage 3, found stage"
+                f" {engine.zero_optimization_stage()}. Use stage 3, or leave it out."
+            )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
@@ -112,6 +122,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
+        self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()
@@ -138,6 +149,8 @@ class ZeroSync:
         """The device has gained streams or lost them; the race checker calls this."""
         contract.renew_streams(self.engine)
         self._reducer.streams.renew()
+        if self._gathers is not None:
+            self._gathers.renew()
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
@@ -183,6 +196,24 @@ class ZeroSync:
             self._clip_grad = self.engine.optimizer.clip_grad
         self.engine.optimizer.clip_grad = float(max_norm)
 
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Stage 3: this rank's share of the parameters in full, on the CPU. Collective; see ``core/full_state.py``.
+
+        Returns:
+            By name, those parameters of which this is the first of the ranks that shard them: without
+            :func:`~zerosync_strategy.shard_over`, all on rank 0 and none elsewhere.
+        """
+        return full_state(self.engine)
+
+    def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Stage 3: set the parameters to what :meth:`full_state` gave this rank. Collective.
+
+        Raises:
+            ValueError: on every rank, if a parameter is missing or has another shape on some rank.
+        """
+        self.abort("load_full_state() was called")
+        load_full_state(self.engine, state)
+
     def detach(self) -> None:
         """Give the engine back as it was.
 
@@ -203,8 +234,9 @@ class ZeroSync:
         _attached.discard(self)
         self._restore_clipping()
         self.counter.stop()
-        if self._held is not None:
-            self._held.detach()
+        for gathering in (self._gathers, self._held):  # the last that came goes first
+            if gathering is not None:
+                gathering.detach()
         for target in (self.engine, self.engine.optimizer):
             restore(target)
             del target._zerosync
@@ -223,8 +255,8 @@ class ZeroSync:
                 raise
             finally:
                 self._restore_clipping()
-                if self._held is not None:
-                    self._reducer.streams.gathers_follow(contract.stage_3_gather_stream(self.engine.optimizer))
+                if self._gathers is not None:
+                    self._gathers.follow_step()
             self._steps += 1
             self.report = self._reported()
             self.window.end_step()
@@ -361,6 +393,16 @@ class _EngineMethods:
         with self._zerosync._files(f"read the checkpoint in {load_dir}", _UNREADABLE):
             return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
 
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        reducer = self._zerosync._reducer
+        if isinstance(reducer, Stage3Reducer) and reducer.over_groups:
+            raise ValueError(
+                "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
+                " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
+                " rank has the group's."
+            )
+        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def destroy(self) -> None:
         self._zerosync.abort("the engine was destroyed")
         self._zerosync._release()
@@ -411,7 +453,6 @@ class _Stage3Methods(_OptimizerMethods):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         reducer = self._zerosync._reducer
         if reducer.norm is None:
-            norms = torch.stack([torch.as_tensor(norm) for norm in super()._get_norm_groups()])  # type: ignore[misc]
-            # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
-            reducer.norm = torch.where((norms >= 0).all(), norms.norm(), torch.inf)
+            assert isinstance(reducer, Stage3Reducer)
+            reducer.norm = reducer.combine_norms(super()._get_norm_groups())  # type: ignore[misc]
         return [reducer.norm]

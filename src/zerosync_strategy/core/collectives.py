@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_timeout
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ def timeout_of(process_group: Any) -> timedelta:
 
 
 def share_timeout(process_groups: Iterable[Any]) -> None:
-    """Give these groups the timeout of the default group, which is the one that users set.
+    """Give groups that have torch's own timeout, as those that DeepSpeed makes, that of the default group.
 
-    DeepSpeed makes its own groups with torch's default of 30 minutes (10 on NCCL).
+    It is the one that users set. Torch's is 30 minutes, or 10 on NCCL.
     """
     for process_group in process_groups:
-        if process_group is not dist.group.WORLD:
+        if timeout_of(process_group) == _get_default_timeout(dist.Backend(dist.get_backend(process_group))):
             dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
 
 

@@ -29,6 +29,8 @@ class ZeroSyncConfig:
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in the order of the ranks, bit-identical whatever the chunks' sizes.
         overlap_last: reduce during the backward that is known to be the last of its window.
+        unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
+            some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
 
     Raises:
@@ -40,6 +42,7 @@ class ZeroSyncConfig:
     param_memory_budget: int | str = 0
     reduction: str = "native"
     overlap_last: bool = True
+    unshard_streams: str = "per_group"
     racecheck: int = 0
 
     def __post_init__(self) -> None:
@@ -48,6 +51,10 @@ class ZeroSyncConfig:
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
+        if self.unshard_streams not in ("per_group", "shared"):
+            raise ValueError(
+                f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
+            )
         if self.grad_memory_budget is not None:
             parse_bytes("grad_memory_budget", self.grad_memory_budget, "or None")
             if not self.coalesce:

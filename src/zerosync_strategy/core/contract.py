@@ -85,8 +85,10 @@ _STAGE_1_AND_2_OFFLOAD = (
 )
 _STAGE_3_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE_3_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
-_STAGE_3_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
-_COORDINATOR_GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
+_STAGE_3_ALL_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+_STAGE_3_GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
+_STAGE_3_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
+_OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 _STAGE_3 = (
     Internal("held parameters", "optimizer", "parameter_offload"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
@@ -97,6 +99,8 @@ _STAGE_3 = (
     Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
     Internal("reduction", "optimizer", _STAGE_3_GRADIENTS),
     Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
+    Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
+    Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
 )
 
 
@@ -148,7 +152,7 @@ def verify(engine: Any) -> None:
         raise ValueError("ZeroSync does not support quantized gradients; set 'zero_quantized_gradients' to false.")
     if any(getattr(param, "use_muon", False) for param in engine.module.parameters()):
         raise ValueError("ZeroSync does not support Muon, which needs whole gradients. Use AdamW or SGD.")
-    if getattr(engine, "_autoep_folding_spec", None) is not None:
+    if getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1) > 1:
         raise ValueError("ZeroSync does not support AutoEP folded with tensor parallelism. Use one of the two.")
     if not isinstance(engine.optimizer, ZeROOptimizer):
         raise ValueError(
@@ -238,7 +242,7 @@ def stage_3_restrict(optimizer: Any, first: Any, part: torch.nn.Module) -> None:
     own, gathers, params = optimizer.parameter_offload, first.parameter_offload, set(part.parameters())
     for owner, names in (
         (optimizer, ("module", "persistent_parameters")),
-        (own, ("module", "persistent_parameters", "param_coordinator", _STAGE_3_GATHER_STREAM)),
+        (own, ("module", "persistent_parameters", "param_coordinator", _OFFLOAD_GATHER_STREAM)),
     ):
         for name in names:
             if name not in vars(owner):
@@ -251,7 +255,7 @@ def stage_3_restrict(optimizer: Any, first: Any, part: torch.nn.Module) -> None:
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     own.persistent_parameters = optimizer.persistent_parameters = persistent
     own.param_coordinator = gathers.param_coordinator
-    setattr(own, _STAGE_3_GATHER_STREAM, getattr(gathers, _STAGE_3_GATHER_STREAM))
+    setattr(own, _OFFLOAD_GATHER_STREAM, getattr(gathers, _OFFLOAD_GATHER_STREAM))
 
 
 def stage_3_coordinator(optimizer: Any) -> Any:
@@ -267,6 +271,9 @@ def stage_3_coordinator(optimizer: Any) -> Any:
         Internal("held parameters", "coordinator", "release_backward_leftovers", ()),
         Internal("held parameters", "coordinator", "_invalidate_trace", ()),
         Internal("held parameters", "coordinator", _STAGE_3_RELEASES),
+        Internal("gathers", "coordinator", _STAGE_3_ALL_GATHER, ("params", "forward")),
+        Internal("gathers", "coordinator", _STAGE_3_GATHER_STREAM),
+        Internal("gathers", "coordinator", _STAGE_3_IN_FLIGHT),
     ):
         found = problem(coordinator, internal)
         if found:
@@ -274,15 +281,37 @@ def stage_3_coordinator(optimizer: Any) -> Any:
     return coordinator
 
 
-def stage_3_gather_stream(optimizer: Any) -> Any:
-    """The stream on which ZeRO-3 gathers parameters; ``None`` on a device without streams.
+def stage_3_gather_stream(coordinator: Any) -> Any:
+    """The stream on which ZeRO-3 gathers parameters and waits for them; ``None`` on a device without streams."""
+    return getattr(coordinator, _STAGE_3_GATHER_STREAM)
 
-    Raises:
-        ContractError: it is not there.
-    """
-    if not hasattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM):
-        raise changed("stream order", f"{type(optimizer.parameter_offload).__name__} has no {_STAGE_3_GATHER_STREAM}")
-    return getattr(optimizer.parameter_offload, _STAGE_3_GATHER_STREAM)
+
+@contextmanager
+def stage_3_gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+    """While active, ZeRO-3 gathers parameters and waits for them on ``stream``."""
+    before = getattr(coordinator, _STAGE_3_GATHER_STREAM)
+    setattr(coordinator, _STAGE_3_GATHER_STREAM, stream)
+    try:
+        yield
+    finally:
+        setattr(coordinator, _STAGE_3_GATHER_STREAM, before)
+
+
+def stage_3_in_flight(coordinator: Any) -> dict[Any, Any]:
+    """ZeRO-3's handles of the gathers that nobody has waited for yet, by parameter."""
+    return getattr(coordinator, _STAGE_3_IN_FLIGHT).data  # past the checks of its __setitem__
+
+
+def partition_over(param: Any, process_group: Any) -> None:
+    """Let ZeRO-3 partition ``param``, still whole, over ``process_group``, with the values of its first rank."""
+    param.ds_zero_partition_process_group = process_group
+    # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
+    param.ds_optim_param = True
+
+
+def partition_is_asked_for(param: Any) -> bool:
+    """Whether somebody, :func:`partition_over` or DeepSpeed, has chosen the process group of this one parameter."""
+    return hasattr(param, "ds_zero_partition_process_group")
 
 
 def renew_streams(engine: Any) -> None:
@@ -299,8 +328,8 @@ def renew_streams(engine: Any) -> None:
         offload = optimizer.parameter_offload
         owners = [
             (optimizer, "reduce_and_partition_stream"),
-            (offload, _STAGE_3_GATHER_STREAM),
-            (offload.get_param_coordinator(), _COORDINATOR_GATHER_STREAM),
+            (offload, _OFFLOAD_GATHER_STREAM),
+            (offload.get_param_coordinator(), _STAGE_3_GATHER_STREAM),
         ]
     stream = None
     if not accelerator.is_synchronized_device():

@@ -14,6 +14,7 @@ beside the backward that goes on. The rules, each with its method:
   packed chunks after the collective, which the backend keeps alive, and partitions after the step, which comes before
   all that the reduction stream is told next.
 - **S1** :meth:`Streams.gathers_follow`: ZeRO-3's gathers start after the step that wrote the partitions they read.
+- **U2** :meth:`Streams.uses`: what uses a gathered parameter starts after its gather, and waits for no other.
 
 On a device without streams, such as the CPU, all of them do nothing.
 """
@@ -81,7 +82,30 @@ class Streams:
         if self._reduction is not None:
             self._accelerator.current_stream().wait_stream(self._reduction)
 
+    def for_gathers(self, count: int, stock: Any) -> list[Any]:
+        """So many streams for gathers. DeepSpeed's own, ``stock``, if that is the one that computes."""
+        if self._reduction is None:
+            return []
+        if stock == self._accelerator.default_stream():  # overlap_comm is off
+            return [stock]
+        return [self._accelerator.Stream() for _ in range(count)]
+
+    @contextmanager
+    def unsharding(self, gather_stream: Any) -> Iterator[None]:
+        """Wait for a gather, and unpack it, where it was issued: its memory comes from there and returns there."""
+        with self._accelerator.stream(gather_stream):
+            yield
+
+    def unsharded(self, gather_stream: Any) -> Any:
+        """The event of a gather that was unpacked just now."""
+        event = self._accelerator.Event()
+        event.record(gather_stream)
+        return event
+
+    def uses(self, unsharded: Any) -> None:
+        """The caller's stream waits for one gather (U2)."""
+        self._accelerator.current_stream().wait_event(unsharded)
+
     def gathers_follow(self, gather_stream: Any) -> None:
         """Gathers on this stream start after what the caller's stream has (S1)."""
-        if self._reduction is not None:
-            gather_stream.wait_stream(self._accelerator.current_stream())
+        gather_stream.wait_stream(self._accelerator.current_stream())

@@ -327,7 +327,8 @@ class Reducer(ABC):
                 size += self._size(param)
             if params:
                 buckets.append(Bucket(partition, params, params[-1] in kept))
-        return buckets
+        # With several partitions under ZeRO-3, those of the later modules first; else as they are.
+        return sorted(buckets, key=lambda bucket: -max(getattr(param, "ds_id", 0) for param in bucket.params))
 
     def _size(self, param: Any) -> int:
         return param_size(param) * self._itemsize

@@ -87,7 +87,9 @@ class Stage3Reducer(Reducer):
             world_size = dist.get_world_size(process_group)
             shares = [param.partition_numel() for param in params]
             pieces = cut_each(params, [param.ds_numel for param in params], shares, world_size)
-            divisor = optimizer._gradient_averaging_world_size(params, world_size)
+            # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
+            ranks = max(world_size, dist.get_world_size(optimizer.dp_process_group))
+            divisor = optimizer._gradient_averaging_world_size(params, ranks)
             dtype = optimizer.communication_data_type
             partitions.append(Partition(process_group, params, sum(shares), pieces, float(divisor), dtype))
         return partitions
@@ -117,6 +119,34 @@ class Stage3Reducer(Reducer):
     def compute_norm(self) -> torch.Tensor:
         (norm,) = self.optimizer._get_norm_groups()
         return norm
+
+    @property
+    def over_groups(self) -> bool:
+        """Whether some parameters are sharded over fewer ranks than all; the same on every rank."""
+        everyone = dist.get_world_size(self.optimizer.dp_process_group)
+        return any(len(partition.pieces) < everyone for partition in self.partitions)
+
+    def combine_norms(self, norms: list[Any]) -> torch.Tensor:
+        """The norm of all gradients, the same on every rank (U3), from DeepSpeed's by group of parameters.
+
+        A group's norm is summed over the ranks that shard it. Parameters of another group of ranks are others, so each
+        of its ranks adds its share of the square, and each element counts once. A collective call.
+        """
+        from deepspeed import comm
+
+        optimizer = self.optimizer
+        stacked = torch.stack([torch.as_tensor(norm) for norm in norms])
+        # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
+        stacked = torch.where(stacked >= 0, stacked, torch.inf)
+        if not self.over_groups:
+            return stacked.norm()
+        squares = stacked.double().square().to(self.params[0].device)  # offloaded, they are on the host
+        for index, group in enumerate(optimizer.fp16_groups):
+            world_size = dist.get_world_size(optimizer._get_param_partition_group(group[0]))
+            squares[index] /= optimizer._gradient_averaging_world_size(group, world_size)
+        total = squares.sum()
+        comm.all_reduce(total, group=optimizer.dp_process_group)
+        return total.sqrt().to(stacked)
 
     def _discard(self) -> None:
         self.optimizer.averaged_gradients = {}

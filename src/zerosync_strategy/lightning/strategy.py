@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.parts import as_frozen, restrict
 from zerosync_strategy.core.rollcall import RankError, of_communication, roll_call
+from zerosync_strategy.core.sharding import inner_groups_refused
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
@@ -150,6 +151,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._precision_plugin = plugin
 
     # ---- set-up --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with super().model_sharded_context(), inner_groups_refused():
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from zerosync_strategy.racecheck.checker import Access, Finding, Kind, Operation
 from zerosync_strategy.racecheck.in_place import RaceWarning
+from zerosync_strategy.racecheck.schedule import Span, schedule
 from zerosync_strategy.racecheck.simulation import Event, Simulation, Stream, simulate
 from zerosync_strategy.racecheck.trace import write_trace
 
@@ -13,7 +14,9 @@ __all__ = [
     "Operation",
     "RaceWarning",
     "Simulation",
+    "Span",
     "Stream",
+    "schedule",
     "simulate",
     "write_trace",
 ]

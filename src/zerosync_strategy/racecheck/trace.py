@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+from zerosync_strategy.racecheck.schedule import schedule
 from zerosync_strategy.racecheck.simulation import Simulation
 
 STEP = 10
@@ -19,32 +19,16 @@ def write_trace(simulation: Simulation, path: str | Path) -> None:
     Times are not measured: each operation takes as long as any other, and starts as soon as the order allows.
     """
     events: list[dict[str, Any]] = []
-    ended: dict[int, tuple[list[int], list[int]]] = {}  # by timeline: the numbers of its operations, and their ends
-    known: dict[int, dict[int, int]] = {}  # by timeline: the clock of its last operation
-    for number, (operation, clock) in enumerate(simulation.operations):
-        here = operation.timeline.id
-        start, waited = 0, []
-        for timeline, time in clock.items():
-            times, ends = ended.get(timeline, ([], []))
-            index = bisect_right(times, time - (timeline == here)) - 1
-            if index < 0:
-                continue
-            start = max(start, ends[index])
-            if timeline != here and time > known.get(here, {}).get(timeline, 0):
-                waited.append((timeline, ends[index]))
-        known[here] = dict(clock)
-        times, ends = ended.setdefault(here, ([], []))
-        times.append(operation.time)
-        ends.append(start + STEP)
-        common = {"pid": 0, "cat": "operation"}
+    for number, span in enumerate(schedule(simulation.operations, lambda operation: STEP)):
+        here, common = span.operation.timeline.id, {"pid": 0, "cat": "operation"}
         events.append({
-            "name": operation.name, "ph": "X", "ts": start, "dur": STEP, "tid": here,
-            "args": {"site": operation.site}, **common,
+            "name": span.operation.name, "ph": "X", "ts": span.start, "dur": STEP, "tid": here,
+            "args": {"site": span.operation.site}, **common,
         })  # fmt: skip
-        for index, (timeline, end) in enumerate(waited):
+        for index, (timeline, end) in enumerate(span.waited):
             arrow = {"name": "wait", "id": f"{number}-{index}", "pid": 0, "cat": "wait"}
             events.append({"ph": "s", "ts": end - 1, "tid": timeline, **arrow})
-            events.append({"ph": "f", "bp": "e", "ts": start, "tid": here, **arrow})
+            events.append({"ph": "f", "bp": "e", "ts": span.start, "tid": here, **arrow})
     timelines = {operation.timeline.id: operation.timeline.name for operation, _ in simulation.operations}
     for timeline, name in timelines.items():
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": timeline, "args": {"name": name}})

@@ -1,0 +1,75 @@
+"""Parameters in full where ZeRO-3 shards some over groups of ranks: each on the first rank that shards it.
+
+DeepSpeed collects full parameters on rank 0, whose model lacks those of other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    """This rank's share of the parameters in full: those of groups whose first rank it is. A collective call.
+
+    Raises:
+        ValueError: the engine is not of stage 3.
+
+    Returns:
+        By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is
+        two parameters, of two groups.
+    """
+    from deepspeed import zero
+
+    _check_stage(engine)
+    state = {}
+    for name, param in engine.module.named_parameters():
+        with zero.GatheredParameters([param]):
+            if _is_first(param):
+                state[name] = param.detach().cpu().clone()
+    return state
+
+
+def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Set the parameters to those that ``full_state`` gave this rank. A collective call. Optimizer states stay.
+
+    Raises:
+        ValueError: on every rank, if on some rank ``state`` lacks a parameter that the rank is the first to shard, or
+            has one of another shape. Nothing is set then.
+    """
+    from deepspeed import zero
+
+    _check_stage(engine)
+    problem = next(_misfits(engine, state), None)
+    everyone = engine.optimizer.dp_process_group
+    problems: list[Any] = [None] * dist.get_world_size(everyone)
+    dist.all_gather_object(problems, problem, group=everyone)
+    for found in filter(None, problems):
+        raise ValueError(f"load_full_state() needs, of full_state(), what the same rank was given: {found}")
+    for name, param in engine.module.named_parameters():
+        with zero.GatheredParameters([param], modifier_rank=0):
+            if _is_first(param):
+                param.data.copy_(state[name])
+    engine.optimizer.refresh_fp32_params()
+
+
+def _check_stage(engine: Any) -> None:
+    if engine.zero_optimization_stage() != 3:
+        raise ValueError(
+            f"full_state() and load_full_state() are for ZeRO stage 3, found stage {engine.zero_optimization_stage()},"
+            " where every rank has all parameters. Use the state_dict of the module."
+        )
+
+
+def _misfits(engine: Any, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for name, param in engine.module.named_parameters():
+        found = tuple(state[name].shape) if name in state else None
+        if _is_first(param) and found != tuple(param.ds_shape):
+            yield f"{name!r} of shape {tuple(param.ds_shape)} on rank {dist.get_rank()}, where it found {found}."
+
+
+def _is_first(param: Any) -> bool:
+    return dist.get_rank(param.ds_process_group) == 0

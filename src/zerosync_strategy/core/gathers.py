@@ -1,0 +1,158 @@
+"""ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
+
+DeepSpeed collects the parameters of a module, and those it prefetches, in Python sets, and gathers them by process
+group in the order in which the set yields them: another one on each rank, which on NCCL can be a deadlock. Here, what
+is wanted at once is gathered in the order of (ranks of the process group, ``ds_id``), each group by itself (**U1**).
+
+Why that is one order for all: ranks run the same modules in the same order, so they want parameters at the same turns
+(each its own, where groups differ). Number each gather by (turn, ranks of its group, ``ds_id``). These triples are
+totally ordered, every rank issues its gathers in rising order, and a gather has the same number on all its ranks. So of
+all gathers that are not complete, the lowest can always complete: all its ranks have come to it, or are on their way
+through gathers that are lower still. A cycle of ranks that wait for each other would need a gather lower than itself.
+
+Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone
+(**U2**), and its error says what was being gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from zerosync_strategy.core import contract
+from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.sharding import ranks_of
+
+MAX_STREAMS = 8
+"""Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
+
+
+class Gathers:
+    """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
+
+    Args:
+        engine: the DeepSpeed engine.
+        streams: of the engine.
+        sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
+
+    Attributes:
+        names: of the parameters, by ``ds_id``.
+    """
+
+    def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
+        self.coordinator = contract.stage_3_coordinator(engine.optimizer)
+        self.streams = streams
+        self.names = {param.ds_id: name for name, param in engine.module.named_parameters()}
+        groups: dict[int, Any] = {}
+        for param in sorted(engine.module.parameters(), key=lambda param: param.ds_id):
+            groups.setdefault(id(param.ds_process_group), param.ds_process_group)
+        # Two groups of the same ranks stay in the order of their parameters.
+        ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
+        self._turn = {id(group): turn for turn, group in enumerate(ordered)}
+        self._count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
+        self.renew()
+        self.coordinator._zerosync_gathers = self
+        interpose(self.coordinator, _CoordinatorMethods)
+
+    @classmethod
+    def of(cls, engine: Any, streams: Streams, sharing: str) -> Gathers:
+        """Those of ``engine``; engines over one module have one in common, with the option of the first."""
+        coordinator = contract.stage_3_coordinator(engine.optimizer)
+        return getattr(coordinator, "_zerosync_gathers", None) or cls(engine, streams, sharing)
+
+    def renew(self) -> None:
+        """The device has gained streams or lost them: make the gather streams anew."""
+        self._gather_streams = self.streams.for_gathers(self._count, contract.stage_3_gather_stream(self.coordinator))
+
+    def detach(self) -> None:
+        """Gather as DeepSpeed does; gathers in flight stay good."""
+        if isinstance(self.coordinator, _CoordinatorMethods):
+            restore(self.coordinator)
+            del self.coordinator._zerosync_gathers
+
+    def follow_step(self) -> None:
+        """The caller's stream has the step; gathers read what it writes (S1)."""
+        for stream in self._gather_streams:
+            self.streams.gathers_follow(stream)
+
+    def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
+        """``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
+        ordered = sorted(params, key=lambda param: (self._turn[id(param.ds_process_group)], param.ds_id))
+        for _, of_group in groupby(ordered, key=lambda param: id(param.ds_process_group)):
+            yield list(of_group)
+
+    def stream_of(self, process_group: Any) -> Any:
+        """Where ``process_group`` gathers (U4); ``None`` on a device without streams."""
+        if not self._gather_streams:
+            return None
+        return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
+
+    def wrap(self, params: list[Any]) -> None:
+        """Let waiting for the gathers of ``params``, just issued, be our waiting."""
+        in_flight = contract.stage_3_in_flight(self.coordinator)
+        wrapped: dict[int, _Gather] = {}
+        for param in params:
+            handle = in_flight.get(param)
+            if handle is None or isinstance(handle, _Gather):
+                continue
+            if id(handle) not in wrapped:
+                wrapped[id(handle)] = _Gather(handle, param.ds_process_group, self)
+            wrapped[id(handle)].params.append(param)
+            in_flight[param] = wrapped[id(handle)]
+
+
+def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
+    """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
+    return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
+
+
+class _Gather:
+    """The handle of one gather: DeepSpeed's, on the stream that issued it."""
+
+    def __init__(self, handle: Any, process_group: Any, gathers: Gathers) -> None:
+        self._handle = handle
+        self._process_group = process_group
+        self._gathers = gathers
+        self._unsharded: Any = None  # the event after which the parameters are there
+        self.params: list[Any] = []
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        """Order the current stream after this gather; on a device without streams, wait for it."""
+        stream, streams = self._gathers.stream_of(self._process_group), self._gathers.streams
+        try:
+            if stream is None:
+                self._handle.wait(*args, **kwargs)
+                return
+            if self._unsharded is None:
+                with streams.unsharding(stream):
+                    self._handle.wait(*args, **kwargs)
+                self._unsharded = streams.unsharded(stream)
+            streams.uses(self._unsharded)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ZeRO-3 could not gather {self._names()} over the ranks {list(ranks_of(self._process_group))}. All of"
+                " them must run the same modules in the same order, and reach this gather before the process group's"
+                f" timeout: {error}"
+            ) from error
+
+    def _names(self) -> str:
+        names = [self._gathers.names.get(param.ds_id, f"ds_id {param.ds_id}") for param in self.params]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(repr(name) for name in names[:3]) + more
+
+
+class _CoordinatorMethods:
+    """What DeepSpeed's parameter coordinator does differently."""
+
+    _zerosync_gathers: Gathers
+
+    # One leading underscore: a method that is private to DeepSpeed's class, under the name that Python gives it.
+    def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
+        gathers = self._zerosync_gathers
+        for of_group in gathers.in_order(params):
+            stream = gathers.stream_of(of_group[0].ds_process_group)
+            with contract.stage_3_gathering_on(self, stream):
+                super()._PartitionedParameterCoordinator__all_gather_params(of_group, forward)  # type: ignore[misc]
+            gathers.wrap(of_group)

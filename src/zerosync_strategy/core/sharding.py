@@ -1,0 +1,172 @@
+"""ZeRO-3 parameters that are sharded over some of the ranks: how to say it, and what is checked.
+
+A parameter of a group of ranks belongs to that group: another group that builds the same module has another parameter
+under the same name, as experts are. What holds for all parameters holds for it: its gradient is that of the mean loss
+of all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zerosync_strategy.core import contract
+
+
+class shard_over:  # a function that is also a context manager, as torch.no_grad
+    """Shard parameters over the ranks of one process group, instead of over all, under ZeRO stage 3.
+
+    Either what is built inside, in Lightning's ``configure_model`` and under ``deepspeed.zero.Init`` too::
+
+        with shard_over(group):
+            self.experts = Experts()
+
+    or modules that exist, before ``deepspeed.initialize``, ``Trainer.fit`` or ``accelerator.prepare``::
+
+        shard_over(group, model.experts)
+
+    The parameters belong to the group. Their initial values are those of the group's first rank, and each group trains
+    and checkpoints its own. All ranks must build the same modules in the same order, each over a group that it is in.
+
+    Args:
+        process_group: a ``torch.distributed`` process group that this rank is in, or a one-dimensional ``DeviceMesh``,
+            such as ``mesh["expert"]``.
+        modules: modules whose parameters, those of their submodules included, are sharded over it.
+
+    Raises:
+        TypeError: ``process_group`` or a module is something else.
+        ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
+    """
+
+    def __init__(self, process_group: Any, *modules: torch.nn.Module) -> None:
+        self._group = _group_of(process_group)
+        self._hook: Any = None
+        for module in modules:
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(f"shard_over() takes modules after the process group, got {type(module).__name__}.")
+            for name, param in module.named_parameters():
+                if hasattr(param, "ds_id"):
+                    raise ValueError(
+                        f"shard_over() found that parameter {name!r} of {type(module).__name__} is sharded already, by"
+                        " deepspeed.zero.Init or an engine. Build the module inside 'with shard_over(group):'; under"
+                        " zero.Init, and so in Lightning's configure_model, modules are sharded as they are built."
+                    )
+                self._mark(param)
+
+    def __enter__(self) -> shard_over:
+        self._hook = register_module_parameter_registration_hook(self._registered)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _registered(self, module: torch.nn.Module, name: str, param: Any) -> None:
+        if isinstance(param, torch.nn.Parameter) and not hasattr(param, "ds_id"):
+            self._mark(param)
+
+    def _mark(self, param: Any) -> None:
+        contract.partition_over(param, self._group)
+        param.zerosync_sharded_over = self._group
+
+
+def ranks_of(process_group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order."""
+    return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
+
+
+@contextmanager
+def inner_groups_refused() -> Iterator[None]:
+    """Inside ``deepspeed.zero.Init``: another one with a process group of its own, which would be ignored, is an error.
+
+    Raises:
+        ValueError: from the inner context.
+    """
+    from deepspeed import zero
+
+    stock = zero.Init.__enter__
+
+    def enter(self: Any) -> Any:
+        if self.enabled and self.dp_world_size < dist.get_world_size():
+            raise ValueError(
+                f"zero.Init(data_parallel_group=...) over the ranks {list(ranks_of(self.ds_process_group))} was entered"
+                " inside another zero.Init, as which Lightning's configure_model runs. DeepSpeed would ignore the"
+                " inner one. Use 'with shard_over(group):' instead."
+            )
+        return stock(self)
+
+    zero.Init.__enter__ = enter
+    try:
+        yield
+    finally:
+        del zero.Init.__enter__  # the stock one is inherited
+
+
+def check_layout(module: Any, everyone: Any) -> None:
+    """Check how the parameters of an engine are sharded, over ``everyone`` and over parts of it. A collective call.
+
+    Raises:
+        ValueError: on every rank, if on some rank parameters are sharded over other ranks than anybody has said, or if
+            ranks have other parameters: how far DeepSpeed prefetches, and so what it gathers together, would differ.
+    """
+    found: list[str] = []
+    layout = hashlib.sha256()
+    known = ranks_of(everyone)
+    by_group: dict[Any, tuple[int, ...]] = {}
+    for name, param in module.named_parameters():
+        groups = param.ds_process_group, getattr(param, "zerosync_sharded_over", param.ds_process_group)
+        for group in groups:
+            if group not in by_group:
+                by_group[group] = ranks_of(group)
+        ranks, asked = (by_group[group] for group in groups)
+        if not found and asked != ranks:
+            found.append(
+                f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
+                f" {list(asked)}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
+                " the two."
+            )
+        if not found and not contract.partition_is_asked_for(param) and len(ranks) < len(known):
+            found.append(
+                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, which shard_over() has"
+                " not said: zero.Init(data_parallel_group=...) around a submodule shards all that is built elsewhere"
+                " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
+                " shard_over(group):'."
+            )
+        layout.update(repr((param.ds_numel, param.ds_persist, len(ranks))).encode())
+    seen: list[Any] = [None] * len(known)
+    dist.all_gather_object(seen, (found, layout.hexdigest()), group=everyone)
+    for rank, (problem, of_rank) in zip(known, seen, strict=True):
+        if problem:
+            raise ValueError(f"On rank {rank}, {problem[0]}")
+        if of_rank != seen[0][1]:
+            raise ValueError(
+                f"Rank {rank} has other parameters than rank {known[0]}: their number, their sizes, or how many ranks"
+                " shard them. Build the same modules, of the same sizes and in the same order, on all ranks."
+            )
+
+
+def _group_of(process_group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"shard_over() takes a DeviceMesh of one dimension, got {process_group.ndim}:"
+                f" {process_group.mesh_dim_names}. Name one of them, as in mesh['expert']."
+            )
+        return process_group.get_group()
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"shard_over() got a process group that rank {dist.get_rank()} is not in. Make all groups on every rank,"
+            " and give each rank the one that it is in."
+        )
+    raise TypeError(
+        f"shard_over() takes a torch.distributed process group or a DeviceMesh, got {type(process_group).__name__}."
+    )

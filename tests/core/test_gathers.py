@@ -1,0 +1,99 @@
+"""U1: gathers over several process groups are issued in one order on all ranks, and the result never varies."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero import partition_parameters
+
+from tests.harness.groups import LAYOUTS, WORLD, data, make_engine, sgd
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.gathers import Gathers
+from zerosync_strategy.core.sharding import ranks_of
+
+Issued = tuple[tuple[int, ...], int]  # the ranks of a gather, and its elements
+DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two and four parameters ahead, and all
+
+
+@contextmanager
+def recorded() -> Iterator[list[Issued]]:
+    """The gathers that this rank issues, as they go to the backend."""
+    issued: list[Issued] = []
+    stock = partition_parameters._dist_allgather_fn
+
+    def gather(source: torch.Tensor, target: torch.Tensor, group: Any = None) -> Any:
+        issued.append((ranks_of(group), target.numel()))
+        return stock(source, target, group)
+
+    partition_parameters._dist_allgather_fn = gather
+    try:
+        yield issued
+    finally:
+        partition_parameters._dist_allgather_fn = stock
+
+
+def run(depth: int, steps: int = 5) -> tuple[list[float], list[Issued]]:
+    """Losses and gathers of some optimizer steps, one of which skips a layer on all ranks."""
+    rank = int(os.environ["RANK"])
+    engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth})
+    zerosync = attach(engine)
+    losses = []
+    with recorded() as issued:
+        for k in range(steps):
+            loss = engine(data(k, rank), skip=k == 3)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    zerosync.detach()
+    engine.destroy()
+    return losses, issued
+
+
+def one_order_for_all(by_rank: list[list[Issued]]) -> bool:
+    """Whether all ranks could issue their gathers one after the other, each on all its ranks at once."""
+    todo = [list(reversed(issued)) for issued in by_rank]
+    while any(todo):
+        for issued in filter(None, todo):
+            ranks, _ = issued[-1]
+            if all(todo[rank] and todo[rank][-1] == issued[-1] for rank in ranks):
+                for rank in ranks:
+                    todo[rank].pop()
+                break
+        else:
+            return False
+    return True
+
+
+def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
+    def repeat() -> list[Any]:
+        return [run(depth) for depth in DEPTHS for _ in range(4)]
+
+    ranks = run_ranks(repeat, world_size=WORLD)
+    for losses, *others in ([losses for losses, _ in of_rank] for of_rank in ranks):
+        assert all(other == losses for other in others)
+    for by_rank in zip(*([issued for _, issued in of_rank] for of_rank in ranks), strict=True):
+        assert one_order_for_all(list(by_rank))
+        # Rows, columns and all: the same place in the order on every rank, whichever row or column is meant.
+        kinds = [[(len(group), group[-1] - group[0], size) for group, size in issued] for issued in by_rank]
+        assert all(kind == kinds[0] for kind in kinds)
+        assert len(Counter(group for group, _ in by_rank[0])) == 3
+    numbers = [len(issued) for _, issued in ranks[0]]
+    assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
+
+
+def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: rank 0 issues what it wants at once in the reverse order of its groups."""
+    stock = Gathers.in_order
+
+    def in_order(self: Gathers, params: Iterable[Any]) -> Iterator[list[Any]]:
+        found = list(stock(self, params))
+        yield from reversed(found) if os.environ["RANK"] == "0" else found
+
+    monkeypatch.setattr(Gathers, "in_order", in_order)
+    ranks = run_ranks(run, 10**6, world_size=WORLD)
+    assert not one_order_for_all([issued for _, issued in ranks])

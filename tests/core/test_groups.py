@@ -1,0 +1,113 @@
+"""ZeRO-3 parameters sharded over several process groups: exact against one process that holds all of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.groups import BACKWARDS, LAYOUTS, WIDTH, WORLD, Reference, adamw, error_of, make_engine, sgd, train
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+STEPS = 3
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}, {"grad_memory_budget": 0}, {"coalesce": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_group_trains_its_own_exactly(layout: str) -> None:
+    def run() -> Any:
+        reference = Reference(LAYOUTS[layout], sgd)
+        expected = reference.train(STEPS, clip=1e9)
+        found = []
+        for options in OPTIONS if layout == "grid" else [{}]:
+            engine = make_engine(LAYOUTS[layout], sgd, zero_init=layout == "halves")
+            zerosync = attach(engine, **options)
+            norms = train(engine, 0, STEPS)
+            found.append((error_of(engine, reference), norms, zerosync.report))
+            engine.destroy()
+        return expected, found
+
+    ranks = run_ranks(run, world_size=WORLD)
+    expected = ranks[0][0]
+    for options, *found in zip(OPTIONS, *(found for _, found in ranks), strict=False):
+        once = not options.get("coalesce", True) or "grad_memory_budget" in options
+        assert all(error == 0.0 or (once and error < 1e-6) for error, _, _ in found), options
+        assert all(norms == found[0][1] for _, norms, _ in found), options  # U3: the same bits on every rank
+        assert found[0][1] == pytest.approx(expected, rel=1e-6)
+        for _, _, report in found:
+            assert report.backwards == BACKWARDS and report.ratio < 1.05  # and 32 bytes for the norm
+            assert report.reductions == (BACKWARDS if once else 1)
+
+
+def test_clipping_is_the_same_on_every_rank() -> None:
+    def run() -> Any:
+        clip, layout, found = 0.4, LAYOUTS["grid"], []
+        reference = Reference(layout, adamw)
+        expected = reference.train(STEPS, clip)
+        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+            engine = make_engine(layout, adamw, clip=clip, zero=zero)
+            zerosync = attach(engine)
+            norms = train(engine, 0, STEPS)
+            error = error_of(engine, reference)
+            engine.backward(engine(torch.full((1, WIDTH), torch.inf if os.environ["RANK"] == "3" else 1.0)))
+            # An infinity in one group is known to all.
+            poisoned = zerosync.gradient_norm().item()
+            zerosync.abort()
+            engine.destroy()
+            found.append((error, norms, poisoned))
+        return expected, found
+
+    ranks = run_ranks(run, world_size=WORLD)
+    for expected, found in ranks:
+        assert min(expected) > 0.4
+        for (error, norms, poisoned), (_, first, _) in zip(found, ranks[0][1], strict=True):
+            assert error < 2e-6 and norms == first and poisoned == torch.inf
+            assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_checkpoints_of_each_rank_resume_exactly(tmp_path: Path) -> None:
+    def run() -> Any:
+        engine = make_engine(LAYOUTS["grid"], adamw)
+        attach(engine)
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 1, STEPS)
+        whole = full_parameters(engine.module)
+        engine.destroy()
+        engine = make_engine(LAYOUTS["grid"], adamw)
+        attach(engine, param_memory_budget="all")
+        train(engine, 3, 5)
+        engine.load_checkpoint(tmp_path)
+        train(engine, 1, STEPS)
+        return distance(full_parameters(engine.module), whole)
+
+    assert run_ranks(run, world_size=WORLD) == [0.0] * WORLD
+
+
+def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
+    def run() -> Any:
+        layout = LAYOUTS["grid"]
+        engine = make_engine(layout, sgd)
+        zerosync = attach(engine)
+        train(engine, 0, 1)
+        state = zerosync.full_state()
+        train(engine, 1, STEPS)
+        whole = full_parameters(engine.module)
+        with pytest.raises(ValueError, match=r"'third.weight' of shape \(8, 8\) on rank 1, where it found None"):
+            zerosync.load_full_state(state if os.environ["RANK"] == "0" else {})
+        with pytest.raises(ValueError, match="lacks the parameters that other groups of ranks shard by shard_over"):
+            engine._zero3_consolidated_16bit_state_dict()
+        assert distance(full_parameters(engine.module), whole) == 0.0
+        zerosync.load_full_state(state)
+        train(engine, 1, STEPS)
+        return distance(full_parameters(engine.module), whole), {name.split(".")[0] for name in state}
+
+    ranks = run_ranks(run, world_size=WORLD)
+    assert [error for error, _ in ranks] == [0.0] * WORLD
+    every = {"first", "second", "third", "fourth"}
+    assert [names for _, names in ranks] == [every, {"third"}, {"second"}, set()]

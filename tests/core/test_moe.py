@@ -1,0 +1,80 @@
+"""The mixture of experts of examples/moe.py, its experts over sub-groups, against all experts in one process."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.harness.groups import start
+from tests.harness.oracle import Oracle, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach, shard_over
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from moe import MixtureOfExperts
+
+WORLD, WIDTH, EXPERTS, BACKWARDS, STEPS = 4, 16, 4, 2, 4
+
+
+class Model(nn.Module):
+    def __init__(self, **where: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.read = nn.Linear(WIDTH, WIDTH)
+        self.mixtures = nn.ModuleList(MixtureOfExperts(WIDTH, EXPERTS, **where) for _ in range(2))
+        self.write = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, loss = self.read(x), torch.zeros(())
+        for mixture in self.mixtures:
+            out, uneven = mixture(torch.tanh(x))
+            x, loss = x + out, loss + 0.1 * uneven
+        return loss + self.write(x).square().mean()
+
+
+def data(k: int, rank: int) -> torch.Tensor:
+    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
+
+
+def test_experts_on_groups_equal_all_experts_in_one_process() -> None:
+    def run() -> Any:
+        start()
+        rank = int(os.environ["RANK"])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "shards"))
+        model = Model(exchange=mesh["experts"].get_group(), held_by=shard_over(mesh["shards"]))
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.1, "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+            },
+        )  # fmt: skip
+        attach(engine)
+        plain = Model()
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5), WORLD)
+        norms = []
+        for k in range(STEPS * BACKWARDS):
+            engine.backward(engine(data(k, rank)) / BACKWARDS)
+            oracle.backward(lambda r, k=k: plain(data(k, r)) / BACKWARDS)
+            if (k + 1) % BACKWARDS == 0:
+                engine.step()
+                norms.append((float(engine.get_global_grad_norm()), oracle.step(clip=0.1)))
+        first = rank // 2 * 2  # this rank's experts are numbered from here
+        errors = []
+        for name, ours in full_parameters(model).items():
+            parts = name.split(".")
+            if "experts" in parts:
+                parts[3] = str(first + int(parts[3]))
+            errors.append((ours - plain.get_parameter(".".join(parts))).abs().max().item())
+        return max(errors), norms
+
+    ranks = run_ranks(run, world_size=WORLD)
+    for error, norms in ranks:
+        assert error < 2e-6 and norms == ranks[0][1]
+        assert all(abs(ours / expected - 1) < 1e-5 and expected > 0.1 for ours, expected in norms), norms

@@ -1,0 +1,95 @@
+"""How to say that parameters belong to a group of ranks, and what is refused."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.harness.groups import LAYOUTS, ROWS, WORLD, data, make_engine, sgd, start
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach, shard_over
+from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy.core.sharding import ranks_of
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def engine_of(model: nn.Module, stage: int = 3) -> Any:
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def net(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 4))
+
+
+def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
+    def run() -> None:
+        start()
+        rank = int(os.environ["RANK"])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
+        groups = [dist.new_group(ranks) for ranks in ROWS]
+        own = groups[rank // 2]
+
+        model = net()
+        shard_over(mesh["expert"], model[0], model[1])
+        engine = engine_of(model)
+        assert [ranks_of(param.ds_process_group) == tuple(ROWS[rank // 2]) for param in model.parameters()] == [
+            True, True, True, True, False, False,
+        ]  # fmt: skip
+        attach(engine).detach()
+        with pytest.raises(
+            ValueError, match=r"weight' of Linear is sharded already.*Build the module inside 'with shard"
+        ):
+            shard_over(own, model[2])
+        engine.destroy()
+
+        with pytest.raises(ValueError, match=r"of one dimension, got 2: \('replica', 'expert'\)"):
+            shard_over(mesh)
+        with pytest.raises(ValueError, match=f"process group that rank {rank} is not in"):
+            shard_over(groups[1 - rank // 2])
+        with pytest.raises(TypeError, match="process group or a DeviceMesh, got list"):
+            shard_over([0, 1])
+        with pytest.raises(TypeError, match="takes modules after the process group, got ProcessGroup"):
+            shard_over(own, own)  # type: ignore[arg-type]
+
+        model = net()
+        shard_over(own, model[1])
+        with pytest.raises(ValueError, match=r"shard_over\(\) shards parameters of ZeRO stage 3, found stage 2"):
+            attach(engine_of(model, stage=2))
+
+        # DeepSpeed's own way converts what is built outside of it as well.
+        model = net()
+        with deepspeed.zero.Init(data_parallel_group=own, config_dict_or_path=CONFIG):
+            model[1] = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"On rank 0, parameter '0.weight' is sharded over the ranks \[0, 1\] of"):
+            attach(engine_of(model))
+
+        model = net(width=4 + rank // 2)
+        shard_over(own, model)
+        with pytest.raises(ValueError, match="Rank 2 has other parameters than rank 0"):
+            attach(engine_of(model))
+
+    run_ranks(run, world_size=WORLD)
+
+
+def test_ranks_that_run_other_modules_are_told_what_they_were_gathering() -> None:
+    def run() -> None:
+        prepare_cpu()
+        deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=4))
+        rank = int(os.environ["RANK"])
+        engine = make_engine(LAYOUTS["grid"], sgd)
+        attach(engine)
+        engine.backward(engine(data(0, rank), skip=rank == 1))
+
+    for outcome in run_ranks(run, world_size=WORLD, timeout=60, expect="any"):
+        assert outcome.error == "RuntimeError", outcome
+        assert "ZeRO-3 could not gather '" in outcome.message

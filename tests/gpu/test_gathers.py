@@ -1,0 +1,107 @@
+"""Gathers over two groups on one GPU, each delayed as by a slow link: the same losses as stock, and how long they take.
+
+The process group is torch's fake one, of four ranks that send nothing. A gather fills its target on a stream of its
+group's own: first with NaN, then, after a while, with copies of this rank's shard. Who does not wait computes NaN.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach, shard_over
+from zerosync_strategy.core.ordering import Streams
+
+WORLD, WIDTH, LAYERS, ROUNDS = 4, 1024, 8, 8
+DELAY = {4: 1_000_000, 2: 800_000}  # cycles, by the size of the group
+
+
+class _Work:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def delayed() -> Callable[..., _Work]:
+    links: dict[int, torch.cuda.Stream] = {}
+
+    def gather(source: torch.Tensor, target: torch.Tensor, group: Any = None) -> _Work:
+        size = dist.get_world_size(group)
+        link = links.setdefault(size, torch.cuda.Stream())
+        link.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link):
+            shard = source.clone()  # a part of the target, often
+            target.fill_(math.nan)
+            torch.cuda._sleep(DELAY[size])
+            target.copy_(shard.repeat(size))
+            done = torch.cuda.Event()
+            done.record()
+        for tensor in (source, target):
+            tensor.record_stream(link)
+        return _Work(done)
+
+    return gather
+
+
+def train(system: str) -> tuple[list[float], float]:
+    """Losses, and the median of the milliseconds that a forward and backward take. The optimizer never steps."""
+    os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_SIZE": "1"}
+    torch.cuda.set_device(0)
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    dist.get_backend = lambda group=None: dist.Backend("nccl")
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    half = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+    shard_over(half, *model[::2])
+    zero = {
+        "stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": WIDTH * WIDTH,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), dist_init_required=False,
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True},
+    )  # fmt: skip
+    if system != "stock":
+        attach(engine, unshard_streams=system)
+    partition_parameters._dist_allgather_fn = delayed()
+    losses, times = [], []
+    for k in range(ROUNDS):
+        x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(k)).cuda()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        end.record()
+        torch.cuda.synchronize()
+        losses.append(loss.item())
+        times.append(begin.elapsed_time(end))
+    return losses, statistics.median(times[3:])
+
+
+@pytest.mark.gpu
+def test_delayed_gathers_are_waited_for(record_property: Callable[[str, object], None]) -> None:
+    found = {system: run_ranks(train, system, world_size=1)[0] for system in ("stock", "shared", "per_group")}
+    for system, (losses, time) in found.items():
+        assert losses == found["stock"][0] and all(map(math.isfinite, losses)), system
+        record_property(f"{system}, ms", time)
+        print(f"{system}: {time:.2f} ms")
+
+
+@pytest.mark.gpu
+def test_without_the_wait_for_a_gather_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "uses", lambda self, unsharded: None)
+    losses, _ = run_ranks(train, "per_group", world_size=1)[0]
+    assert not all(map(math.isfinite, losses))

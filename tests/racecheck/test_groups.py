@@ -1,0 +1,85 @@
+"""Gathers over several process groups leave nothing unordered, and each wait of theirs is needed."""
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.harness.groups import LAYOUTS, WORLD, adamw, data, make_engine
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core import gathers
+from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.racecheck import Simulation, simulate
+
+
+def train(simulation: Simulation, sharing: str | None, steps: int = 3, **zero: Any) -> Any:
+    """Optimizer steps of two micro-batches, with parameters over rows, columns and all; `None`: stock."""
+    engine = make_engine(LAYOUTS["grid"], adamw, zero={"overlap_comm": True, **zero})
+    if sharing is not None:
+        attach(engine, unshard_streams=sharing)
+    for k in range(2 * steps):
+        engine.backward(engine(data(k, int(os.environ["RANK"])), skip=k == 3))
+        if k % 2:
+            engine.step()
+    return engine
+
+
+def findings(sharing: str, **zero: Any) -> list[str]:
+    """Of all ranks, each once."""
+
+    def run() -> list[str]:
+        with simulate() as simulation:
+            train(simulation, sharing, **zero)
+            return [str(finding) for finding in simulation.findings]
+
+    return sorted({text for of_rank in run_ranks(run, world_size=WORLD) for text in of_rank})
+
+
+@pytest.mark.parametrize("sharing", ["per_group", "shared"])
+def test_nothing_is_left_unordered(sharing: str) -> None:
+    assert findings(sharing, **({"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {})) == []
+
+
+@pytest.mark.parametrize(("method", "place"), [("uses", "addmm"), ("gathers_follow", "_all_gather")])
+def test_every_rule_is_needed(method: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, method, lambda self, *args: None)
+    found = findings("per_group")
+    assert any(text.startswith("race") and place in text for text in found), found
+
+
+@pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), (None, 3)])
+def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
+    """U2: all is prefetched at once, over three groups. The first layer's is one gather; stock waits for all three."""
+
+    def run() -> int:
+        with simulate() as simulation:
+            engine = train(simulation, sharing, steps=5, stage3_prefetch_bucket_size=10**6)
+            begun = len(simulation.operations)
+            engine(data(0, int(os.environ["RANK"])))
+            gathers: dict[int, int] = {}  # by process group: the last one before the first layer computes
+            for operation, clock in simulation.operations[begun:]:
+                if "all_gather" in operation.name and "process group" in operation.timeline.name:
+                    gathers[operation.timeline.id] = operation.time
+                if operation.name == "addmm":
+                    return sum(clock.get(group, 0) >= time for group, time in gathers.items())
+            raise AssertionError("no layer ran")
+
+    assert run_ranks(run, world_size=WORLD) == [waits] * WORLD
+
+
+def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """U4: three groups, of which two share a stream when there may be two."""
+
+    def run(sharing: str) -> int:
+        with simulate() as simulation:
+            engine = train(simulation, sharing, steps=1)
+            stream_of = engine._zerosync._gathers.stream_of
+            before = [stream_of(param.ds_process_group) for param in engine.module.parameters()]
+            engine.backward(engine(data(0, int(os.environ["RANK"]))))
+            engine.step()
+            assert before == [stream_of(param.ds_process_group) for param in engine.module.parameters()]
+            return len({stream.id for stream in before})
+
+    monkeypatch.setattr(gathers, "MAX_STREAMS", 2)
+    assert run_ranks(run, "per_group", world_size=WORLD) == [2] * WORLD
