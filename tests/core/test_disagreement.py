@@ -167,7 +167,8 @@ def test_models_and_options_that_are_not_alike() -> None:
 
     for options, models, error in run_ranks(run):
         assert "ZeroSync's 'overlap_last': True on rank 0; False on rank 1" in options
-        assert "parameter 0.bias: (32,) torch.float32 on rank 0; (32,) torch.float32 frozen on rank 1" in models
+        assert "parameter 0.bias: (32,) torch.float32 persistent, sharded over 2 ranks on rank 0; " in models
+        assert "(32,) torch.float32 frozen persistent, sharded over 2 ranks on rank 1" in models
         assert error == 0.0
 
 

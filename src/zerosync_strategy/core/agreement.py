@@ -32,11 +32,18 @@ def require_same(where: str, facts: Mapping[str, str], process_group: Any = None
 
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Shape, dtype and ``requires_grad`` of every parameter, by its name."""
-    return {
-        f"parameter {name}": f"{tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in model.named_parameters()
-    }
+    """Shape, dtype and ``requires_grad`` of every parameter, by its name; under ZeRO-3 how many ranks shard it, too."""
+    return {f"parameter {name}": _fact(param) for name, param in model.named_parameters()}
+
+
+def _fact(param: Any) -> str:
+    frozen = "" if param.requires_grad else " frozen"
+    if not hasattr(param, "ds_id"):
+        return f"{tuple(param.shape)} {param.dtype}{frozen}"
+    # How far DeepSpeed prefetches, and so what it gathers together, depends on all of these.
+    held = " persistent" if param.ds_persist else ""
+    ranks = dist.get_world_size(param.ds_process_group)
+    return f"{tuple(param.ds_shape)} {param.dtype}{frozen}{held}, sharded over {ranks} ranks"
 
 
 def _gathered(value: Any, process_group: Any) -> list[Any]:
