@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.eager_frames import EagerFrames
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
@@ -79,6 +80,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
+        self._eager = EagerFrames(engine) if stage_3 and config.eager_frames else None
         self.counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
@@ -136,6 +138,8 @@ class ZeroSync:
         self.counter.stop()
         if self._held is not None:
             self._held.detach()
+        if self._eager is not None:
+            self._eager.detach()
         for target in (self.engine, self.engine.optimizer):
             restore(target)
             del target._zerosync

@@ -39,9 +39,10 @@ class ZeroSyncConfig:
     param_memory_budget: int | str = 0
     reduction: str = "native"
     overlap_last: bool = True
+    eager_frames: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last"):
+        for name in ("coalesce", "overlap_last", "eager_frames"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if self.reduction not in ("native", "ordered"):

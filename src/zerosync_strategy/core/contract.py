@@ -6,7 +6,9 @@ turns a missing or changed internal into an error with a name, before any traini
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -314,3 +316,66 @@ def problem(owner: Any, internal: Internal) -> str | None:
     if parameters[: len(internal.parameters)] != internal.parameters:
         return f"takes {parameters}, expected {internal.parameters}"
     return None
+
+
+def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
+    """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
+    in_flight = engine.module.ds_inflight_param_registry
+    if param in in_flight:
+        in_flight.pop(param).wait()
+    if param.ds_status.name == "AVAILABLE":
+        return param.data.clone()
+    param.all_gather()
+    full = param.data
+    param.partition()
+    return full
+
+
+@functools.cache
+def passive_parameters() -> type:
+    """ZeRO-3's own dictionary of a module's parameters, but one that gathers nothing when it is read."""
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+    attributes = {"__getitem__": OrderedDict.__getitem__, "__module__": ZeROOrderedDict.__module__}
+    return type("ZeROOrderedDict", (ZeROOrderedDict,), attributes)
+
+
+def unwrap_compiled(engine: Any) -> None:
+    """Give ``engine`` the modules inside what ``torch.compile(module)`` made of them before ``deepspeed.initialize``.
+
+    They stay compiled, as by ``module.compile()``. The wrapper hands attributes that are set on it to the module
+    inside, so DeepSpeed 0.19.8 takes the two for one: it gives the module the wrapper's own empty dictionary of
+    parameters, the wrapper none, and both one set of backward hooks. Without a wrapper nothing is changed.
+    """
+    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+
+    def unwrap(module: Any) -> Any:
+        while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
+            inside._compiled_call_impl = module.dynamo_ctx(inside._call_impl)
+            module = inside
+        return module
+
+    if all(unwrap(module) is module for module in engine.module.modules()):
+        return
+    optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    offload._remove_module_hooks()
+    offload.forward_hooks.clear()
+    offload.backward_hooks.clear()
+    for parent in list(engine.module.modules()):
+        for name, child in vars(parent)["_modules"].items():
+            if child is not None:
+                vars(parent)["_modules"][name] = unwrap(child)
+    module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
+    for param, name in engine.param_names.items():
+        engine.param_names[param] = name.replace("_orig_mod.", "")
+        owner, _, name = engine.param_names[param].rpartition(".")
+        module.get_submodule(owner)._parameters.setdefault(name, param)
+    for submodule in module.modules():
+        ensure_zero_ordered_dict(submodule)
+        for closure in ("pre_bwd_fn", "post_bwd_fn"):
+            vars(submodule).pop(closure, None)
+    engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
+    engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+    offload.setup_zero_stage3_hooks()
