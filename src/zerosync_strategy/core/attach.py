@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class ZeroSync:
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters(optimizer, config.held_bytes) if stage_3 else None
-        self._eager = EagerFrames(engine) if stage_3 and config.eager_frames else None
+        self._eager = EagerFrames(engine, config.trace_gathers) if stage_3 and config.eager_frames else None
         self.counter = CollectiveCounter().start()
         for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
             target._zerosync = self
@@ -145,6 +145,19 @@ class ZeroSync:
             del target._zerosync
 
     @contextmanager
+    def _forward(self) -> Iterator[None]:
+        """Around a forward of the engine."""
+        with self._eager.forward(self._keeps) if self._eager is not None else nullcontext():
+            yield
+
+    def _release_gathered(self) -> None:
+        if self._eager is not None:
+            self._eager.release(self._keeps)
+
+    def _keeps(self, param: Any) -> bool:
+        return self._held is not None and self._held.holds(param)
+
+    @contextmanager
     def _step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
         self.window.begin_step()
@@ -164,6 +177,7 @@ class ZeroSync:
             early_reductions=window.early_reductions,
             floor_bytes=self._floor(window.backwards),
             peak_unreduced_bytes=self._reducer.peak_bytes,
+            peak_unsharded_bytes=self._eager.peak_bytes if self._eager is not None else 0,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
             collectives=self.counter.take(),
@@ -171,6 +185,8 @@ class ZeroSync:
         window.end_step()
         if self._held is not None:
             self._held.end_window()
+        if self._eager is not None:
+            self._eager.end_window()
 
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
@@ -204,6 +220,10 @@ class _EngineMethods:
 
     _zerosync: ZeroSync
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync._forward():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         window = self._zerosync.window
         engine: Any = self
@@ -211,8 +231,12 @@ class _EngineMethods:
             window.expect_last()
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
-        with window.engine_backward():
-            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        try:
+            with window.engine_backward():
+                return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._zerosync._release_gathered()
+            raise
 
     def _backward_prologue(self) -> None:
         self._zerosync.window.inside_graph()

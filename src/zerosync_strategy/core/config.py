@@ -40,9 +40,10 @@ class ZeroSyncConfig:
     reduction: str = "native"
     overlap_last: bool = True
     eager_frames: bool = True
+    trace_gathers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "eager_frames"):
+        for name in ("coalesce", "overlap_last", "eager_frames", "trace_gathers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if self.reduction not in ("native", "ordered"):

@@ -379,3 +379,53 @@ def unwrap_compiled(engine: Any) -> None:
     engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
     engine.module_forward_post_hook = engine._create_module_forward_post_hook()
     offload.setup_zero_stage3_hooks()
+
+
+@dataclass(frozen=True)
+class ModuleHook:
+    """One hook around a module's forward.
+
+    ``when`` is ``before`` and ``after`` for those that gather and release, ``backward`` for those that prepare the
+    backward, and empty for the engine's own, around the whole model.
+    """
+
+    when: str
+    stock: Callable[..., Any]
+    replace: Callable[[Callable[..., Any]], None]
+
+
+def stage_3_module_hooks(engine: Any) -> list[ModuleHook]:
+    """The hooks that DeepSpeed has on the modules of a ZeRO-3 engine."""
+    offload = engine.optimizer.parameter_offload
+    kinds = [(handle, "") for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook)]
+    kinds += [(handle, "backward") for handle in (offload.fwd_pre_hook, *offload.backward_hooks)]
+    kinds += [(handle, ("before", "after")[index % 2]) for index, handle in enumerate(offload.forward_hooks)]
+    return [
+        ModuleHook(when, (hooks := handle.hooks_dict_ref())[handle.id], functools.partial(hooks.__setitem__, handle.id))
+        for handle, when in kinds
+    ]
+
+
+def stage_3_modules_running() -> list[Any]:
+    """ZeRO-3's own stack of the modules whose forward runs, below them those of the engines."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    return parameter_offload.FWD_MODULE_STACK
+
+
+def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
+    """After an exception: partition what is gathered.
+
+    But for persistent parameters, those that a user's context has gathered, and what ``keeps``.
+    """
+    coordinator = stage_3_coordinator(engine.optimizer)
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    coordinator.release_backward_leftovers()
+    for module in engine.module.modules():
+        module._parameters._in_forward = False
+    for param in engine.module.parameters():
+        if hasattr(param, "ds_status") and param.ds_status.name == "AVAILABLE":
+            param.ds_active_sub_modules.clear()
+            if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
+                param.partition()

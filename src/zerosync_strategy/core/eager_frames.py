@@ -1,24 +1,27 @@
 """ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1).
 
 ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
-(``F.linear(x, self.other.weight)``), or in a frame whose hooks the compiler has moved, is an empty tensor: an error
-under ``torch.compile``, or wrong. Here such a read gives a tensor of its own instead:
+(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler. Here such a read gives a tensor of its own:
 
-=================================  =============================================================================
-who reads                          what it gets
-=================================  =============================================================================
-anyone, the parameter is gathered  the parameter
-a forward or backward, eagerly     ``zerosync::unshard(ticket)``, which gathers
-a trace                            the same call in its graph, one opaque operator; nothing is gathered
-guards, anyone else                the parameter as it is: partitioned; nothing is gathered
-=================================  =============================================================================
+==================================  ====================================================================
+who reads                           what it gets
+==================================  ====================================================================
+anyone, and the parameter is there  the parameter
+a forward or backward, eagerly      ``zerosync::unshard(ticket)``, which gathers; once per module's forward
+a trace                             that call in its graph, as one opaque operator; nothing is gathered
+guards, and anyone else             the parameter as it is: partitioned; nothing is gathered
+==================================  ====================================================================
 
-The tensor is claimed by whatever refers to it: variables of the frame that reads, and autograd nodes that saved it. Its
-memory goes with the last of them, also where a backward never runs. Nothing is kept for the next reader, because ranks
-must gather alike and Python does not collect its garbage alike.
+The tensor is claimed by whatever refers to it: the module's forward that read it, and autograd nodes that saved it. Its
+memory goes with the last of them, also where a backward never runs. No other reader shares it, because ranks must
+gather alike, and Python does not collect its garbage alike.
 
 A *ticket* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no guard
-fails as parameters come and go. Its gradient is the parameter's.
+fails as the parameter comes and goes. What reaches it as a gradient joins the parameter's own.
+
+The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are. With
+``trace_gathers`` it passes over them instead, and every read in it is of the third kind; a gather is then repeated in
+the compiled backward rather than saved for it.
 """
 
 from __future__ import annotations
@@ -30,45 +33,58 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zerosync_strategy.core import contract
 
 _TICKETS = "_zerosync_tickets"  # in a module's __dict__, tickets by parameter name
 _owners: dict[int, tuple[EagerFrames, Any]] = {}  # address of a ticket's memory -> its parameter
+_Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
 
 
 class EagerFrames:
-    """Lets the modules of a ZeRO-3 engine read partitioned parameters.
+    """Lets the modules of a ZeRO-3 engine read parameters that are partitioned.
 
     Args:
         engine: the engine.
+        trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
 
     Attributes:
-        bytes: of unsharded parameters alive now.
+        bytes: of unsharded parameters that are claimed now.
         peak_bytes: the most of them at once since the last :meth:`end_window`.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, trace_gathers: bool) -> None:
         self.bytes = self.peak_bytes = 0
-        self._engine = engine
         contract.unwrap_compiled(engine)
+        self._engine = engine
+        self._running = 0
+        self._frames: list[_Frame] = []
         self._tickets: dict[Any, torch.Tensor] = {}
-        self._hooks: list[Any] = []
+        self._gradient_hooks: list[Any] = []
         self._modules = [module for module in engine.module.modules() if vars(module)["_parameters"]]
         for module in self._modules:
-            names = {name: param for name, param in module._parameters.items() if _is_sharded(param)}
-            vars(module)[_TICKETS] = _Tickets({name: self._ticket(param) for name, param in names.items()})
-            module.__class__ = _readable(type(module), tuple(name for name in names if not hasattr(type(module), name)))
+            names = [name for name, param in module._parameters.items() if _is_sharded(param)]
+            vars(module)[_TICKETS] = _Tickets.fromkeys(names)
+            readable = tuple(name for name in names if not hasattr(type(module), name))
+            module.__class__ = _readable(type(module), readable, trace_gathers)
             module._parameters.__class__ = contract.passive_parameters()
+        self._give_tickets()
+        self._hooks = contract.stage_3_module_hooks(engine)
+        for hook in self._hooks:
+            extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
+            hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
 
     def detach(self) -> None:
-        """Give the modules their classes back."""
+        """Give the modules their classes and hooks back."""
+        for hook in self._hooks:
+            hook.replace(hook.stock)
         for module in self._modules:
             module.__class__ = type(module).__bases__[0]
             module._parameters.__class__ = type(module._parameters).__bases__[0]
             del vars(module)[_TICKETS]
-        for hook in self._hooks:
-            hook.remove()
+        for gradient_hook in self._gradient_hooks:
+            gradient_hook.remove()
         for ticket in self._tickets.values():
             del _owners[ticket.data_ptr()]
 
@@ -76,19 +92,40 @@ class EagerFrames:
         """Count the peak anew."""
         self.peak_bytes = self.bytes
 
-    def _ticket(self, param: Any) -> torch.Tensor:
-        if param not in self._tickets:
-            blank = _blank(param)
-            if param.requires_grad:
-                with _in_shape(param, blank):
-                    ticket = _Ticket.apply(param, blank)
-                self._hooks.append(param.register_post_accumulate_grad_hook(_lose_shape))
-            else:
-                ticket = blank
-            torch._dynamo.mark_static(ticket)
-            self._tickets[param] = ticket
-            _owners[ticket.data_ptr()] = (self, param)
-        return self._tickets[param]
+    @contextmanager
+    def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
+        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``."""
+        if torch._C._current_graph_task_id() == -1:
+            contract.stage_3_coordinator(self._engine.optimizer).release_backward_leftovers()  # of one that raised
+        if any(param.requires_grad != ticket.requires_grad for param, ticket in self._tickets.items()):
+            self._give_tickets()
+        self._running += 1
+        frames, stack = len(self._frames), contract.stage_3_modules_running()
+        depth = len(stack)
+        try:
+            yield
+        except BaseException:
+            del self._frames[frames:], stack[depth:]
+            self.release(keeps)
+            raise
+        finally:
+            self._running -= 1
+
+    def release(self, keeps: Callable[[Any], bool]) -> None:
+        """After an exception: nothing that ZeRO-3 has gathered stays, but for what ``keeps``."""
+        contract.stage_3_release(self._engine, keeps)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, module: Any, name: str, param: Any) -> Any:
+        """What an eager reader gets for a parameter that is partitioned."""
+        if not (self._running or module._parameters._in_forward or torch._C._current_graph_task_id() != -1):
+            return param
+        read = self._frames[-1][1] if self._frames else {}
+        key = (param, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if key not in read:
+            read[key] = torch.ops.zerosync.unshard(vars(module)[_TICKETS][name])
+        return read[key]
 
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param``, in memory that no one else holds. Collective."""
@@ -101,20 +138,83 @@ class EagerFrames:
     def _freed(self, size: int) -> None:
         self.bytes -= size
 
+    # ---- tickets -------------------------------------------------------------------------------------------------
 
-class _Tickets(dict[str, torch.Tensor]):
+    def _give_tickets(self) -> None:
+        for module in self._modules:
+            tickets = vars(module)[_TICKETS]
+            for name in tickets:
+                tickets[name] = self._ticket(module._parameters[name])
+
+    def _ticket(self, param: Any) -> torch.Tensor:
+        ticket = self._tickets.get(param)
+        if ticket is None or ticket.requires_grad != param.requires_grad:
+            blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
+            ticket = self._differentiable(param, blank) if param.requires_grad else blank
+            torch._dynamo.mark_static(ticket)
+            self._tickets[param] = ticket
+            _owners[ticket.data_ptr()] = (self, param)
+        return ticket
+
+    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
+        # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
+        # shape that it sees, and when the node stores one, for the layout.
+        def in_shape(_: Any) -> None:
+            if param.numel() == 0:
+                param.data = blank
+
+        def as_it_was(_: Any) -> None:
+            if param.ds_status.name == "NOT_AVAILABLE" and param.numel() > 0:
+                param.data = blank.new_empty(0)
+
+        data, param.data = param.data, blank
+        ticket: torch.Tensor = _Ticket.apply(param, blank)  # type: ignore[no-untyped-call]
+        param.data = data
+        node = ticket.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._gradient_hooks += (
+            node.register_prehook(in_shape),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(as_it_was),
+        )
+        return ticket
+
+    # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            self._frames.append((module, {}))
+            return stock(module, *args)
+
+        return hook
+
+    def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            if not self._frames or self._frames[-1][0] is not module:
+                return None  # the hook before it was passed over in a trace
+            self._frames.pop()
+            return stock(module, *args)
+
+        return hook
+
+
+def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return stock
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def eager_only(module: nn.Module, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, *args)
+
+    return eager_only
+
+
+# ---- tickets -----------------------------------------------------------------------------------------------------
+
+
+class _Tickets(dict[str, Any]):
     """By name of the parameter. A copy of the module has ordinary parameters and needs none."""
 
     def __deepcopy__(self, memo: Any) -> _Tickets:
         return _Tickets()
-
-
-def _is_sharded(param: Any) -> bool:
-    return hasattr(param, "ds_status") and param.ds_numel > 0
-
-
-def _blank(param: Any) -> torch.Tensor:
-    return torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
 
 
 class _Ticket(torch.autograd.Function):
@@ -122,59 +222,55 @@ class _Ticket(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        ctx.param, ctx.blank = param, blank.detach()
+        ctx.param = param
         return blank
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        if ctx.param.numel() == 0:
-            ctx.param.data = ctx.blank  # autograd lays the gradient out as the parameter is
         return grad if ctx.param.requires_grad else None, None
 
 
-@contextmanager
-def _in_shape(param: Any, blank: torch.Tensor) -> Iterator[None]:
-    """While autograd makes the parameter's node, which accepts gradients of the shape that it sees now."""
-    data, param.data = param.data, blank
-    try:
-        yield
-    finally:
-        param.data = data
+def _is_sharded(param: Any) -> bool:
+    return hasattr(param, "ds_status") and param.ds_numel > 0
 
 
-def _lose_shape(param: Any) -> None:
-    if param.ds_status.name == "NOT_AVAILABLE" and param.numel() > 0:
-        param.data = param.data.new_empty(0)
+# ---- modules that can be read ------------------------------------------------------------------------------------
 
 
-def _readable(stock: type, names: tuple[str, ...]) -> type:
-    """``stock`` with a property for each parameter in ``names``."""
-    key = (stock, names)
+def _readable(stock: type, names: tuple[str, ...], trace_gathers: bool) -> type:
+    """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
+    key = (stock, names, trace_gathers)
     if key not in _classes:
-        attributes: dict[str, Any] = {name: property(_reader(name)) for name in names}
+        attributes: dict[str, Any] = {name: property(_reader(name, trace_gathers)) for name in names}
         attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
         _classes[key] = type(stock.__name__, (stock,), attributes)
     return _classes[key]
 
 
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}  # one for all modules alike, so that they share compiled code
+_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
-def _reader(name: str) -> Callable[[nn.Module], Any]:
-    def read(module: nn.Module) -> Any:
+def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
+    def read(module: Any) -> Any:
         param = module._parameters.get(name)
         if param is None or param.numel() > 0:
             return param
-        if torch.compiler.is_compiling():
-            return torch.ops.zerosync.unshard(module._zerosync_tickets[name])
-        return _read_eagerly(module, name, param)
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(module, name, param)
+        ticket = module._zerosync_tickets[name]
+        if not trace_gathers:
+            return torch.ops.zerosync.unshard(ticket)
+        return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
 
     return read
 
 
 def _read_eagerly(module: Any, name: str, param: Any) -> Any:
-    running = module._parameters._in_forward or torch._C._current_graph_task_id() != -1
-    return torch.ops.zerosync.unshard(vars(module)[_TICKETS][name]) if running else param
+    ticket = vars(module)[_TICKETS].get(name)
+    return param if ticket is None else _owners[ticket.data_ptr()][0].read(module, name, param)
+
+
+# ---- the operator ------------------------------------------------------------------------------------------------
 
 
 def _unshard(ticket: torch.Tensor) -> torch.Tensor:
