@@ -122,10 +122,11 @@ class EagerFrames:
         if not (self._running or module._parameters._in_forward or torch._C._current_graph_task_id() != -1):
             return param
         read = self._frames[-1][1] if self._frames else {}
-        key = (param, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = (param, torch.is_inference_mode_enabled())
         if key not in read:
-            read[key] = torch.ops.zerosync.unshard(vars(module)[_TICKETS][name])
-        return read[key]
+            with torch.no_grad():
+                read[key] = torch.ops.zerosync.unshard(vars(module)[_TICKETS][name])
+        return _Read.apply(param, read[key])  # type: ignore[no-untyped-call]
 
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param``, in memory that no one else holds. Collective."""
@@ -168,8 +169,9 @@ class EagerFrames:
                 param.data = blank.new_empty(0)
 
         data, param.data = param.data, blank
-        ticket: torch.Tensor = _Ticket.apply(param, blank)  # type: ignore[no-untyped-call]
+        ticket: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
         param.data = data
+        ticket.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
         node = ticket.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._gradient_hooks += (
             node.register_prehook(in_shape),  # type: ignore[union-attr]
@@ -217,13 +219,13 @@ class _Tickets(dict[str, Any]):
         return _Tickets()
 
 
-class _Ticket(torch.autograd.Function):
-    """Leads a gradient to the parameter's own node, where it joins those of other uses."""
+class _Read(torch.autograd.Function):
+    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
 
     @staticmethod
-    def forward(ctx: Any, param: Any, blank: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
         ctx.param = param
-        return blank
+        return instead.view_as(instead)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
@@ -251,17 +253,22 @@ _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
 def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
+    from torch._dynamo.eval_frame import skip_code
+
+    read_eagerly = torch.compiler.disable(_read_eagerly)
+
     def read(module: Any) -> Any:
         param = module._parameters.get(name)
         if param is None or param.numel() > 0:
             return param
         if not torch.compiler.is_compiling():
-            return _read_eagerly(module, name, param)
+            return read_eagerly(module, name, param)
         ticket = module._zerosync_tickets[name]
         if not trace_gathers:
             return torch.ops.zerosync.unshard(ticket)
         return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
 
+    skip_code(read.__code__)  # traced as part of what reads, never by itself
     return read
 
 
