@@ -413,15 +413,20 @@ def stage_3_modules_running() -> list[Any]:
     return parameter_offload.FWD_MODULE_STACK
 
 
+def stage_3_forget_order(engine: Any) -> None:
+    """Let ZeRO-3 record anew in which order modules run, and release what it has gathered ahead of time."""
+    coordinator = stage_3_coordinator(engine.optimizer)
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
     """After an exception: partition what is gathered.
 
     But for persistent parameters, those that a user's context has gathered, and what ``keeps``.
     """
-    coordinator = stage_3_coordinator(engine.optimizer)
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
-    coordinator.release_backward_leftovers()
+    stage_3_forget_order(engine)
+    stage_3_coordinator(engine.optimizer).release_backward_leftovers()
     for module in engine.module.modules():
         module._parameters._in_forward = False
     for param in engine.module.parameters():

@@ -58,6 +58,7 @@ class EagerFrames:
         self.bytes = self.peak_bytes = 0
         contract.unwrap_compiled(engine)
         self._engine = engine
+        self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
         self._tickets: dict[Any, torch.Tensor] = {}
@@ -87,6 +88,7 @@ class EagerFrames:
             gradient_hook.remove()
         for ticket in self._tickets.values():
             del _owners[ticket.data_ptr()]
+        contract.stage_3_forget_order(self._engine)  # DeepSpeed will find parameters where it has seen none
 
     def end_window(self) -> None:
         """Count the peak anew."""
@@ -99,6 +101,8 @@ class EagerFrames:
             contract.stage_3_coordinator(self._engine.optimizer).release_backward_leftovers()  # of one that raised
         if any(param.requires_grad != ticket.requires_grad for param, ticket in self._tickets.items()):
             self._give_tickets()
+        if not self._running:
+            self._frames.clear()
         self._running += 1
         frames, stack = len(self._frames), contract.stage_3_modules_running()
         depth = len(stack)
@@ -117,16 +121,20 @@ class EagerFrames:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def read(self, module: Any, name: str, param: Any) -> Any:
+    def read(self, module: Any, param: Any) -> Any:
         """What an eager reader gets for a parameter that is partitioned."""
-        if not (self._running or module._parameters._in_forward or torch._C._current_graph_task_id() != -1):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not (self._running or module._parameters._in_forward or in_backward):
             return param
-        read = self._frames[-1][1] if self._frames else {}
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        read = self._frames[-1][1] if self._frames and not in_backward else {}
         key = (param, torch.is_inference_mode_enabled())
+        ticket = self._tickets[param]
         if key not in read:
             with torch.no_grad():
-                read[key] = torch.ops.zerosync.unshard(vars(module)[_TICKETS][name])
-        return _Read.apply(param, read[key])  # type: ignore[no-untyped-call]
+                read[key] = torch.ops.zerosync.unshard(ticket)
+        # Gradients are summed where they meet: with other traces' at the ticket, with ZeRO-3's own at the parameter.
+        return _Read.apply(ticket if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
 
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param``, in memory that no one else holds. Collective."""
@@ -190,9 +198,10 @@ class EagerFrames:
 
     def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: nn.Module, *args: Any) -> Any:
-            if not self._frames or self._frames[-1][0] is not module:
+            if all(running is not module for running, _ in self._frames):
                 return None  # the hook before it was passed over in a trace
-            self._frames.pop()
+            while self._frames.pop()[0] is not module:
+                pass
             return stock(module, *args)
 
         return hook
@@ -274,7 +283,7 @@ def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
 
 def _read_eagerly(module: Any, name: str, param: Any) -> Any:
     ticket = vars(module)[_TICKETS].get(name)
-    return param if ticket is None else _owners[ticket.data_ptr()][0].read(module, name, param)
+    return param if ticket is None else _owners[ticket.data_ptr()][0].read(module, param)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------
