@@ -73,6 +73,11 @@ class ZeroSync:
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
+        if config.trace_gathers and not stage_3:
+            raise ValueError(
+                "ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage"
+                f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
+            )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()

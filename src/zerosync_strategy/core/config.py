@@ -29,6 +29,10 @@ class ZeroSyncConfig:
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in the order of the ranks, bit-identical whatever the chunks' sizes.
         overlap_last: reduce during the backward that is known to be the last of its window.
+        eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
+            which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
+        trace_gathers: ZeRO-3 under ``torch.compile``: gather inside the compiled graphs, instead of breaking them at
+            every module. All ranks must then compile alike.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -46,6 +50,8 @@ class ZeroSyncConfig:
         for name in ("coalesce", "overlap_last", "eager_frames", "trace_gathers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
+        if self.trace_gathers and not self.eager_frames:
+            raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
         if self.grad_memory_budget is not None:

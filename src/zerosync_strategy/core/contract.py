@@ -101,6 +101,23 @@ _STAGE_3 = (
 )
 
 
+_EAGER_FRAMES = (
+    Internal("eager frames", "engine", "forward"),
+    Internal("eager frames", "engine", "param_names"),
+    Internal("eager frames", "engine", "module_forward_pre_hook"),
+    Internal("eager frames", "engine", "module_forward_post_hook"),
+    Internal("eager frames", "engine", "_create_module_forward_pre_hook", ()),
+    Internal("eager frames", "engine", "_create_module_forward_post_hook", ()),
+    Internal("eager frames", "offload", "forward_hooks"),
+    Internal("eager frames", "offload", "backward_hooks"),
+    Internal("eager frames", "offload", "fwd_pre_hook"),
+    Internal("eager frames", "offload", "_remove_module_hooks", ()),
+    Internal("eager frames", "offload", "setup_zero_stage3_hooks", ()),
+    Internal("eager frames", "coordinator", "is_invalid_trace", ()),
+    Internal("eager frames", "module", "ds_inflight_param_registry"),
+)
+
+
 def internals(engine: Any) -> tuple[Internal, ...]:
     """What the core relies on for this engine's stage and configuration."""
     if engine.zero_optimization_stage() == 3:
@@ -318,6 +335,27 @@ def problem(owner: Any, internal: Internal) -> str | None:
     return None
 
 
+def verify_eager_frames(engine: Any) -> None:
+    """Check what reading partitioned parameters relies on.
+
+    Raises:
+        ContractError: an internal is missing or has changed.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    offload = engine.optimizer.parameter_offload
+    coordinator = stage_3_coordinator(engine.optimizer)
+    owners = {"engine": engine, "offload": offload, "coordinator": coordinator, "module": engine.module}
+    for internal in _EAGER_FRAMES:
+        if not (internal.owner == "module" and hasattr(engine.module, internal.name)):
+            found = problem(owners[internal.owner], internal)
+            if found:
+                raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
+    for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
+        if not hasattr(parameter_offload, name):
+            raise changed("eager frames", f"parameter_offload.{name} is missing")
+
+
 def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
     """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
     in_flight = engine.module.ds_inflight_param_registry
@@ -397,9 +435,11 @@ class ModuleHook:
 def stage_3_module_hooks(engine: Any) -> list[ModuleHook]:
     """The hooks that DeepSpeed has on the modules of a ZeRO-3 engine."""
     offload = engine.optimizer.parameter_offload
+    before = {id(module._forward_pre_hooks) for module in engine.module.modules()}
     kinds = [(handle, "") for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook)]
     kinds += [(handle, "backward") for handle in (offload.fwd_pre_hook, *offload.backward_hooks)]
-    kinds += [(handle, ("before", "after")[index % 2]) for index, handle in enumerate(offload.forward_hooks)]
+    for handle in offload.forward_hooks:
+        kinds.append((handle, "before" if id(handle.hooks_dict_ref()) in before else "after"))
     return [
         ModuleHook(when, (hooks := handle.hooks_dict_ref())[handle.id], functools.partial(hooks.__setitem__, handle.id))
         for handle, when in kinds

@@ -56,6 +56,7 @@ class EagerFrames:
 
     def __init__(self, engine: Any, trace_gathers: bool) -> None:
         self.bytes = self.peak_bytes = 0
+        contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
         self._engine = engine
         self._trace_gathers = trace_gathers
