@@ -356,12 +356,18 @@ def verify_eager_frames(engine: Any) -> None:
             raise changed("eager frames", f"parameter_offload.{name} is missing")
 
 
+def is_gathered(param: Any) -> bool:
+    """Whether ``param`` has its values: it is not one of ZeRO-3, or gathered, and not still on its way."""
+    status = getattr(param, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
+
+
 def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
     """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
     in_flight = engine.module.ds_inflight_param_registry
     if param in in_flight:
         in_flight.pop(param).wait()
-    if param.ds_status.name == "AVAILABLE":
+    if is_gathered(param):
         return param.data.clone()
     param.all_gather()
     full = param.data
@@ -470,7 +476,7 @@ def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
     for module in engine.module.modules():
         module._parameters._in_forward = False
     for param in engine.module.parameters():
-        if hasattr(param, "ds_status") and param.ds_status.name == "AVAILABLE":
+        if hasattr(param, "ds_status") and is_gathered(param):
             param.ds_active_sub_modules.clear()
             if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
                 param.partition()

@@ -27,6 +27,7 @@ the compiled backward rather than saved for it.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,12 +51,12 @@ class EagerFrames:
         trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
 
     Attributes:
-        bytes: of unsharded parameters that are claimed now.
-        peak_bytes: the most of them at once since the last :meth:`end_window`.
+        peak_bytes: the most bytes of unsharded parameters claimed at once since the last :meth:`end_window`.
     """
 
     def __init__(self, engine: Any, trace_gathers: bool) -> None:
-        self.bytes = self.peak_bytes = 0
+        self._bytes = self.peak_bytes = 0
+        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
         contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
         self._engine = engine
@@ -64,7 +65,11 @@ class EagerFrames:
         self._frames: list[_Frame] = []
         self._tickets: dict[Any, torch.Tensor] = {}
         self._gradient_hooks: list[Any] = []
-        self._modules = [module for module in engine.module.modules() if vars(module)["_parameters"]]
+        self._modules = [
+            module
+            for module in engine.module.modules()
+            if vars(module)["_parameters"] and _TICKETS not in vars(module)  # else another engine's
+        ]
         for module in self._modules:
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
             vars(module)[_TICKETS] = _Tickets.fromkeys(names)
@@ -140,13 +145,17 @@ class EagerFrames:
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param``, in memory that no one else holds. Collective."""
         full = contract.stage_3_gather(self._engine, param)
-        self.bytes += (size := full.numel() * full.element_size())
+        self._bytes += (size := full.numel() * full.element_size())
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(full.untyped_storage(), self._freed, size)
+        weakref.finalize(full.untyped_storage(), self._freed.append, size)
         return full
 
-    def _freed(self, size: int) -> None:
-        self.bytes -= size
+    @property
+    def bytes(self) -> int:
+        """Bytes of unsharded parameters that are claimed now."""
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        return self._bytes
 
     # ---- tickets -------------------------------------------------------------------------------------------------
 
@@ -269,10 +278,10 @@ def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
 
     def read(module: Any) -> Any:
         param = module._parameters.get(name)
+        if not torch.compiler.is_compiling():
+            return param if contract.is_gathered(param) else read_eagerly(module, name, param)
         if param is None or param.numel() > 0:
             return param
-        if not torch.compiler.is_compiling():
-            return read_eagerly(module, name, param)
         ticket = module._zerosync_tickets[name]
         if not trace_gathers:
             return torch.ops.zerosync.unshard(ticket)
