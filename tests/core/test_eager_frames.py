@@ -415,3 +415,13 @@ def test_frozen_and_thawed_in_training() -> None:
         return distance(full_parameters(model), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_gathers_are_traced_only_on_stage_3() -> None:
+    def run() -> None:
+        engine = make_engine(Readers(1), stage=2)
+        with pytest.raises(ValueError, match=r"'trace_gathers' is for .* stage 3, found stage 2"):
+            attach(engine, trace_gathers=True)
+        attach(engine)
+
+    run_ranks(run)

@@ -474,7 +474,8 @@ def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
     stage_3_forget_order(engine)
     stage_3_coordinator(engine.optimizer).release_backward_leftovers()
     for module in engine.module.modules():
-        module._parameters._in_forward = False
+        if hasattr(module._parameters, "_in_forward"):
+            module._parameters._in_forward = False
     for param in engine.module.parameters():
         if hasattr(param, "ds_status") and is_gathered(param):
             param.ds_active_sub_modules.clear()

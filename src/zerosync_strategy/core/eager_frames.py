@@ -63,7 +63,8 @@ class EagerFrames:
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
-        self._tickets: dict[Any, torch.Tensor] = {}
+        self._tickets: dict[tuple[Any, bool], torch.Tensor] = {}  # by parameter, and whether it trains
+        self._trains: dict[Any, bool] = {}  # when the modules were given their tickets last
         self._gradient_hooks: list[Any] = []
         self._modules = [
             module
@@ -105,7 +106,7 @@ class EagerFrames:
         """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``."""
         if torch._C._current_graph_task_id() == -1:
             contract.stage_3_coordinator(self._engine.optimizer).release_backward_leftovers()  # of one that raised
-        if any(param.requires_grad != ticket.requires_grad for param, ticket in self._tickets.items()):
+        if any(param.requires_grad != trains for param, trains in self._trains.items()):
             self._give_tickets()
         if not self._running:
             self._frames.clear()
@@ -116,7 +117,8 @@ class EagerFrames:
             yield
         except BaseException:
             del self._frames[frames:], stack[depth:]
-            self.release(keeps)
+            if torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
+                self.release(keeps)
             raise
         finally:
             self._running -= 1
@@ -135,7 +137,7 @@ class EagerFrames:
         # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
         read = self._frames[-1][1] if self._frames and not in_backward else {}
         key = (param, torch.is_inference_mode_enabled())
-        ticket = self._tickets[param]
+        ticket = self._ticket(param)
         if key not in read:
             with torch.no_grad():
                 read[key] = torch.ops.zerosync.unshard(ticket)
@@ -163,17 +165,19 @@ class EagerFrames:
         for module in self._modules:
             tickets = vars(module)[_TICKETS]
             for name in tickets:
-                tickets[name] = self._ticket(module._parameters[name])
+                param = module._parameters[name]
+                tickets[name] = self._ticket(param)
+                self._trains[param] = param.requires_grad
 
     def _ticket(self, param: Any) -> torch.Tensor:
-        ticket = self._tickets.get(param)
-        if ticket is None or ticket.requires_grad != param.requires_grad:
+        key = (param, param.requires_grad)
+        if key not in self._tickets:
             blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
             ticket = self._differentiable(param, blank) if param.requires_grad else blank
             torch._dynamo.mark_static(ticket)
-            self._tickets[param] = ticket
+            self._tickets[key] = ticket
             _owners[ticket.data_ptr()] = (self, param)
-        return ticket
+        return self._tickets[key]
 
     def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
         # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
@@ -187,7 +191,8 @@ class EagerFrames:
                 param.data = blank.new_empty(0)
 
         data, param.data = param.data, blank
-        ticket: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            ticket: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
         param.data = data
         ticket.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
         node = ticket.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
