@@ -89,7 +89,8 @@ class EagerFrames:
             hook.replace(hook.stock)
         for module in self._modules:
             module.__class__ = type(module).__bases__[0]
-            module._parameters.__class__ = type(module._parameters).__bases__[0]
+            if type(module._parameters) is contract.passive_parameters():  # not a later engine's
+                module._parameters.__class__ = contract.passive_parameters().__bases__[0]
             del vars(module)[_TICKETS]
         for gradient_hook in self._gradient_hooks:
             gradient_hook.remove()
