@@ -41,12 +41,13 @@ class Run:
 
 def start(
     stage: int, *, batches: int = 12, accumulate: int = 1, sync_with_dataloader: bool = True,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, **options: Any,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, dynamo_plugin: Any = None, **options: Any,
 ) -> Run:  # fmt: skip
     """Prepare everything on this rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     accelerator = Accelerator(
         deepspeed_plugin=ZeroSyncPlugin(stage=stage, **options),
+        dynamo_plugin=dynamo_plugin,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulate, sync_with_dataloader=sync_with_dataloader
         ),

@@ -19,8 +19,14 @@ def test_wrong_type(value: object) -> None:
     ("block", "keywords", "error", "message"),
     [
         ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
-        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce, grad_memory_budget,"),
+        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce, eager_frames,"),
         ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
+        (
+            {"trace_gathers": True},
+            {"eager_frames": False},
+            ValueError,
+            "with eager_frames=False. Leave one of them out",
+        ),
         (["coalesce"], {}, TypeError, "takes a mapping"),
     ],
 )

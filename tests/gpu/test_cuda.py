@@ -57,3 +57,64 @@ def test_equal_to_plain_torch(stage: int, options: dict[str, Any], zero: dict[st
     for error, report in run_ranks(train, stage, options, zero, world_size=torch.cuda.device_count()):
         assert error < 1e-5
         assert report.backwards == BACKWARDS
+
+
+class ReadsElsewhere(nn.Module):
+    """A tied weight and one of a layer that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other, self.last = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.linear(nn.functional.gelu(self.first(x)), self.other.weight))
+
+
+def start(compile_config: dict[str, Any]) -> Any:
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    deepspeed.init_distributed("nccl")
+    net = ReadsElsewhere().cuda()
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "compile": compile_config,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False, config=config
+    )
+    return engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trace_gathers", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_equal_to_plain_torch(backend: str, trace_gathers: bool) -> None:
+    def run() -> float:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        engine = start({})
+        attach(engine, trace_gathers=trace_gathers)
+        engine.compile(backend=backend)
+        plain = ReadsElsewhere().cuda()
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world)
+        for k in range(6):
+            engine.backward(loss_of(engine, k, rank, "cuda"))
+            engine.step()
+            oracle.backward(lambda r, k=k: loss_of(plain, k, r, "cuda"))
+            oracle.step()
+        return distance(full_parameters(engine.module), full_parameters(plain))
+
+    assert max(run_ranks(run, world_size=torch.cuda.device_count(), timeout=280)) < 1e-4
+
+
+@pytest.mark.gpu
+def test_deepcompile_is_refused_and_goes_on_without() -> None:
+    def run() -> None:
+        engine = start({"deepcompile": True})
+        with pytest.raises(ValueError, match=r"does not support DeepCompile.*'compile.deepcompile' to false"):
+            attach(engine)
+        engine.compile()
+        for k in range(3):
+            engine.backward(loss_of(engine, k, int(os.environ["RANK"]), "cuda"))
+            engine.step()
+
+    run_ranks(run, world_size=torch.cuda.device_count(), timeout=280)

@@ -15,6 +15,7 @@ from zerosync_strategy.core import contract
 from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.collectives import share_timeout
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.eager_frames import EagerFrames
 from zerosync_strategy.core.full_state import full_state, load_full_state
 from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
@@ -114,6 +115,11 @@ class ZeroSync:
                 "shard_over() shards parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Use stage 3, or leave it out."
             )
+        if config.trace_gathers and not stage_3:
+            raise ValueError(
+                "ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage"
+                f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
+            )
         self._reducer = (Stage3Reducer if stage_3 else Stage12Reducer)(optimizer, config)
         self.parameters = self._reducer.params
         self._parameters_floor = self._reducer.parameters_floor()
@@ -123,6 +129,7 @@ class ZeroSync:
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
         self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
+        self._eager = EagerFrames.of(engine, config.trace_gathers) if stage_3 and config.eager_frames else None
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()
@@ -234,12 +241,25 @@ class ZeroSync:
         _attached.discard(self)
         self._restore_clipping()
         self.counter.stop()
-        for gathering in (self._gathers, self._held):  # the last that came goes first
+        for gathering in (self._eager, self._gathers, self._held):  # the last that came goes first
             if gathering is not None:
                 gathering.detach()
         for target in (self.engine, self.engine.optimizer):
             restore(target)
             del target._zerosync
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        """Around a forward of the engine."""
+        with self._eager.forward(self._keeps) if self._eager is not None else nullcontext():
+            yield
+
+    def _release_gathered(self) -> None:
+        if self._eager is not None:
+            self._eager.release(self._keeps)
+
+    def _keeps(self, param: Any) -> bool:
+        return self._held is not None and self._held.holds(param)
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -262,6 +282,8 @@ class ZeroSync:
             self.window.end_step()
             if self._held is not None:
                 self._held.end_window(self._parameters_floor)  # all that the step has released
+            if self._eager is not None:
+                self._eager.end_window()
             if self._check is not None:
                 self._check.stepped(self)
 
@@ -274,6 +296,7 @@ class ZeroSync:
             early_reductions=window.early_reductions,
             floor_bytes=self._floor(window.backwards),
             peak_unreduced_bytes=self._reducer.peak_bytes,
+            peak_unsharded_bytes=self._eager.peak_bytes if self._eager is not None else 0,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
             collectives=self.counter.take(),
@@ -347,7 +370,7 @@ class _EngineMethods:
     _zerosync: ZeroSync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync._doing("the forward"):
+        with self._zerosync._doing("the forward"), self._zerosync._forward():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,8 +380,12 @@ class _EngineMethods:
             window.expect_last()
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
-        with self._zerosync._doing("the backward"), window.engine_backward():
-            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        try:
+            with self._zerosync._doing("the backward"), window.engine_backward():
+                return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._zerosync._release_gathered()
+            raise
 
     def _backward_prologue(self) -> None:
         if any(param.requires_grad for param in self._zerosync.parameters):  # else the loss only passes through

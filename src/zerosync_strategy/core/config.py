@@ -32,6 +32,10 @@ class ZeroSyncConfig:
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
+        eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
+            which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
+        trace_gathers: ZeRO-3 under ``torch.compile``: gather inside the compiled graphs, instead of breaking them at
+            every module. All ranks must then compile alike.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -44,11 +48,15 @@ class ZeroSyncConfig:
     overlap_last: bool = True
     unshard_streams: str = "per_group"
     racecheck: int = 0
+    eager_frames: bool = True
+    trace_gathers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last"):
+        for name in ("coalesce", "overlap_last", "eager_frames", "trace_gathers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
+        if self.trace_gathers and not self.eager_frames:
+            raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
         if self.unshard_streams not in ("per_group", "shared"):

@@ -6,7 +6,9 @@ turns a missing or changed internal into an error with a name, before any traini
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,6 +103,23 @@ _STAGE_3 = (
     Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
+)
+
+
+_EAGER_FRAMES = (
+    Internal("eager frames", "engine", "forward"),
+    Internal("eager frames", "engine", "param_names"),
+    Internal("eager frames", "engine", "module_forward_pre_hook"),
+    Internal("eager frames", "engine", "module_forward_post_hook"),
+    Internal("eager frames", "engine", "_create_module_forward_pre_hook", ()),
+    Internal("eager frames", "engine", "_create_module_forward_post_hook", ()),
+    Internal("eager frames", "offload", "forward_hooks"),
+    Internal("eager frames", "offload", "backward_hooks"),
+    Internal("eager frames", "offload", "fwd_pre_hook"),
+    Internal("eager frames", "offload", "_remove_module_hooks", ()),
+    Internal("eager frames", "offload", "setup_zero_stage3_hooks", ()),
+    Internal("eager frames", "coordinator", "is_invalid_trace", ()),
+    Internal("eager frames", "module", "ds_inflight_param_registry"),
 )
 
 
@@ -400,3 +419,151 @@ def problem(owner: Any, internal: Internal) -> str | None:
     if parameters[: len(internal.parameters)] != internal.parameters:
         return f"takes {parameters}, expected {internal.parameters}"
     return None
+
+
+def verify_eager_frames(engine: Any) -> None:
+    """Check what reading partitioned parameters relies on.
+
+    Raises:
+        ContractError: an internal is missing or has changed.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    offload = engine.optimizer.parameter_offload
+    coordinator = stage_3_coordinator(engine.optimizer)
+    owners = {"engine": engine, "offload": offload, "coordinator": coordinator, "module": engine.module}
+    for internal in _EAGER_FRAMES:
+        if not (internal.owner == "module" and hasattr(engine.module, internal.name)):
+            found = problem(owners[internal.owner], internal)
+            if found:
+                raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
+    for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
+        if not hasattr(parameter_offload, name):
+            raise changed("eager frames", f"parameter_offload.{name} is missing")
+
+
+def is_gathered(param: Any) -> bool:
+    """Whether ``param`` has its values: it is not one of ZeRO-3, or gathered, and not still on its way."""
+    status = getattr(param, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
+
+
+def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
+    """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
+    in_flight = engine.module.ds_inflight_param_registry
+    if param in in_flight:
+        in_flight.pop(param).wait()
+    if is_gathered(param):
+        return param.data.clone()
+    param.all_gather()
+    full = param.data
+    param.partition()
+    return full
+
+
+@functools.cache
+def passive_parameters() -> type:
+    """ZeRO-3's own dictionary of a module's parameters, but one that gathers nothing when it is read."""
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+    attributes = {"__getitem__": OrderedDict.__getitem__, "__module__": ZeROOrderedDict.__module__}
+    return type("ZeROOrderedDict", (ZeROOrderedDict,), attributes)
+
+
+def unwrap_compiled(engine: Any) -> None:
+    """Give ``engine`` the modules inside what ``torch.compile(module)`` made of them before ``deepspeed.initialize``.
+
+    They stay compiled, as by ``module.compile()``. The wrapper hands attributes that are set on it to the module
+    inside, so DeepSpeed 0.19.8 takes the two for one: it gives the module the wrapper's own empty dictionary of
+    parameters, the wrapper none, and both one set of backward hooks. Without a wrapper nothing is changed.
+    """
+    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+
+    def unwrap(module: Any) -> Any:
+        while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
+            inside._compiled_call_impl = module.dynamo_ctx(inside._call_impl)
+            module = inside
+        return module
+
+    if all(unwrap(module) is module for module in engine.module.modules()):
+        return
+    optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    offload._remove_module_hooks()
+    offload.forward_hooks.clear()
+    offload.backward_hooks.clear()
+    for parent in list(engine.module.modules()):
+        for name, child in vars(parent)["_modules"].items():
+            if child is not None:
+                vars(parent)["_modules"][name] = unwrap(child)
+    module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
+    for param, name in engine.param_names.items():
+        engine.param_names[param] = name.replace("_orig_mod.", "")
+        owner, _, name = engine.param_names[param].rpartition(".")
+        module.get_submodule(owner)._parameters.setdefault(name, param)
+    for submodule in module.modules():
+        ensure_zero_ordered_dict(submodule)
+        for closure in ("pre_bwd_fn", "post_bwd_fn"):
+            vars(submodule).pop(closure, None)
+    engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
+    engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+    offload.setup_zero_stage3_hooks()
+
+
+@dataclass(frozen=True)
+class ModuleHook:
+    """One hook around a module's forward.
+
+    ``when`` is ``before`` and ``after`` for those that gather and release, ``backward`` for those that prepare the
+    backward, and empty for the engine's own, around the whole model.
+    """
+
+    when: str
+    stock: Callable[..., Any]
+    replace: Callable[[Callable[..., Any]], None]
+
+
+def stage_3_module_hooks(engine: Any) -> list[ModuleHook]:
+    """The hooks that DeepSpeed has on the modules of a ZeRO-3 engine."""
+    offload = engine.optimizer.parameter_offload
+    before = {id(module._forward_pre_hooks) for module in engine.module.modules()}
+    kinds = [(handle, "") for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook)]
+    kinds += [(handle, "backward") for handle in (offload.fwd_pre_hook, *offload.backward_hooks)]
+    for handle in offload.forward_hooks:
+        kinds.append((handle, "before" if id(handle.hooks_dict_ref()) in before else "after"))
+    return [
+        ModuleHook(when, (hooks := handle.hooks_dict_ref())[handle.id], functools.partial(hooks.__setitem__, handle.id))
+        for handle, when in kinds
+    ]
+
+
+def stage_3_modules_running() -> list[Any]:
+    """ZeRO-3's own stack of the modules whose forward runs, below them those of the engines."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    return parameter_offload.FWD_MODULE_STACK
+
+
+def stage_3_forget_order(engine: Any) -> None:
+    """Let ZeRO-3 record anew in which order modules run, and release what it has gathered ahead of time."""
+    coordinator = stage_3_coordinator(engine.optimizer)
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
+def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
+    """After an exception: partition what is gathered.
+
+    But for persistent parameters, those that a user's context has gathered, and what ``keeps``.
+    """
+    stage_3_forget_order(engine)
+    stage_3_coordinator(engine.optimizer).release_backward_leftovers()
+    for module in engine.module.modules():
+        if hasattr(module._parameters, "_in_forward"):
+            module._parameters._in_forward = False
+    for param in engine.module.parameters():
+        if hasattr(param, "ds_status") and is_gathered(param):
+            param.ds_active_sub_modules.clear()
+            if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
+                param.partition()

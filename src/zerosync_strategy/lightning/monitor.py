@@ -64,6 +64,7 @@ def metrics(report: StepReport) -> dict[str, float]:
         "ratio": report.ratio,
         "peak_unreduced_bytes": report.peak_unreduced_bytes,
         "peak_held_bytes": report.peak_held_bytes,
+        "peak_unsharded_bytes": report.peak_unsharded_bytes,
         "seconds": report.seconds,
     }
     for kind, traffic in report.collectives.items():

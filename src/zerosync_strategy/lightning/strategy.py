@@ -135,6 +135,17 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             self.config.update(gradient_accumulation_steps=1, gradient_clipping=clip)
 
     @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Lightning refuses a module that torch.compile() made, by this mark, with every DeepSpeed strategy.
+        if module is not None and module._compiler_ctx is not None:
+            module._compiler_ctx = None
+        self._connected = module
+
+    @property
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin

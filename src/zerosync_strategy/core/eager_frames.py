@@ -1,0 +1,327 @@
+"""ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1).
+
+ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
+(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler. Here such a read gives a tensor of its own:
+
+==================================  ====================================================================
+who reads                           what it gets
+==================================  ====================================================================
+anyone, and the parameter is there  the parameter
+a forward or backward, eagerly      ``zerosync::unshard(ticket)``, which gathers; once per module's forward
+a trace                             that call in its graph, as one opaque operator; nothing is gathered
+guards, and anyone else             the parameter as it is: partitioned; nothing is gathered
+==================================  ====================================================================
+
+The tensor is claimed by whatever refers to it: the module's forward that read it, and autograd nodes that saved it. Its
+memory goes with the last of them, also where a backward never runs. No other reader shares it, because ranks must
+gather alike, and Python does not collect its garbage alike.
+
+A *ticket* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no guard
+fails as the parameter comes and goes. What reaches it as a gradient joins the parameter's own.
+
+The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are. With
+``trace_gathers`` it passes over them instead, and every read in it is of the third kind; a gather is then repeated in
+the compiled backward rather than saved for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerosync_strategy.core import contract
+
+_TICKETS = "_zerosync_tickets"  # in a module's __dict__, tickets by parameter name
+_owners: dict[int, tuple[EagerFrames, Any]] = {}  # address of a ticket's memory -> its parameter
+_Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
+
+
+class EagerFrames:
+    """Lets the modules of a ZeRO-3 engine read parameters that are partitioned.
+
+    Args:
+        engine: the engine.
+        trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
+
+    Attributes:
+        peak_bytes: the most bytes of unsharded parameters claimed at once since the last :meth:`end_window`.
+    """
+
+    def __init__(self, engine: Any, trace_gathers: bool) -> None:
+        self._bytes = self.peak_bytes = 0
+        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
+        contract.verify_eager_frames(engine)
+        contract.unwrap_compiled(engine)
+        self._engine = engine
+        self._trace_gathers = trace_gathers
+        self._running = 0
+        self._frames: list[_Frame] = []
+        self._tickets: dict[tuple[Any, bool], torch.Tensor] = {}  # by parameter, and whether it trains
+        self._trains: dict[Any, bool] = {}  # when the modules were given their tickets last
+        self._gradient_hooks: list[Any] = []
+        self._modules = [
+            module
+            for module in engine.module.modules()
+            if vars(module)["_parameters"] and _TICKETS not in vars(module)  # else another engine's
+        ]
+        for module in self._modules:
+            names = [name for name, param in module._parameters.items() if _is_sharded(param)]
+            vars(module)[_TICKETS] = _Tickets.fromkeys(names)
+            readable = tuple(name for name in names if not hasattr(type(module), name))
+            module.__class__ = _readable(type(module), readable, trace_gathers)
+            module._parameters.__class__ = contract.passive_parameters()
+        self._give_tickets()
+        self._coordinator = contract.stage_3_coordinator(engine.optimizer)
+        self._coordinator._zerosync_eager = self
+        self._hooks = contract.stage_3_module_hooks(engine)
+        for hook in self._hooks:
+            extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
+            hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
+
+    @classmethod
+    def of(cls, engine: Any, trace_gathers: bool) -> EagerFrames:
+        """Those of ``engine``; engines over one module have one in common, with the option of the first."""
+        coordinator = contract.stage_3_coordinator(engine.optimizer)
+        return getattr(coordinator, "_zerosync_eager", None) or cls(engine, trace_gathers)
+
+    def detach(self) -> None:
+        """Give the modules their classes and hooks back."""
+        if getattr(self._coordinator, "_zerosync_eager", None) is not self:
+            return
+        del self._coordinator._zerosync_eager
+        for hook in self._hooks:
+            hook.replace(hook.stock)
+        for module in self._modules:
+            module.__class__ = type(module).__bases__[0]
+            if type(module._parameters) is contract.passive_parameters():  # not a later engine's
+                module._parameters.__class__ = contract.passive_parameters().__bases__[0]
+            del vars(module)[_TICKETS]
+        for gradient_hook in self._gradient_hooks:
+            gradient_hook.remove()
+        for ticket in self._tickets.values():
+            del _owners[ticket.data_ptr()]
+        contract.stage_3_forget_order(self._engine)  # DeepSpeed will find parameters where it has seen none
+
+    def end_window(self) -> None:
+        """Count the peak anew."""
+        self.peak_bytes = self.bytes
+
+    @contextmanager
+    def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
+        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``."""
+        if torch._C._current_graph_task_id() == -1:
+            self._coordinator.release_backward_leftovers()  # of one that raised
+        if any(param.requires_grad != trains for param, trains in self._trains.items()):
+            self._give_tickets()
+        if not self._running:
+            self._frames.clear()
+        self._running += 1
+        frames, stack = len(self._frames), contract.stage_3_modules_running()
+        depth = len(stack)
+        try:
+            yield
+        except BaseException:
+            del self._frames[frames:], stack[depth:]
+            if torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
+                self.release(keeps)
+            raise
+        finally:
+            self._running -= 1
+
+    def release(self, keeps: Callable[[Any], bool]) -> None:
+        """After an exception: nothing that ZeRO-3 has gathered stays, but for what ``keeps``."""
+        contract.stage_3_release(self._engine, keeps)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, module: Any, param: Any) -> Any:
+        """What an eager reader gets for a parameter that is partitioned."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not (self._running or module._parameters._in_forward or in_backward):
+            return param
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        read = self._frames[-1][1] if self._frames and not in_backward else {}
+        key = (param, torch.is_inference_mode_enabled())
+        ticket = self._ticket(param)
+        if key not in read:
+            with torch.no_grad():
+                read[key] = torch.ops.zerosync.unshard(ticket)
+        # Gradients are summed where they meet: with other traces' at the ticket, with ZeRO-3's own at the parameter.
+        return _Read.apply(ticket if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
+
+    def unshard(self, param: Any) -> torch.Tensor:
+        """The values of ``param``, in memory that no one else holds. Collective."""
+        full = contract.stage_3_gather(self._engine, param)
+        self._bytes += (size := full.numel() * full.element_size())
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        weakref.finalize(full.untyped_storage(), self._freed.append, size)
+        return full
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of unsharded parameters that are claimed now."""
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        return self._bytes
+
+    # ---- tickets -------------------------------------------------------------------------------------------------
+
+    def _give_tickets(self) -> None:
+        for module in self._modules:
+            tickets = vars(module)[_TICKETS]
+            for name in tickets:
+                param = module._parameters[name]
+                tickets[name] = self._ticket(param)
+                self._trains[param] = param.requires_grad
+
+    def _ticket(self, param: Any) -> torch.Tensor:
+        key = (param, param.requires_grad)
+        if key not in self._tickets:
+            blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
+            ticket = self._differentiable(param, blank) if param.requires_grad else blank
+            torch._dynamo.mark_static(ticket)
+            self._tickets[key] = ticket
+            _owners[ticket.data_ptr()] = (self, param)
+        return self._tickets[key]
+
+    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
+        # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
+        # shape that it sees, and when the node stores one, for the layout.
+        def in_shape(_: Any) -> None:
+            if param.numel() == 0:
+                param.data = blank
+
+        def as_it_was(_: Any) -> None:
+            if param.ds_status.name == "NOT_AVAILABLE" and param.numel() > 0:
+                param.data = blank.new_empty(0)
+
+        data, param.data = param.data, blank
+        with torch.enable_grad():
+            ticket: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+        param.data = data
+        ticket.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
+        node = ticket.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._gradient_hooks += (
+            node.register_prehook(in_shape),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(as_it_was),
+        )
+        return ticket
+
+    # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            self._frames.append((module, {}))
+            return stock(module, *args)
+
+        return hook
+
+    def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            if all(running is not module for running, _ in self._frames):
+                return None  # the hook before it was passed over in a trace
+            while self._frames.pop()[0] is not module:
+                pass
+            return stock(module, *args)
+
+        return hook
+
+
+def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return stock
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def eager_only(module: nn.Module, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, *args)
+
+    return eager_only
+
+
+# ---- tickets -----------------------------------------------------------------------------------------------------
+
+
+class _Tickets(dict[str, Any]):
+    """By name of the parameter. A copy of the module has ordinary parameters and needs none."""
+
+    def __deepcopy__(self, memo: Any) -> _Tickets:
+        return _Tickets()
+
+
+class _Read(torch.autograd.Function):
+    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
+        ctx.param = param
+        return instead.view_as(instead)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return grad if ctx.param.requires_grad else None, None
+
+
+def _is_sharded(param: Any) -> bool:
+    return hasattr(param, "ds_status") and param.ds_numel > 0
+
+
+# ---- modules that can be read ------------------------------------------------------------------------------------
+
+
+def _readable(stock: type, names: tuple[str, ...], trace_gathers: bool) -> type:
+    """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
+    key = (stock, names, trace_gathers)
+    if key not in _classes:
+        attributes: dict[str, Any] = {name: property(_reader(name, trace_gathers)) for name in names}
+        attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        _classes[key] = type(stock.__name__, (stock,), attributes)
+    return _classes[key]
+
+
+_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
+    from torch._dynamo.eval_frame import skip_code
+
+    read_eagerly = torch.compiler.disable(_read_eagerly)
+
+    def read(module: Any) -> Any:
+        param = module._parameters.get(name)
+        if not torch.compiler.is_compiling():
+            return param if contract.is_gathered(param) else read_eagerly(module, name, param)
+        if param is None or param.numel() > 0:
+            return param
+        ticket = module._zerosync_tickets[name]
+        if not trace_gathers:
+            return torch.ops.zerosync.unshard(ticket)
+        return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
+
+    skip_code(read.__code__)  # traced as part of what reads, never by itself
+    return read
+
+
+def _read_eagerly(module: Any, name: str, param: Any) -> Any:
+    ticket = vars(module)[_TICKETS].get(name)
+    return param if ticket is None else _owners[ticket.data_ptr()][0].read(module, param)
+
+
+# ---- the operator ------------------------------------------------------------------------------------------------
+
+
+def _unshard(ticket: torch.Tensor) -> torch.Tensor:
+    frames, param = _owners[ticket.data_ptr()]
+    return frames.unshard(param)
+
+
+torch.library.define("zerosync::unshard", "(Tensor ticket) -> Tensor")
+torch.library.impl("zerosync::unshard", "default", _unshard)
+torch.library.register_fake("zerosync::unshard", lambda ticket: ticket.new_empty(ticket.shape))
+torch.library.register_autograd("zerosync::unshard", lambda ctx, grad: grad)

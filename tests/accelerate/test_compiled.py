@@ -1,0 +1,26 @@
+"""Accelerate's dynamo plugin under ZeRO-3."""
+
+import torch
+from accelerate.utils import TorchDynamoPlugin
+
+from tests.accelerate.runs import oracle, start
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.problem import loss_of
+from tests.harness.ranks import run_ranks
+
+
+def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
+    def run() -> tuple[float, int]:
+        run = start(3, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+        plain = oracle()
+        for index in range(4):
+            run.accelerator.backward(loss_of(run.model, run.batch(index)))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            plain.backward(lambda rank, index=index: loss_of(plain.module, run.data.batch(index, rank)))
+            plain.step()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return distance(run.parameters(), full_parameters(plain.module)), graphs
+
+    for error, graphs in run_ranks(run, timeout=200):
+        assert error == 0.0 and graphs > 0

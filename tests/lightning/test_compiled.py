@@ -1,0 +1,34 @@
+"""``Trainer.fit(torch.compile(module))`` under ZeRO-3."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.oracle import distance
+from tests.harness.problem import loss_of
+from tests.harness.ranks import run_ranks
+from tests.lightning.runs import STOCK, Module, accumulate, fit, oracle, strategy
+
+
+class ReadsElsewhere(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        first, last = self.net[0], self.net[-1]
+        x = nn.functional.linear(x, first.weight, first.bias)
+        for layer in self.net[1:-1]:
+            x = layer(x)
+        return loss_of(lambda x: nn.functional.linear(x, last.weight, last.bias), (x, y))
+
+
+@pytest.mark.skipif(STOCK, reason="Lightning refuses it")
+def test_a_compiled_module_equals_plain_torch() -> None:
+    def run() -> float:
+        module = torch.compile(ReadsElsewhere(), backend="aot_eager")
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        ours = strategy(3, config={"zero_optimization": zero, "zero_allow_untested_optimizer": True})
+        recorder, _ = fit(module, ours, accumulate_grad_batches=4)
+        return distance(recorder.parameters, accumulate(oracle(), 12, 4))
+
+    assert run_ranks(run, timeout=200) == [0.0, 0.0]
