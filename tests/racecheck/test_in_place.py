@@ -48,7 +48,10 @@ def traces() -> list[Any]:
 
 def streams_of(engine: Any) -> list[Any]:
     if engine.zero_optimization_stage() == 3:
-        return [contract.stage_3_gather_stream(engine.optimizer), engine.optimizer.reduce_and_partition_stream]
+        return [
+            contract.stage_3_gather_stream(contract.stage_3_coordinator(engine.optimizer)),
+            engine.optimizer.reduce_and_partition_stream,
+        ]
     return [engine.optimizer.reduction_stream]
 
 
