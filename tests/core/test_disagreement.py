@@ -7,6 +7,8 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
+from torch import nn
 
 from tests.core.test_attach import adamw, loss_of, make_engine, network
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -14,6 +16,7 @@ from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core import reduction
 from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy.core.rollcall import RankError
 
 TIMEOUT = timedelta(seconds=4)
 
@@ -142,6 +145,41 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
             plain.backward(lambda r, k=k: loss_of(module, k, r))
             plain.step()
         return distance(full_parameters(engine.module), full_parameters(module))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_ranks_that_run_different_modules_of_one_size() -> None:
+    """Their gathers meet, and each gets a mixture; the step says so and changes nothing."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1 + rank()](self.layers[0](x))
+
+    def run() -> float:
+        prepare_cpu()
+        deepspeed.init_distributed("gloo")
+        torch.manual_seed(0)
+        model = Chooses()
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            },
+        )  # fmt: skip
+        attach(engine)
+        before = full_parameters(model)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        with pytest.raises(RankError, match="gathered different parameters") as error:
+            engine.step()
+        assert "rank 0: 'layers.1.weight', 'layers.1.bias'" in str(error.value)
+        assert "rank 1: 'layers.2.weight', 'layers.2.bias'" in str(error.value)
+        return distance(full_parameters(model), before)
 
     assert run_ranks(run) == [0.0, 0.0]
 

@@ -37,13 +37,12 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _fact(param: Any) -> str:
-    frozen = "" if param.requires_grad else " frozen"
-    if not hasattr(param, "ds_id"):
-        return f"{tuple(param.shape)} {param.dtype}{frozen}"
     # How far DeepSpeed prefetches, and so what it gathers together, depends on all of these.
-    held = " persistent" if param.ds_persist else ""
-    ranks = dist.get_world_size(param.ds_process_group)
-    return f"{tuple(param.ds_shape)} {param.dtype}{frozen}{held}, sharded over {ranks} ranks"
+    frozen = "" if param.requires_grad else " frozen"
+    held = " persistent" if getattr(param, "ds_persist", False) else ""
+    group = getattr(param, "ds_process_group", getattr(param, "zerosync_sharded_over", None))
+    ranks = "" if group is None else f", sharded over {dist.get_world_size(group)} ranks"
+    return f"{tuple(getattr(param, 'ds_shape', param.shape))} {param.dtype}{frozen}{held}{ranks}"
 
 
 def _gathered(value: Any, process_group: Any) -> list[Any]:

@@ -266,6 +266,8 @@ class ZeroSync:
         """Around the ZeRO optimizer's own step."""
         with self._doing("the optimizer step"):
             with self._doing("the reduction"):
+                if self._gathers is not None:
+                    self._gathers.compare()
                 self.window.begin_step()
             try:
                 with torch.profiler.record_function("zerosync::step"):

@@ -20,7 +20,10 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+import torch.distributed as dist
+
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.gather_log import GatherLog
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.core.sharding import ranks_of
@@ -50,6 +53,8 @@ class Gathers:
             groups.setdefault(id(param.ds_process_group), param.ds_process_group)
         # Two groups of the same ranks stay in the order of their parameters.
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
+        device = engine.device
+        self._logs = {id(g): GatherLog(g, device, streams) for g in ordered if dist.get_world_size(g) > 1}
         self._turn = {id(group): turn for turn, group in enumerate(ordered)}
         self._count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew()
@@ -77,6 +82,15 @@ class Gathers:
         for stream in self._gather_streams:
             self.streams.gathers_follow(stream)
 
+    def compare(self) -> None:
+        """Before a step: check that the ranks of each group have gathered the same since the last (W4). Collective."""
+        for log in self._logs.values():
+            log.compare(self.name)
+
+    def name(self, ds_id: int) -> str:
+        """The parameter's name, for errors."""
+        return repr(self.names.get(ds_id, f"ds_id {ds_id}"))
+
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
         ordered = sorted(params, key=lambda param: (self._turn[id(param.ds_process_group)], param.ds_id))
@@ -90,7 +104,9 @@ class Gathers:
         return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
 
     def wrap(self, params: list[Any]) -> None:
-        """Let waiting for the gathers of ``params``, just issued, be our waiting."""
+        """Note the gathers of ``params``, all of one group and just issued, and let waiting for them be our waiting."""
+        if (log := self._logs.get(id(params[0].ds_process_group))) is not None:
+            log.note(tuple(param.ds_id for param in params))
         in_flight = contract.stage_3_in_flight(self.coordinator)
         wrapped: dict[int, _Gather] = {}
         for param in params:
@@ -138,9 +154,9 @@ class _Gather:
             ) from error
 
     def _names(self) -> str:
-        names = [self._gathers.names.get(param.ds_id, f"ds_id {param.ds_id}") for param in self.params]
+        names = [self._gathers.name(param.ds_id) for param in self.params]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(repr(name) for name in names[:3]) + more
+        return ", ".join(names[:3]) + more
 
 
 class _CoordinatorMethods:

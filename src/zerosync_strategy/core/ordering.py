@@ -21,7 +21,7 @@ On a device without streams, such as the CPU, all of them do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,25 @@ class Streams:
                 self._reduction.wait_event(event)
         with self._accelerator.stream(self._reduction):
             yield
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether the device runs beside the host."""
+        return self._reduction is not None
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        """Copy a small tensor to the host without waiting; calling the result waits for the copy alone."""
+        if self._reduction is None:
+            return tensor.tolist
+        copy, event = self._accelerator.pin_memory(torch.empty_like(tensor, device="cpu")), self._accelerator.Event()
+        copy.copy_(tensor, non_blocking=True)
+        event.record(self._accelerator.current_stream())
+
+        def read() -> list[Any]:
+            event.synchronize()
+            return copy.tolist()
+
+        return read
 
     def keep(self, tensor: torch.Tensor) -> None:
         """A gradient is read on the reduction stream, and freed by its producers' side (L1)."""

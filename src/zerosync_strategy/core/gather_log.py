@@ -1,0 +1,83 @@
+"""Whether the ranks of a group have gathered the same parameters (W4).
+
+ZeRO-3 gathers what a module needs when the module runs. Ranks that run different modules gather different parameters,
+and if these are of one size, nothing shows that each has got a mixture of the two. So every rank notes what it gathers,
+and before each optimizer step the ranks of a group compare a digest of it, by one message of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.rollcall import RankError
+
+_Gathers = list[tuple[int, ...]]  # ds_ids, by gather
+
+
+class GatherLog:
+    """What this rank has gathered over one process group since the last step.
+
+    Args:
+        process_group: of several ranks.
+        device: on which it communicates.
+        streams: of the engine.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, streams: Streams) -> None:
+        self.process_group = process_group
+        self._device = device
+        self._streams = streams
+        self._gathers: _Gathers = []
+        self._digest = 0
+        self._asked: tuple[Callable[[], list[int]], int, _Gathers] | None = None  # the answer is still to be looked at
+
+    def note(self, ids: tuple[int, ...]) -> None:
+        """A gather of these parameters was issued."""
+        self._gathers.append(ids)
+        self._digest = zlib.crc32(repr(ids).encode(), self._digest)
+
+    def compare(self, name: Callable[[int], str]) -> None:
+        """Compare with the other ranks, and begin anew. Collective.
+
+        On a device with streams the host does not wait for the answer, but looks at it in the next call.
+
+        Raises:
+            RankError: on every rank of the group, with the first gather that differs.
+        """
+        from deepspeed import comm
+
+        self._look(name)
+        extremes = torch.tensor([self._digest, -self._digest], device=self._device)
+        comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._asked = self._streams.to_host(extremes), self._digest, self._gathers
+        self._gathers, self._digest = [], 0
+        if not self._streams.concurrent:
+            self._look(name)
+
+    def _look(self, name: Callable[[int], str]) -> None:
+        if self._asked is None:
+            return
+        (answer, digest, gathers), self._asked = self._asked, None
+        if answer() == [digest, -digest]:
+            return
+        of_ranks: list[_Gathers] = [[] for _ in range(dist.get_world_size(self.process_group))]
+        dist.all_gather_object(of_ranks, gathers, group=self.process_group)
+        by_turn = enumerate(zip_longest(*of_ranks), start=1)
+        turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
+        found = "\n".join(
+            f"  rank {dist.get_global_rank(self.process_group, rank)}: "
+            + (", ".join(map(name, ids)) if ids else "had gathered all that it wanted")
+            for rank, ids in enumerate(by_rank)
+        )
+        raise RankError(
+            f"Ranks gathered different parameters between two optimizer steps; in gather {turn}:\n{found}\nUnder"
+            " ZeRO-3 all ranks must run the same modules in the same order. What they have computed since is wrong: go"
+            " back to the last checkpoint."
+        )
