@@ -180,8 +180,9 @@ def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[s
         left = gathered(engine)
         assert zerosync.report.backwards == BACKWARDS
         first, last = (report.collectives["all_gather_into_tensor"].bytes for report in (reports[0], reports[-1]))
-        # Neither tracing, in the first step, nor guards gather anything. (DeepSpeed's own order is recorded in it.)
-        assert first == last or not options.get("trace_gathers")
+        # Neither tracing, in the first step, nor guards gather anything. Where DeepSpeed's hooks run, they record their
+        # order in it, and gather more.
+        assert first == last or not options.get("trace_gathers") or how == "modules"
         return distance(full_parameters(engine.module), oracle(3, stop)), left
 
     exact = "grad_memory_budget" not in options
