@@ -212,7 +212,9 @@ class Simulation(Recorder):
     def _group_stream(self, group: Any) -> Stream:
         found: Any = group or dist.group.WORLD
         name = found.group_name
-        return self._groups.setdefault(name, Stream(name=f"process group {name}"))
+        if name not in self._groups:
+            self._groups[name] = Stream(name=f"process group {name}")
+        return self._groups[name]
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One of torch.distributed's functions is called; what it gives back in its place."""
