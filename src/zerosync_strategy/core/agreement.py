@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.collectives import gather_objects
+
 _SHOWN = 5
 
 
@@ -19,10 +21,9 @@ def require_same(where: str, facts: Mapping[str, str], process_group: Any = None
         ValueError: on every rank, naming the facts that differ and what each rank has; ``where`` leads the message.
     """
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    digests = _gathered(digest, process_group)
-    if len(set(digests)) == 1:
+    if len(set(gather_objects(digest, process_group))) == 1:
         return
-    differing = list(_differences(_gathered(dict(facts), process_group)))
+    differing = list(_differences(gather_objects(dict(facts), process_group)))
     more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     raise ValueError(
         f"{where} found ranks that are not alike:\n"
@@ -43,12 +44,6 @@ def _fact(param: Any) -> str:
     group = getattr(param, "ds_process_group", getattr(param, "zerosync_sharded_over", None))
     ranks = "" if group is None else f", sharded over {dist.get_world_size(group)} ranks"
     return f"{tuple(getattr(param, 'ds_shape', param.shape))} {param.dtype}{frozen}{held}{ranks}"
-
-
-def _gathered(value: Any, process_group: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values
 
 
 def _differences(facts: list[dict[str, str]]) -> Iterator[str]:

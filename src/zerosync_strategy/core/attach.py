@@ -248,11 +248,9 @@ class ZeroSync:
             restore(target)
             del target._zerosync
 
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
+    def _forward(self) -> AbstractContextManager[None]:
         """Around a forward of the engine."""
-        with self._eager.forward(self._keeps) if self._eager is not None else nullcontext():
-            yield
+        return self._eager.forward(self._keeps) if self._eager is not None else nullcontext()
 
     def _release_gathered(self) -> None:
         if self._eager is not None:

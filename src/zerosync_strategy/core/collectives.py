@@ -80,6 +80,13 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any) -> None:
     _when_done(works, parts[rank], timeout_of(process_group))
 
 
+def gather_objects(value: Any, process_group: Any) -> list[Any]:
+    """The ``value`` of every rank of ``process_group``, by rank. Pickled: for what is small and not in every step."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
 def timeout_of(process_group: Any) -> timedelta:
     """After how long a rank gives up waiting for the others of ``process_group``."""
     group: Any = dist.group.WORLD if process_group is None else process_group

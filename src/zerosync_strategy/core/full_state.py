@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.collectives import gather_objects
+
 
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
     """This rank's share of the parameters in full: those of groups whose first rank it is. A collective call.
@@ -44,10 +46,7 @@ def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
 
     _check_stage(engine)
     problem = next(_misfits(engine, state), None)
-    everyone = engine.optimizer.dp_process_group
-    problems: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(problems, problem, group=everyone)
-    for found in filter(None, problems):
+    for found in filter(None, gather_objects(problem, engine.optimizer.dp_process_group)):
         raise ValueError(f"load_full_state() needs, of full_state(), what the same rank was given: {found}")
     for name, param in engine.module.named_parameters():
         with zero.GatheredParameters([param], modifier_rank=0):

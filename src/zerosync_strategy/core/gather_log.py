@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.collectives import gather_objects
 from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.core.rollcall import RankError
 
@@ -67,9 +68,7 @@ class GatherLog:
         (answer, digest, gathers), self._asked = self._asked, None
         if answer() == [digest, -digest]:
             return
-        of_ranks: list[_Gathers] = [[] for _ in range(dist.get_world_size(self.process_group))]
-        dist.all_gather_object(of_ranks, gathers, group=self.process_group)
-        by_turn = enumerate(zip_longest(*of_ranks), start=1)
+        by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
         turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
         found = "\n".join(
             f"  rank {dist.get_global_rank(self.process_group, rank)}: "

@@ -103,10 +103,13 @@ class Gathers:
             return None
         return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
 
-    def wrap(self, params: list[Any]) -> None:
-        """Note the gathers of ``params``, all of one group and just issued, and let waiting for them be our waiting."""
+    def note(self, params: list[Any]) -> None:
+        """The gather of ``params``, all of one group, was issued (W4)."""
         if (log := self._logs.get(id(params[0].ds_process_group))) is not None:
             log.note(tuple(param.ds_id for param in params))
+
+    def wrap(self, params: list[Any]) -> None:
+        """Let waiting for the gathers of ``params``, just issued, be our waiting."""
         in_flight = contract.stage_3_in_flight(self.coordinator)
         wrapped: dict[int, _Gather] = {}
         for param in params:
@@ -171,4 +174,5 @@ class _CoordinatorMethods:
             stream = gathers.stream_of(of_group[0].ds_process_group)
             with contract.stage_3_gathering_on(self, stream):
                 super()._PartitionedParameterCoordinator__all_gather_params(of_group, forward)  # type: ignore[misc]
+            gathers.note(of_group)
             gathers.wrap(of_group)

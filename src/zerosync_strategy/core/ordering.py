@@ -15,8 +15,9 @@ beside the backward that goes on. The rules, each with its method:
   all that the reduction stream is told next.
 - **S1** :meth:`Streams.gathers_follow`: ZeRO-3's gathers start after the step that wrote the partitions they read.
 - **U2** :meth:`Streams.uses`: what uses a gathered parameter starts after its gather, and waits for no other.
+- **W4** :meth:`Streams.to_host`: the host reads an answer after its copy, and waits for nothing else.
 
-On a device without streams, such as the CPU, all of them do nothing.
+On a device without streams, such as the CPU, none of them waits for anything.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Streams:
         return self._reduction is not None
 
     def to_host(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Copy a small tensor to the host without waiting; calling the result waits for the copy alone."""
+        """Copy a small tensor to the host without waiting; calling the result waits for the copy alone (W4)."""
         if self._reduction is None:
             return tensor.tolist
         copy, event = self._accelerator.pin_memory(torch.empty_like(tensor, device="cpu")), self._accelerator.Event()

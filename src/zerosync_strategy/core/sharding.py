@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.collectives import gather_objects
 
 
 class shard_over:  # a function that is also a context manager, as torch.no_grad
@@ -134,9 +135,7 @@ def check_layout(module: Any, everyone: Any) -> None:
                 " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
                 " shard_over(group):'."
             )
-    seen: list[Any] = [None] * len(known)
-    dist.all_gather_object(seen, found, group=everyone)
-    for rank, problem in zip(known, seen, strict=True):
+    for rank, problem in zip(known, gather_objects(found, everyone), strict=True):
         if problem:
             raise ValueError(f"On rank {rank}, {problem[0]}")
 
