@@ -8,12 +8,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.core.test_attach import adamw, loss_of, make_engine, network
+from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
-from zerosync_strategy import attach
+from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core import reduction
 from zerosync_strategy.core.cpu import prepare_cpu
 from zerosync_strategy.core.rollcall import RankError
@@ -149,37 +151,75 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
     assert run_ranks(run) == [0.0, 0.0]
 
 
-def test_ranks_that_run_different_modules_of_one_size() -> None:
-    """Their gathers meet, and each gets a mixture; the step says so and changes nothing."""
+class Chooses(nn.Module):
+    """After the first layer, one or the other."""
 
-    class Chooses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, width) for width in (8, *widths))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[1 + rank()](self.layers[0](x))
+    def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+        return self.layers[1 + other](self.layers[0](x))
+
+
+def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0, **zero,
+            },
+        },
+    )  # fmt: skip
+    return engine
+
+
+@pytest.mark.parametrize(("world_size", "in_backward"), [(2, False), (4, True)])
+def test_gathers_of_different_parameters_do_not_meet(world_size: int, in_backward: bool) -> None:
+    """Of different sizes they would end the process on gloo. On four ranks, one of two groups disagrees."""
+
+    def run() -> None:
+        prepare_cpu()
+        deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+        model = Chooses(8, 24)
+        if world_size == 4:
+            shard_over([dist.new_group(ranks) for ranks in ROWS][rank() // 2], model)
+        engine = engine_that_chooses(model)
+        attach(engine)
+        engine.backward(engine(torch.ones(2, 8), other=False).sum())
+        engine.step()
+        if in_backward:
+            both = [engine(torch.ones(2, 8), other=other).sum() for other in (False, True)]
+            engine.backward(both[rank() == 1] + 0 * both[0].detach())
+        else:
+            engine.backward(engine(torch.ones(2, 8), other=rank() == 1).sum())
+        engine.step()
+
+    outcomes = run_ranks(run, world_size=world_size, expect="any", timeout=60)
+    errors_name_every_rank(outcomes)
+    own, other = (f"in the gather of 'layers.{k}.weight', 'layers.{k}.bias' over the ranks [0, 1] for" for k in (1, 2))
+    for outcome in outcomes[:2]:
+        assert f"rank 0: {own}" in outcome.message and f"rank 1: {other}" in outcome.message
+
+
+def test_gathers_of_different_parameters_that_have_met() -> None:
+    """Each rank gets a mixture; the step says so and changes nothing. So it is on NCCL, and off it by all-reduce."""
 
     def run() -> float:
         prepare_cpu()
         deepspeed.init_distributed("gloo")
-        torch.manual_seed(0)
-        model = Chooses()
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            },
-        )  # fmt: skip
+        engine = engine_that_chooses(Chooses(8, 8), use_all_reduce_for_fetch_params=True)
         attach(engine)
-        before = full_parameters(model)
-        engine.backward(engine(torch.ones(2, 8)).sum())
+        before = full_parameters(engine.module)
+        engine.backward(engine(torch.ones(2, 8), other=rank() == 1).sum())
         with pytest.raises(RankError, match="gathered different parameters") as error:
             engine.step()
         assert "rank 0: 'layers.1.weight', 'layers.1.bias'" in str(error.value)
         assert "rank 1: 'layers.2.weight', 'layers.2.bias'" in str(error.value)
-        return distance(full_parameters(model), before)
+        return distance(full_parameters(engine.module), before)
 
     assert run_ranks(run) == [0.0, 0.0]
 

@@ -2,21 +2,21 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero import partition_parameters
 
 from tests.harness.groups import LAYOUTS, WORLD, data, make_engine, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core import gathers
 from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.sharding import ranks_of
 
-Issued = tuple[tuple[int, ...], int]  # the ranks of a gather, and its elements
+Issued = tuple[tuple[int, ...], int, int]  # the ranks of a gather, its elements, and which it is
 DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two and four parameters ahead, and all
 
 
@@ -24,17 +24,17 @@ DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two 
 def recorded() -> Iterator[list[Issued]]:
     """The gathers that this rank issues, as they go to the backend."""
     issued: list[Issued] = []
-    stock = partition_parameters._dist_allgather_fn
+    stock = gathers.all_gather
 
-    def gather(source: torch.Tensor, target: torch.Tensor, group: Any = None) -> Any:
-        issued.append((ranks_of(group), target.numel()))
-        return stock(source, target, group)
+    def all_gather(parts: Sequence[torch.Tensor], group: Any, tag: int) -> Any:
+        issued.append((ranks_of(group), sum(map(len, parts)), tag))
+        return stock(parts, group, tag)
 
-    partition_parameters._dist_allgather_fn = gather
+    gathers.all_gather = all_gather
     try:
         yield issued
     finally:
-        partition_parameters._dist_allgather_fn = stock
+        gathers.all_gather = stock
 
 
 def run(depth: int, steps: int = 5) -> tuple[list[float], list[Issued]]:
@@ -59,7 +59,7 @@ def one_order_for_all(by_rank: list[list[Issued]]) -> bool:
     todo = [list(reversed(issued)) for issued in by_rank]
     while any(todo):
         for issued in filter(None, todo):
-            ranks, _ = issued[-1]
+            ranks, *_ = issued[-1]
             if all(todo[rank] and todo[rank][-1] == issued[-1] for rank in ranks):
                 for rank in ranks:
                     todo[rank].pop()
@@ -79,9 +79,9 @@ def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
     for by_rank in zip(*([issued for _, issued in of_rank] for of_rank in ranks), strict=True):
         assert one_order_for_all(list(by_rank))
         # Rows, columns and all: the same place in the order on every rank, whichever row or column is meant.
-        kinds = [[(len(group), group[-1] - group[0], size) for group, size in issued] for issued in by_rank]
+        kinds = [[(len(group), group[-1] - group[0], size) for group, size, _ in issued] for issued in by_rank]
         assert all(kind == kinds[0] for kind in kinds)
-        assert len(Counter(group for group, _ in by_rank[0])) == 3
+        assert len(Counter(group for group, *_ in by_rank[0])) == 3
     numbers = [len(issued) for _, issued in ranks[0]]
     assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
 

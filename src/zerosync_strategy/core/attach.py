@@ -383,6 +383,8 @@ class _EngineMethods:
         try:
             with self._zerosync._doing("the backward"), window.engine_backward():
                 return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        except RankError:
+            raise  # what is in flight will not come
         except BaseException:
             self._zerosync._release_gathered()
             raise

@@ -23,6 +23,10 @@ class Pending:
 
     finish: Callable[[], torch.Tensor]
 
+    def wait(self) -> None:
+        """As torch's works have it."""
+        self.finish()
+
 
 def reduce_scatter(
     packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool, tag: int = 0
@@ -69,15 +73,21 @@ def reduce_scatter(
     return Pending(lambda: _when_done(works, parts[rank]))
 
 
-def all_gather(parts: Sequence[torch.Tensor], process_group: Any) -> None:
+def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
     """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. NCCL has its own.
 
     Args:
         parts: contiguous, one per rank; this rank's is read, the others are written.
+        tag: only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of its own
+            all-gathers meet that are of different sizes.
+
+    Returns:
+        This rank's part, pending.
     """
-    rank = dist.get_rank(process_group)
-    works = _exchange([parts[rank]] * len(parts), list(parts), process_group)
-    _when_done(works, parts[rank], timeout_of(process_group))
+    own = parts[dist.get_rank(process_group)]
+    works = _exchange([own] * len(parts), list(parts), process_group, tag)
+    timeout = timeout_of(process_group)
+    return Pending(lambda: _when_done(works, own, timeout))
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:

@@ -283,6 +283,8 @@ def stage_3_coordinator(optimizer: Any) -> Any:
     Raises:
         ContractError: it lacks a method that holding parameters relies on.
     """
+    from deepspeed.runtime.zero import partition_parameters
+
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     for internal in (
         Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
@@ -297,6 +299,9 @@ def stage_3_coordinator(optimizer: Any) -> Any:
         found = problem(coordinator, internal)
         if found:
             raise changed(internal.feature, f"{type(coordinator).__name__}.{internal.name} {found}")
+    all_gather = Internal("gathers", "module", "_dist_allgather_fn", ("input_tensor", "output_tensor", "group"))
+    if found := problem(partition_parameters, all_gather):
+        raise changed(all_gather.feature, f"partition_parameters.{all_gather.name} {found}")
     return coordinator
 
 
@@ -314,6 +319,22 @@ def stage_3_gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
         yield
     finally:
         setattr(coordinator, _STAGE_3_GATHER_STREAM, before)
+
+
+@contextmanager
+def stage_3_gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
+    """While active, what ZeRO-3 gathers to use it comes by ``all_gather(source, target, process_group)``.
+
+    That is called with this rank's part and the place for all parts, both flat, and returns what can be waited for.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    stock = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = all_gather
+    try:
+        yield
+    finally:
+        partition_parameters._dist_allgather_fn = stock
 
 
 def stage_3_in_flight(coordinator: Any) -> dict[Any, Any]:

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.rollcall import RankError
 
 _TICKETS = "_zerosync_tickets"  # in a module's __dict__, tickets by parameter name
 _owners: dict[int, tuple[EagerFrames, Any]] = {}  # address of a ticket's memory -> its parameter
@@ -115,7 +116,10 @@ class EagerFrames:
 
     @contextmanager
     def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
-        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``."""
+        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``.
+
+        Not where ranks have lost each other: what is in flight will not come.
+        """
         if torch._C._current_graph_task_id() == -1:
             self._coordinator.release_backward_leftovers()  # of one that raised
         if any(param.requires_grad != trains for param, trains in self._trains.items()):
@@ -127,9 +131,10 @@ class EagerFrames:
         depth = len(stack)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             del self._frames[frames:], stack[depth:]
-            if torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
+            lost = isinstance(error, RankError)
+            if not lost and torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
                 self.release(keeps)
             raise
         finally:

@@ -1,8 +1,9 @@
 """Whether the ranks of a group have gathered the same parameters (W4).
 
 ZeRO-3 gathers what a module needs when the module runs. Ranks that run different modules gather different parameters,
-and if these are of one size, nothing shows that each has got a mixture of the two. So every rank notes what it gathers,
-and before each optimizer step the ranks of a group compare a digest of it, by one message of 16 bytes.
+and if these are of one size, nothing shows that each has got a mixture of the two. So every rank notes what it gathers.
+Where gathers can have a tag, a digest of it is the tag, and those that differ do not meet. Before each optimizer step
+the ranks of a group compare the digest, by one message of 16 bytes, for what has met after all.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ class GatherLog:
         self._device = device
         self._streams = streams
         self._gathers: _Gathers = []
-        self._digest = 0
+        self._step = self._digest = 0
         self._asked: tuple[Callable[[], list[int]], int, _Gathers] | None = None  # the answer is still to be looked at
 
-    def note(self, ids: tuple[int, ...]) -> None:
-        """A gather of these parameters was issued."""
+    def note(self, ids: tuple[int, ...]) -> int:
+        """A gather of these parameters is issued.
+
+        Returns:
+            A tag of 31 bits, with the highest set: the same on all ranks of the group if they have gathered the same
+            since the last step, and now gather the same again.
+        """
         self._gathers.append(ids)
         self._digest = zlib.crc32(repr(ids).encode(), self._digest)
+        return 2**30 | self._digest % 2**30
 
     def compare(self, name: Callable[[int], str]) -> None:
         """Compare with the other ranks, and begin anew. Collective.
@@ -58,7 +65,8 @@ class GatherLog:
         extremes = torch.tensor([self._digest, -self._digest], device=self._device)
         comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
         self._asked = self._streams.to_host(extremes), self._digest, self._gathers
-        self._gathers, self._digest = [], 0
+        self._step += 1
+        self._gathers, self._digest = [], self._step
         if not self._streams.concurrent:
             self._look(name)
 

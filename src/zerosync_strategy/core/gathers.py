@@ -11,21 +11,26 @@ all gathers that are not complete, the lowest can always complete: all its ranks
 through gathers that are lower still. A cycle of ranks that wait for each other would need a gather lower than itself.
 
 Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone
-(**U2**), and its error says what was being gathered.
+(**U2**), and its error says what each rank was gathering.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.collectives import Pending, all_gather
 from zerosync_strategy.core.gather_log import GatherLog
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.rollcall import roll_call
 from zerosync_strategy.core.sharding import ranks_of
 
 MAX_STREAMS = 8
@@ -103,10 +108,20 @@ class Gathers:
             return None
         return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
 
-    def note(self, params: list[Any]) -> None:
-        """The gather of ``params``, all of one group, was issued (W4)."""
-        if (log := self._logs.get(id(params[0].ds_process_group))) is not None:
-            log.note(tuple(param.ds_id for param in params))
+    @contextmanager
+    def gathering(self, params: list[Any]) -> Iterator[None]:
+        """Around the issue of the gather of ``params``, all of one group.
+
+        Off NCCL, only the same gather of other ranks will meet it; on NCCL, what has met is compared later (W4).
+        """
+        process_group = params[0].ds_process_group
+        gathering_by: AbstractContextManager[None] = nullcontext()
+        if (log := self._logs.get(id(process_group))) is not None:
+            tag = log.note(tuple(param.ds_id for param in params))
+            if dist.get_backend(process_group) != "nccl":
+                gathering_by = contract.stage_3_gathering_by(partial(_all_gather, tag))
+        with contract.stage_3_gathering_on(self.coordinator, self.stream_of(process_group)), gathering_by:
+            yield
 
     def wrap(self, params: list[Any]) -> None:
         """Let waiting for the gathers of ``params``, just issued, be our waiting."""
@@ -127,6 +142,15 @@ def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
 
 
+def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> Pending:
+    """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
+    parts = target.chunk(dist.get_world_size(process_group))
+    own = parts[dist.get_rank(process_group)]
+    if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
+        own.copy_(source)
+    return all_gather(parts, process_group, tag)
+
+
 class _Gather:
     """The handle of one gather: DeepSpeed's, on the stream that issued it."""
 
@@ -134,32 +158,34 @@ class _Gather:
         self._handle = handle
         self._process_group = process_group
         self._gathers = gathers
-        self._unsharded: Any = None  # the event after which the parameters are there
+        self._waited_for = False
+        self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
         self.params: list[Any] = []
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
-        """Order the current stream after this gather; on a device without streams, wait for it."""
-        stream, streams = self._gathers.stream_of(self._process_group), self._gathers.streams
-        try:
-            if stream is None:
-                self._handle.wait(*args, **kwargs)
-                return
-            if self._unsharded is None:
-                with streams.unsharding(stream):
-                    self._handle.wait(*args, **kwargs)
-                self._unsharded = streams.unsharded(stream)
-            streams.uses(self._unsharded)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"ZeRO-3 could not gather {self._names()} over the ranks {list(ranks_of(self._process_group))}. All of"
-                " them must run the same modules in the same order, and reach this gather before the process group's"
-                f" timeout: {error}"
-            ) from error
+        """Order the current stream after this gather; on a device without streams, wait for it.
 
-    def _names(self) -> str:
-        names = [self._gathers.name(param.ds_id) for param in self.params]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
+        Raises:
+            RankError: other ranks did not take part in it.
+        """
+        streams = self._gathers.streams
+        if not self._waited_for:
+            stream = self._gathers.stream_of(self._process_group)
+            with roll_call().doing(self._what()):
+                if stream is None:
+                    self._handle.wait(*args, **kwargs)
+                else:
+                    with streams.unsharding(stream):
+                        self._handle.wait(*args, **kwargs)
+                    self._unsharded = streams.unsharded(stream)
+            self._waited_for = True
+        if self._unsharded is not None:
+            streams.uses(self._unsharded)
+
+    def _what(self) -> str:
+        names = [self._gathers.name(param.ds_id) for param in self.params[:3]]
+        more = f" and {len(self.params) - 3} more" if len(self.params) > 3 else ""
+        return f"the gather of {', '.join(names)}{more} over the ranks {list(ranks_of(self._process_group))}"
 
 
 class _CoordinatorMethods:
@@ -171,8 +197,6 @@ class _CoordinatorMethods:
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         gathers = self._zerosync_gathers
         for of_group in gathers.in_order(params):
-            stream = gathers.stream_of(of_group[0].ds_process_group)
-            with contract.stage_3_gathering_on(self, stream):
+            with gathers.gathering(of_group):
                 super()._PartitionedParameterCoordinator__all_gather_params(of_group, forward)  # type: ignore[misc]
-            gathers.note(of_group)
             gathers.wrap(of_group)

@@ -65,12 +65,13 @@ class RollCall:
             atexit.register(self._end)
 
     @contextmanager
-    def doing(self, what: str, position: Callable[[], str]) -> Iterator[None]:
-        """Around what may communicate: ``what`` this rank does, and ``position``, how far it has come.
+    def doing(self, what: str, position: Callable[[], str] | None = None) -> Iterator[None]:
+        """Around what may communicate: ``what`` this rank does, and ``position``, how far it has come, if that changes.
 
         Raises:
             RankError: in place of an error of the communication.
         """
+        position = position or (lambda: self._position)
         self._position = position()
         if self._failure:
             self._failure = ""
@@ -109,7 +110,8 @@ class RollCall:
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
             "Either a rank has ended, for the reason that it printed, or the ranks disagree: each must make the same"
-            " optimizer steps. A rank that is only slow needs a longer timeout of the process group.",
+            " optimizer steps, and under ZeRO-3 run the same modules in the same order. A rank that is only slow needs"
+            " a longer timeout of the process group.",
         ])  # fmt: skip
 
     # ---- asking ----------------------------------------------------------------------------------------------------
@@ -181,8 +183,9 @@ def roll_call() -> RollCall:
 
 def of_communication(error: BaseException) -> bool:
     """Whether ``error`` was raised because other ranks did not take part."""
-    # gloo raises plain RuntimeErrors, which name one of its source files.
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    # gloo raises plain RuntimeErrors, which name one of its source files, but for a connection that it has given up.
+    of_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "caused pair closure" in str(error))
+    return of_gloo or isinstance(error, dist.DistError)
 
 
 def _first_sentence(error: BaseException) -> str:

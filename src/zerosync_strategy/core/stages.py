@@ -71,7 +71,7 @@ class Stage12Reducer(Reducer):
 def gather_parameters(*, partitioned_param_groups: Any, dp_process_group: Any, **_: Any) -> None:
     """Give the updated parameters of ZeRO-1/2 to all ranks, from where they lie to where they go."""
     for parts, process_group in zip(partitioned_param_groups, dp_process_group, strict=True):
-        all_gather(parts, process_group)
+        all_gather(parts, process_group).wait()
 
 
 class Stage3Reducer(Reducer):
