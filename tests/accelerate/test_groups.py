@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import deepspeed
+import pytest
 import torch
 from accelerate import Accelerator
 
@@ -20,6 +22,11 @@ def test_modules_are_sharded_over_their_groups() -> None:
         accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3), gradient_accumulation_steps=2)
         accelerator.state.deepspeed_plugin.deepspeed_config["zero_allow_untested_optimizer"] = True
         groups = process_groups(layout)
+        outer, inner = deepspeed.zero.Init(), deepspeed.zero.Init(data_parallel_group=groups["second"])
+        with outer, pytest.raises(ValueError, match="Use 'with shard_over"), inner:
+            pass
+        with inner, deepspeed.zero.Init(data_parallel_group=groups["second"]):
+            pass  # ignored too, but it says the same
         plain = Model(lambda name: torch.enable_grad())
         for name, group in groups.items():
             shard_over(group, getattr(plain, name))

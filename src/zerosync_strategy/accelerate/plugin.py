@@ -14,6 +14,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.sharding import refuse_inner_groups
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
 
@@ -83,6 +84,8 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         super().__post_init__()
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
+        if self.zero_stage == 3:
+            refuse_inner_groups()
 
     def _one_stage(self) -> int:
         launched = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")

@@ -342,6 +342,19 @@ def stage_3_in_flight(coordinator: Any) -> dict[Any, Any]:
     return getattr(coordinator, _STAGE_3_IN_FLIGHT).data  # past the checks of its __setitem__
 
 
+def outermost_zero_init() -> Any:
+    """The ``zero.Init`` that converts what is built now; ``None`` outside of any.
+
+    Raises:
+        ContractError: DeepSpeed keeps it elsewhere.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    if not hasattr(partition_parameters, "top_level_context"):
+        raise changed("zero.Init inside another one", "partition_parameters.top_level_context is missing")
+    return partition_parameters.top_level_context
+
+
 def partition_over(param: Any, process_group: Any) -> None:
     """Let ZeRO-3 partition ``param``, still whole, over ``process_group``, with the values of its first rank."""
     param.ds_zero_partition_process_group = process_group

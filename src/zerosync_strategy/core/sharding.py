@@ -7,8 +7,7 @@ of all data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from typing import Any
 
 import torch
@@ -80,31 +79,32 @@ def ranks_of(process_group: Any) -> tuple[int, ...]:
     return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
 
 
-@contextmanager
-def inner_groups_refused() -> Iterator[None]:
-    """Inside ``deepspeed.zero.Init``: another one with a process group of its own, which would be ignored, is an error.
+def refuse_inner_groups() -> None:
+    """From now on in this process, a ``zero.Init`` inside another one, over other ranks, raises a ``ValueError``.
 
-    Raises:
-        ValueError: from the inner context.
+    DeepSpeed ignores the inner one, and leaves no trace of that on the parameters.
     """
     from deepspeed import zero
 
+    if getattr(zero.Init.__enter__, "zerosync", False):
+        return
     stock = zero.Init.__enter__
 
+    @functools.wraps(stock)
     def enter(self: Any) -> Any:
-        if self.enabled and self.dp_world_size < dist.get_world_size():
-            raise ValueError(
-                f"zero.Init(data_parallel_group=...) over the ranks {list(ranks_of(self.ds_process_group))} was entered"
-                " inside another zero.Init, as which Lightning's configure_model runs. DeepSpeed would ignore the"
-                " inner one. Use 'with shard_over(group):' instead."
-            )
+        outer = contract.outermost_zero_init()
+        if self.enabled and outer is not None and self.dp_world_size < dist.get_world_size():  # it has said a group
+            ranks, around = ranks_of(self.ds_process_group), ranks_of(outer.ds_process_group)
+            if ranks != around:
+                raise ValueError(
+                    f"zero.Init(data_parallel_group=...) over the ranks {list(ranks)} was entered inside another"
+                    f" zero.Init, over {list(around)} (Lightning's configure_model runs in one). DeepSpeed would ignore"
+                    " the inner one. Use 'with shard_over(group):' instead."
+                )
         return stock(self)
 
+    enter.zerosync = True  # type: ignore[attr-defined]
     zero.Init.__enter__ = enter
-    try:
-        yield
-    finally:
-        del zero.Init.__enter__  # the stock one is inherited
 
 
 def check_layout(module: Any, everyone: Any) -> None:

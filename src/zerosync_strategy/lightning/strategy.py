@@ -30,7 +30,7 @@ from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.parts import as_frozen, restrict
 from zerosync_strategy.core.rollcall import RankError, of_communication, roll_call
-from zerosync_strategy.core.sharding import inner_groups_refused
+from zerosync_strategy.core.sharding import refuse_inner_groups
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
@@ -166,7 +166,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with super().model_sharded_context(), inner_groups_refused():
+        refuse_inner_groups()
+        with super().model_sharded_context():
             yield
 
     @override
