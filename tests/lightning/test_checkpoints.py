@@ -99,6 +99,51 @@ class AtStart(Callback):
         self.parameters = {name.removeprefix("net."): p for name, p in full_parameters(pl_module).items()}
 
 
+class Counts(Module):
+    """Has a buffer, on whose value the loss depends."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(width))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.scale.mean()
+
+
+def test_full_weights_of_one_file(tmp_path: Path) -> None:
+    """Stock trains on with the weights that the optimizer was made with, and loads buffers on rank 0 alone."""
+
+    def save() -> Any:
+        trainer = make_trainer("auto", devices=1)
+        trainer.fit(module := Counts(), Data(4).loader())
+        module.scale *= 0.5
+        trainer.save_checkpoint(tmp_path / "full.ckpt")
+        return full_parameters(module.net)
+
+    (saved,) = run_ranks(save, world_size=1)
+
+    def run() -> Any:
+        at, recorder = AtStart(), Recorder()
+        trainer = make_trainer(strategy(3, load_full_weights=True), [at, recorder], max_epochs=2)
+        trainer.fit(Counts(), Data(4).loader(), ckpt_path=tmp_path / "full.ckpt")
+        evaluated, other = Counts(), Counts(width=2)
+        make_trainer(strategy(3, load_full_weights=True)).test(
+            evaluated, Data(4).loader(), tmp_path / "full.ckpt", verbose=False
+        )
+        with pytest.raises(RuntimeError, match=r"another module in the checkpoint: 'scale': \(1,\) for \(2,\)"):
+            make_trainer(strategy(3, load_full_weights=True)).test(other, Data(4).loader(), tmp_path / "full.ckpt")
+        plain = oracle()
+        plain.module.load_state_dict(saved)
+        data = Data(4)
+        for batch in range(4):
+            plain.backward(lambda rank, batch=batch: 0.5 * loss_of(plain.module, data.batch(batch, rank)))
+            plain.step()
+        found = (at.parameters, recorder.parameters, full_parameters(evaluated.net))
+        return [distance(a, b) for a, b in zip(found, (saved, full_parameters(plain.module), saved), strict=True)]
+
+    assert run_ranks(run) == [[0.0] * 3] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     def run() -> Any:

@@ -8,6 +8,7 @@ import deepspeed
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,18 +55,23 @@ def loader() -> DataLoader:
 
 def test_configure_model_shards_over_the_dimensions_of_a_mesh(tmp_path: Path) -> None:
     def run() -> Any:
-        def train(epochs: int, **resume: Any) -> tuple[Any, Any]:
+        def train(epochs: int, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
             trainer = make_trainer(
-                ZeroSyncStrategy(stage=3), devices=WORLD, max_epochs=epochs, accumulate_grad_batches=2
+                ZeroSyncStrategy(stage=3, **options), devices=WORLD, max_epochs=epochs, accumulate_grad_batches=2
             )
             module = Module()
-            trainer.fit(module, loader(), **resume)
+            trainer.fit(module, loader(), ckpt_path=ckpt_path)
             return trainer, {name.removeprefix("net."): p for name, p in full_parameters(module).items()}
 
         trainer, once = train(1)
         trainer.save_checkpoint(tmp_path / "once")
         _, whole = train(2)
         _, resumed = train(2, ckpt_path=tmp_path / "once")
+        torch.save(
+            {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, one_file := tmp_path / f"{os.getpid()}.ckpt"
+        )
+        with pytest.raises(MisconfigurationException, match=r"some are sharded over groups .* by load_full_state\(\)"):
+            train(2, ckpt_path=one_file, load_full_weights=True)
         reference = Reference(LAYOUTS["grid"], sgd)
         reference.train(STEPS)
         own = {name: param.detach() for name, param in reference.of_rank(int(os.environ["RANK"])).items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
+from zerosync_strategy.core import contract
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.parts import part_of
 
@@ -118,6 +119,37 @@ def remove_others(checkpoint: Any, engines: int) -> None:
     """Remove what a run with more than ``engines`` optimizers has left in the directory."""
     for index in range(engines, count_saved(checkpoint)):
         shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
+
+
+def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Check that ``state``, of one file, is that of ``module`` under ZeRO-3; Lightning leaves out what does not fit.
+
+    Raises:
+        MisconfigurationException: the module has several values of a parameter, in groups of ranks.
+        RuntimeError: with ``strict``, names or shapes differ; as ``Module.load_state_dict`` has it.
+    """
+    if any(map(contract.partition_is_asked_for, module.parameters())):
+        raise MisconfigurationException(
+            "load_full_weights=True loads one file, which has one value of each parameter, but some are sharded over"
+            " groups of ranks, each of which has its own. Load a checkpoint that is a directory, without"
+            " load_full_weights, or give each rank its part by load_full_state() of strategy.zerosync."
+        )
+    own = {name: _shape(value) for name, value in module.state_dict(keep_vars=True).items()}
+    given = {name: _shape(value) for name, value in state.items()}
+    differing = [name for name in {**own, **given} if own.get(name, "nothing") != given.get(name, "nothing")]
+    if strict and differing:
+        shown = "; ".join(
+            f"{name!r}: {given.get(name, 'nothing')} for {own.get(name, 'nothing')}" for name in differing[:5]
+        )
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise RuntimeError(
+            f"load_full_weights=True found another module in the checkpoint: {shown}{more}. With strict_loading=False,"
+            " the LightningModule loads what fits."
+        )
+
+
+def _shape(value: Any) -> Any:
+    return tuple(getattr(value, "ds_shape", getattr(value, "shape", ())))
 
 
 class EvaluatedCheckpoint:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
     EvaluatedCheckpoint,
+    check_full_weights,
     count_saved,
     directory,
     divide,
@@ -284,6 +285,21 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 load_module_strict=self.lightning_module.strict_loading,
             )  # fmt: skip
         return client_state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if not (self.load_full_weights and self.zero_stage_3):
+            return super().load_model_state_dict(checkpoint, strict)
+        state = checkpoint["state_dict"]
+        check_full_weights(self.lightning_module, state, strict)
+        super().load_model_state_dict(checkpoint, strict)
+        for name, buffer in self.lightning_module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])  # Lightning loads those of the first rank
+        for zerosync in self.zerosyncs:
+            # Or the first step would bring back the weights that the optimizer was made with.
+            zerosync.engine.optimizer.refresh_fp32_params()
 
     @contextmanager
     def _whole_checkpoint(self) -> Iterator[None]:
