@@ -142,6 +142,29 @@ def _slow_down(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     patch.setattr(owner, name, slow)
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["W4", "without a wait"])
+def test_the_host_reads_an_answer_after_its_copy(waits: bool) -> None:
+    """And does not wait for what was issued behind it. Without the wait, it reads what the memory held before."""
+
+    def job() -> tuple[bool, bool]:
+        streams, answer = Streams(), torch.zeros(2, dtype=torch.int64, device="cuda")
+        assert streams.to_host(answer)() == [0, 0]  # the copy below is given this pinned memory: to get new one, CUDA
+        torch.cuda.synchronize()  # may wait for the device
+        torch.cuda._sleep(CYCLES)
+        answer.fill_(7)
+        read = streams.to_host(answer)
+        torch.cuda._sleep(20 * CYCLES)
+        (behind := torch.cuda.Event()).record()
+        with pytest.MonkeyPatch.context() as patch:
+            if not waits:
+                patch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
+            found = read()
+        return found == [7, 7], behind.query()
+
+    ((arrived, waited_for_more),) = run_ranks(job, world_size=1)
+    assert arrived == waits and not waited_for_more
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_streams_and_no_streams_are_the_same_every_time(stage: int, compiled: bool) -> None:
