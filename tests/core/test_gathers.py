@@ -37,11 +37,11 @@ def recorded() -> Iterator[list[Issued]]:
         gathers.all_gather = stock
 
 
-def run(depth: int, steps: int = 5) -> tuple[list[float], list[Issued]]:
+def run(depth: int, sharing: str = "per_group", steps: int = 5) -> tuple[list[float], list[Issued]]:
     """Losses and gathers of some optimizer steps, one of which skips a layer on all ranks."""
     rank = int(os.environ["RANK"])
     engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth})
-    zerosync = attach(engine)
+    zerosync = attach(engine, unshard_streams=sharing)
     losses = []
     with recorded() as issued:
         for k in range(steps):
@@ -71,7 +71,7 @@ def one_order_for_all(by_rank: list[list[Issued]]) -> bool:
 
 def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
     def repeat() -> list[Any]:
-        return [run(depth) for depth in DEPTHS for _ in range(4)]
+        return [run(depth, sharing) for depth in DEPTHS for sharing in 2 * ["per_group", "shared"]]
 
     ranks = run_ranks(repeat, world_size=WORLD)
     for losses, *others in ([losses for losses, _ in of_rank] for of_rank in ranks):

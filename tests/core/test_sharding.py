@@ -18,8 +18,8 @@ from zerosync_strategy.core.sharding import ranks_of
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
-def engine_of(model: nn.Module, stage: int = 3) -> Any:
-    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+def engine_of(model: nn.Module, stage: int = 3, **zero: Any) -> Any:
+    config = {**CONFIG, "zero_optimization": {"stage": stage, **zero}}
     optimizer = torch.optim.AdamW(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
@@ -68,8 +68,15 @@ def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
         model = net()
         with deepspeed.zero.Init(data_parallel_group=own, config_dict_or_path=CONFIG):
             model[1] = nn.Linear(4, 4)
-        with pytest.raises(ValueError, match=r"On rank 0, parameter '0.weight' is sharded over the ranks \[0, 1\] of"):
+        with pytest.raises(
+            ValueError, match=r"parameter '0.weight' is sharded over the ranks \[0, 1\] of .* on rank 0, 1;"
+        ):
             attach(engine_of(model))
+
+        model = net()
+        shard_over(own, model[1])
+        with pytest.raises(ValueError, match=r"'1.weight' is .* Leave 'zero_hpz_partition_size' out. on rank 0, 1;"):
+            attach(engine_of(model, zero_hpz_partition_size=2))
 
         model = net(width=4 + rank // 2)
         shard_over(own, model)

@@ -21,7 +21,7 @@ from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.report import StepReport
 from zerosync_strategy.core.rollcall import RankError, roll_call
-from zerosync_strategy.core.sharding import check_layout
+from zerosync_strategy.core.sharding import layout_problem
 from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
 from zerosync_strategy.core.traffic import EngineCounter
 from zerosync_strategy.core.unshard import HeldParameters
@@ -73,7 +73,11 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     elif options:
         raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
     with roll_call().doing("attach()", lambda: "before the first optimizer step"):
-        require_same("attach()", _facts(engine, config), engine.optimizer.dp_process_group)
+        everyone = engine.optimizer.dp_process_group
+        problem = layout_problem(engine.module, everyone) if engine.zero_optimization_stage() == 3 else ""
+        require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
+        if problem:
+            raise ValueError(f"attach() found that {problem}")
     return ZeroSync(engine, config)
 
 
@@ -108,9 +112,7 @@ class ZeroSync:
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Leave it out, or use stage 3."
             )
-        if stage_3:
-            check_layout(engine.module, optimizer.dp_process_group)
-        elif any(map(contract.partition_is_asked_for, engine.module.parameters())):
+        if not stage_3 and any(map(contract.partition_is_asked_for, engine.module.parameters())):
             raise ValueError(
                 "shard_over() shards parameters of ZeRO stage 3, found stage"
                 f" {engine.zero_optimization_stage()}. Use stage 3, or leave it out."

@@ -367,6 +367,11 @@ def partition_is_asked_for(param: Any) -> bool:
     return hasattr(param, "ds_zero_partition_process_group")
 
 
+def partition_is_copied(param: Any) -> bool:
+    """Whether ZeRO-3 keeps ``param`` a second time, partitioned over the ranks of a node (hpZ)."""
+    return getattr(param, "ds_zero_param_process_group", None) is not None
+
+
 def renew_streams(engine: Any) -> None:
     """Give the ZeRO optimizer of ``engine`` the streams that it would have if it were built now.
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerosync_strategy.core import contract
-from zerosync_strategy.core.collectives import gather_objects
 
 
 class shard_over:  # a function that is also a context manager, as torch.no_grad
@@ -107,37 +106,35 @@ def refuse_inner_groups() -> None:
     zero.Init.__enter__ = enter
 
 
-def check_layout(module: Any, everyone: Any) -> None:
-    """Check how the parameters of an engine are sharded, over ``everyone`` and over parts of it. A collective call.
-
-    Raises:
-        ValueError: on every rank, if on some rank parameters are sharded over other ranks than anybody has said.
-    """
-    found: list[str] = []
-    known = ranks_of(everyone)
-    by_group: dict[Any, tuple[int, ...]] = {}
+def layout_problem(module: Any, everyone: Any) -> str:
+    """What is wrong with how ZeRO-3 shards ``module``, over ``everyone`` and over parts of it; empty if nothing is."""
+    ranks_by_group: dict[Any, tuple[int, ...]] = {}
     for name, param in module.named_parameters():
-        groups = param.ds_process_group, getattr(param, "zerosync_sharded_over", param.ds_process_group)
+        groups = everyone, param.ds_process_group, getattr(param, "zerosync_sharded_over", param.ds_process_group)
         for group in groups:
-            if group not in by_group:
-                by_group[group] = ranks_of(group)
-        ranks, asked = (by_group[group] for group in groups)
-        if not found and asked != ranks:
-            found.append(
+            if group not in ranks_by_group:
+                ranks_by_group[group] = ranks_of(group)
+        known, ranks, asked = (ranks_by_group[group] for group in groups)
+        if asked != ranks:
+            return (
                 f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
                 f" {list(asked)}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
                 " the two."
             )
-        if not found and not contract.partition_is_asked_for(param) and len(ranks) < len(known):
-            found.append(
+        if len(ranks) < len(known) and not contract.partition_is_asked_for(param):
+            return (
                 f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, which shard_over() has"
                 " not said: zero.Init(data_parallel_group=...) around a submodule shards all that is built elsewhere"
                 " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
                 " shard_over(group):'."
             )
-    for rank, problem in zip(known, gather_objects(found, everyone), strict=True):
-        if problem:
-            raise ValueError(f"On rank {rank}, {problem[0]}")
+        if len(ranks) < len(known) and contract.partition_is_copied(param):
+            return (
+                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, and"
+                " 'zero_hpz_partition_size' asks for a second copy of it over others. DeepSpeed cannot do both. Leave"
+                " 'zero_hpz_partition_size' out."
+            )
+    return ""
 
 
 def _group_of(process_group: Any) -> Any:
