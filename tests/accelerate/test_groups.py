@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.harness.groups import LAYOUTS, WORLD, Model, Reference, data, process_groups, sgd, values
+from tests.harness.groups import LAYOUTS, WORLD, Model, Reference, data, process_groups, sgd, skips, values
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin, shard_over
@@ -37,7 +37,7 @@ def test_modules_are_sharded_over_their_groups() -> None:
         norms = []
         for k in range(2 * STEPS):
             with accelerator.accumulate(model):
-                accelerator.backward(model(data(k, rank)))
+                accelerator.backward(model(data(k, rank), skip=skips(k)))
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.4)))
                 optimizer.step()

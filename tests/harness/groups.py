@@ -41,6 +41,11 @@ def data(k: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
 
 
+def skips(k: int) -> bool:
+    """Whether all ranks skip a layer in this forward."""
+    return k == 1
+
+
 def values(name: str, group: list[int], like: torch.Tensor) -> torch.Tensor:
     """The initial values of a parameter, others in each group."""
     seed = sum(map(ord, name)) * 100 + group[0] * 10 + len(group)
@@ -80,7 +85,7 @@ class Reference:
         norms = []
         for k in range(steps * BACKWARDS):
             self.oracle.backward(
-                lambda rank, k=k: functional_call(self.model, self.of_rank(rank), (data(k, rank),)) / BACKWARDS
+                lambda rank, k=k: functional_call(self.model, self.of_rank(rank), (data(k, rank), skips(k))) / BACKWARDS
             )
             if (k + 1) % BACKWARDS == 0:
                 norms.append(self.oracle.step(clip))
@@ -140,7 +145,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     """Optimizer steps `first` to `last`; the norms of their gradients."""
     rank, norms = int(os.environ["RANK"]), []
     for k in range(first * BACKWARDS, last * BACKWARDS):
-        engine.backward(engine(data(k, rank)) / BACKWARDS)
+        engine.backward(engine(data(k, rank), skip=skips(k)) / BACKWARDS)
         if (k + 1) % BACKWARDS == 0:
             engine.step()
             norms.append(float(engine.get_global_grad_norm()))

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.groups import LAYOUTS, WORLD, Model, Reference, data, sgd, values
+from tests.harness.groups import LAYOUTS, WORLD, Model, Reference, data, sgd, skips, values
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import make_trainer
@@ -42,7 +42,7 @@ class Module(LightningModule):
                 param.data.copy_(values(name, group, param.data))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0][0])
+        return self.net(batch[0][0], skip=skips(batch_idx))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sgd(self.parameters())
