@@ -122,8 +122,10 @@ def test_gan(stage: int, freezes: str) -> None:
         assert (of_g.backwards, of_d.backwards) == (4, 2 if freezes == "toggle" else 4)
         assert (of_g.reductions, of_d.reductions, dropped) == (1, 1, [])
         for report, numel in ((of_g, 416), (of_d, 289)):
-            # One rank of two sends half of its own gradients and, at once on stages 1 and 2, of its own parameters.
-            assert abs(report.collectives["isend"].bytes - (1 if stage == 3 else 2) * numel * 4 / 2) < 16, report
+            # One rank of two sends half of its own gradients and, at once on stages 1 and 2, of its own parameters;
+            # on stage 3, of all those that are gathered on the way.
+            more = report.collectives["isend"].bytes - (1 if stage == 3 else 2) * numel * 4 / 2
+            assert more > -16 and (stage == 3 or more < 16), report
 
 
 @pytest.mark.parametrize("stage", [1, 3])
