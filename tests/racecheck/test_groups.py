@@ -25,26 +25,30 @@ def train(simulation: Simulation, sharing: str | None, steps: int = 3, **zero: A
     return engine
 
 
-def findings(sharing: str, **zero: Any) -> list[str]:
-    """Of all ranks, each once."""
+def findings(sharing: str, backend: str | None = "nccl", **zero: Any) -> list[str]:
+    """Of all ranks, each once. `None`: gathers go point to point, as they do on gloo."""
 
     def run() -> list[str]:
-        with simulate() as simulation:
+        with simulate(backend) as simulation:
             train(simulation, sharing, **zero)
             return [str(finding) for finding in simulation.findings]
 
     return sorted({text for of_rank in run_ranks(run, world_size=WORLD) for text in of_rank})
 
 
-@pytest.mark.parametrize("sharing", ["per_group", "shared"])
-def test_nothing_is_left_unordered(sharing: str) -> None:
-    assert findings(sharing, **({"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {})) == []
+@pytest.mark.parametrize(("sharing", "backend"), [("per_group", "nccl"), ("shared", "nccl"), ("per_group", None)])
+def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {}
+    assert findings(sharing, backend, **zero) == []
 
 
-@pytest.mark.parametrize(("method", "place"), [("uses", "addmm"), ("gathers_follow", "_all_gather")])
-def test_every_rule_is_needed(method: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "place", "backend"),
+    [("uses", "addmm", "nccl"), ("gathers_follow", "_all_gather", "nccl"), ("uses", "addmm", None)],
+)
+def test_every_rule_is_needed(method: str, place: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, method, lambda self, *args: None)
-    found = findings("per_group")
+    found = findings("per_group", backend)
     assert any(text.startswith("race") and place in text for text in found), found
 
 
