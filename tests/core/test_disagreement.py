@@ -159,8 +159,9 @@ class Chooses(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, width) for width in (8, *widths))
 
-    def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
-        return self.layers[1 + other](self.layers[0](x))
+    def forward(self, x: torch.Tensor, other: bool, reads: bool = False) -> torch.Tensor:
+        layer, x = self.layers[1 + other], self.layers[0](x)
+        return x @ layer.weight.T if reads else layer(x)
 
 
 def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
@@ -177,8 +178,8 @@ def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
     return engine
 
 
-@pytest.mark.parametrize(("world_size", "in_backward"), [(2, False), (4, True)])
-def test_gathers_of_different_parameters_do_not_meet(world_size: int, in_backward: bool) -> None:
+@pytest.mark.parametrize(("world_size", "where"), [(2, "forward"), (2, "outside of the module"), (4, "backward")])
+def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str) -> None:
     """Of different sizes they would end the process on gloo. On four ranks, one of two groups disagrees."""
 
     def run() -> None:
@@ -191,18 +192,21 @@ def test_gathers_of_different_parameters_do_not_meet(world_size: int, in_backwar
         attach(engine)
         engine.backward(engine(torch.ones(2, 8), other=False).sum())
         engine.step()
-        if in_backward:
+        if where == "backward":
             both = [engine(torch.ones(2, 8), other=other).sum() for other in (False, True)]
             engine.backward(both[rank() == 1] + 0 * both[0].detach())
         else:
-            engine.backward(engine(torch.ones(2, 8), other=rank() == 1).sum())
+            reads = where == "outside of the module"
+            engine.backward(engine(torch.ones(2, 8), other=rank() == 1, reads=reads).sum())
         engine.step()
 
     outcomes = run_ranks(run, world_size=world_size, expect="any", timeout=60)
     errors_name_every_rank(outcomes)
-    own, other = (f"in the gather of 'layers.{k}.weight', 'layers.{k}.bias' over the ranks [0, 1] for" for k in (1, 2))
+    params = ["layers.{}.weight"] if where == "outside of the module" else ["layers.{}.weight", "layers.{}.bias"]
+    own, other = (", ".join(repr(param.format(k)) for param in params) for k in (1, 2))
     for outcome in outcomes[:2]:
-        assert f"rank 0: {own}" in outcome.message and f"rank 1: {other}" in outcome.message
+        assert f"rank 0: in the gather of {own} over the ranks [0, 1] for" in outcome.message
+        assert f"rank 1: in the gather of {other} over the ranks [0, 1] for" in outcome.message
 
 
 def test_gathers_of_different_parameters_that_have_met() -> None:

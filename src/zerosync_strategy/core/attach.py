@@ -129,9 +129,14 @@ class ZeroSync:
         self._check = _check_of(config)
         self._steps = 0
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
-        self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
-        self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
-        self._eager = EagerFrames.of(engine, config.trace_gathers) if stage_3 and config.eager_frames else None
+        self._held: HeldParameters | None = None
+        self._gathers: Gathers | None = None
+        self._eager: EagerFrames | None = None
+        if stage_3:
+            self._held = HeldParameters.of(optimizer, config.held_bytes)
+            self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams)
+            if config.eager_frames:
+                self._eager = EagerFrames.of(engine, self._gathers.gather, config.trace_gathers)
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()

@@ -119,7 +119,7 @@ _EAGER_FRAMES = (
     Internal("eager frames", "offload", "_remove_module_hooks", ()),
     Internal("eager frames", "offload", "setup_zero_stage3_hooks", ()),
     Internal("eager frames", "coordinator", "is_invalid_trace", ()),
-    Internal("eager frames", "module", "ds_inflight_param_registry"),
+    Internal("eager frames", "parameter", "all_gather_coalesced", ("params",)),
 )
 
 
@@ -470,12 +470,12 @@ def verify_eager_frames(engine: Any) -> None:
 
     offload = engine.optimizer.parameter_offload
     coordinator = stage_3_coordinator(engine.optimizer)
-    owners = {"engine": engine, "offload": offload, "coordinator": coordinator, "module": engine.module}
+    parameter = next(engine.module.parameters())
+    owners = {"engine": engine, "offload": offload, "coordinator": coordinator, "parameter": parameter}
     for internal in _EAGER_FRAMES:
-        if not (internal.owner == "module" and hasattr(engine.module, internal.name)):
-            found = problem(owners[internal.owner], internal)
-            if found:
-                raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
+        found = problem(owners[internal.owner], internal)
+        if found:
+            raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
     for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
         if not hasattr(parameter_offload, name):
             raise changed("eager frames", f"parameter_offload.{name} is missing")
@@ -487,15 +487,12 @@ def is_gathered(param: Any) -> bool:
     return status is None or status.name == "AVAILABLE"
 
 
-def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
-    """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
-    in_flight = engine.module.ds_inflight_param_registry
-    if param in in_flight:
-        in_flight.pop(param).wait()
-    if is_gathered(param):
-        return param.data.clone()
-    param.all_gather()
-    full = param.data
+def stage_3_gather(param: Any) -> torch.Tensor:
+    """The values of a ZeRO-3 parameter that is partitioned, and stays so, in memory of their own. Collective."""
+    param.all_gather_coalesced([param]).wait()
+    full: torch.Tensor = param.data
+    if full.data_ptr() == param.ds_tensor.data_ptr():  # a group of one rank gathers nothing
+        full = full.clone()
     param.partition()
     return full
 

@@ -123,6 +123,26 @@ class Gathers:
         with contract.stage_3_gathering_on(self.coordinator, self.stream_of(process_group)), gathering_by:
             yield
 
+    def gather(self, param: Any) -> torch.Tensor:
+        """The values of ``param``, in memory that no one else holds; it stays as it is. Collective.
+
+        Raises:
+            RankError: other ranks did not take part.
+        """
+        in_flight = contract.stage_3_in_flight(self.coordinator)
+        if param in in_flight:
+            in_flight.pop(param).wait()
+        if contract.is_gathered(param):
+            return param.data.clone()
+        with self.gathering([param]), roll_call().doing(self.what([param])):
+            return contract.stage_3_gather(param)
+
+    def what(self, params: list[Any]) -> str:
+        """The gather of ``params``, for errors."""
+        names = ", ".join(self.name(param.ds_id) for param in params[:3])
+        more = f" and {len(params) - 3} more" if len(params) > 3 else ""
+        return f"the gather of {names}{more} over the ranks {list(ranks_of(params[0].ds_process_group))}"
+
     def wrap(self, params: list[Any]) -> None:
         """Let waiting for the gathers of ``params``, just issued, be our waiting."""
         in_flight = contract.stage_3_in_flight(self.coordinator)
@@ -171,7 +191,7 @@ class _Gather:
         streams = self._gathers.streams
         if not self._waited_for:
             stream = self._gathers.stream_of(self._process_group)
-            with roll_call().doing(self._what()):
+            with roll_call().doing(self._gathers.what(self.params)):
                 if stream is None:
                     self._handle.wait(*args, **kwargs)
                 else:
@@ -181,11 +201,6 @@ class _Gather:
             self._waited_for = True
         if self._unsharded is not None:
             streams.uses(self._unsharded)
-
-    def _what(self) -> str:
-        names = [self._gathers.name(param.ds_id) for param in self.params[:3]]
-        more = f" and {len(self.params) - 3} more" if len(self.params) > 3 else ""
-        return f"the gather of {', '.join(names)}{more} over the ranks {list(ranks_of(self._process_group))}"
 
 
 class _CoordinatorMethods:
