@@ -127,5 +127,5 @@ def test_refusals_leave_the_engine_as_it_was() -> None:
 @pytest.mark.parametrize("stop", ["", "break", "item"])
 def test_every_kind_of_read(stop: str, backend: str) -> None:
     for error, report in run_ranks(run, lambda: Model(stop), 3, {}, backend, timeout=500):
-        assert error == 0.0 if backend == "eager" else error < 1e-5
+        assert error < (1e-6 if backend == "eager" else 1e-5)
         assert report.reductions == 1
