@@ -41,7 +41,8 @@ class Run:
 
 def start(
     stage: int, *, batches: int = 12, accumulate: int = 1, sync_with_dataloader: bool = True,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, dynamo_plugin: Any = None, **options: Any,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, dynamo_plugin: Any = None,
+    make: Callable[[], torch.nn.Module] = network, **options: Any,
 ) -> Run:  # fmt: skip
     """Prepare everything on this rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -52,7 +53,7 @@ def start(
             num_steps=accumulate, sync_with_dataloader=sync_with_dataloader
         ),
     )
-    data, model = Data(batches), network()
+    data, model = Data(batches), make()
     torch_optimizer = optimizer(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_optimizer, DECAY)
     loader = DataLoader(data, batch_size=MICRO)

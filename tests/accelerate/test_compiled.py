@@ -4,8 +4,9 @@ import torch
 from accelerate.utils import TorchDynamoPlugin
 
 from tests.accelerate.runs import oracle, start
+from tests.harness import deepcompile
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import loss_of
+from tests.harness.problem import loss_of, network
 from tests.harness.ranks import run_ranks
 
 
@@ -24,3 +25,33 @@ def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
 
     for error, graphs in run_ranks(run, timeout=200):
         assert error == 0.0 and graphs > 0
+
+
+class Own(torch.nn.Sequential):
+    """Of torch's own modules, ``Module.compile()`` leaves the outermost frame as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def test_deepcompile_comes_after_attach() -> None:
+    def run() -> tuple[float, int, int]:
+        handle = deepcompile.install()
+        config = {"compile": {"deepcompile": True}, "zero_optimization": {"stage": 3}}
+        run = start(
+            3, dynamo_plugin=TorchDynamoPlugin(backend="eager"), hf_ds_config=config, make=lambda: Own(*network())
+        )
+        plain = oracle()
+        for index in range(4):
+            run.accelerator.backward(loss_of(run.model, run.batch(index)))
+            plain.backward(lambda rank, index=index: loss_of(plain.module, run.data.batch(index, rank)))
+            if index % 2:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                plain.step()
+        return distance(run.parameters(), full_parameters(plain.module)), handle.gathers, handle.reductions
+
+    for error, gathers, reductions in run_ranks(run, timeout=200):
+        assert error == 0.0 and gathers > 0 and reductions == 0

@@ -71,13 +71,13 @@ class ReadsElsewhere(nn.Module):
         return self.last(nn.functional.linear(nn.functional.gelu(self.first(x)), self.other.weight))
 
 
-def start(compile_config: dict[str, Any]) -> Any:
+def start(compile_config: dict[str, Any], stage: int = 3, kind: type[nn.Module] = ReadsElsewhere) -> Any:
     torch.cuda.set_device(int(os.environ["RANK"]))
     deepspeed.init_distributed("nccl")
-    net = ReadsElsewhere().cuda()
+    net = kind().cuda()
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "compile": compile_config,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "compile": compile_config,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False, config=config
@@ -106,15 +106,37 @@ def test_compiled_equal_to_plain_torch(backend: str, trace_gathers: bool) -> Non
     assert max(run_ranks(run, world_size=torch.cuda.device_count(), timeout=280)) < 1e-4
 
 
-@pytest.mark.gpu
-def test_deepcompile_is_refused_and_goes_on_without() -> None:
-    def run() -> None:
-        engine = start({"deepcompile": True})
-        with pytest.raises(ValueError, match=r"does not support DeepCompile.*'compile.deepcompile' to false"):
-            attach(engine)
-        engine.compile()
-        for k in range(3):
-            engine.backward(loss_of(engine, k, int(os.environ["RANK"]), "cuda"))
-            engine.step()
+class Breaks(ReadsElsewhere):
+    """What DeepCompile has no graph for."""
 
-    run_ranks(run, world_size=torch.cuda.device_count(), timeout=280)
+    @torch._dynamo.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.gelu(self.between(nn.functional.gelu(self.first(x)))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", [ReadsElsewhere, Breaks])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepcompile_equal_to_plain_torch(stage: int, kind: type[nn.Module], backend: str) -> None:
+    def run() -> tuple[float, Any]:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        engine = start({"deepcompile": True}, stage, kind)
+        zerosync = attach(engine)
+        engine.compile(backend=backend)
+        plain = kind().cuda()
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world)
+        for k in range(7 * BACKWARDS):  # its default schedule begins its second part at the sixth step
+            engine.backward(loss_of(engine, k, rank, "cuda"))
+            oracle.backward(lambda r, k=k: loss_of(plain, k, r, "cuda"))
+            if k % BACKWARDS == BACKWARDS - 1:
+                engine.step()
+                oracle.step()
+        return distance(full_parameters(engine.module), full_parameters(plain)), zerosync.report
+
+    for error, report in run_ranks(run, world_size=torch.cuda.device_count(), timeout=280):
+        assert error < 1e-4
+        assert report.reductions == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness import deepcompile
 from tests.harness.oracle import distance
 from tests.harness.problem import loss_of
 from tests.harness.ranks import run_ranks
@@ -32,3 +33,22 @@ def test_a_compiled_module_equals_plain_torch() -> None:
         return distance(recorder.parameters, accumulate(oracle(), 12, 4))
 
     assert run_ranks(run, timeout=200) == [0.0, 0.0]
+
+
+class DeepCompiled(Module):
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.model.compile(backend="eager")
+
+
+@pytest.mark.skipif(STOCK, reason="DeepCompile needs CUDA")
+def test_deepcompile_equals_plain_torch() -> None:
+    def run() -> tuple[float, int, int]:
+        handle = deepcompile.install()
+        config = {"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True}}
+        ours = strategy(3, config={**config, "zero_allow_untested_optimizer": True})
+        recorder, _ = fit(DeepCompiled(), ours, accumulate_grad_batches=4)
+        error = distance(recorder.parameters, accumulate(oracle(), 12, 4))
+        return error, handle.gathers, handle.reductions
+
+    for error, gathers, reductions in run_ranks(run, timeout=200):
+        assert error == 0.0 and gathers > 0 and reductions == 0

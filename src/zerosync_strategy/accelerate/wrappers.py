@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from accelerate.utils import DummyOptim, get_int_from_env
+from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
@@ -42,7 +43,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         )
     for model in (item for item in args if isinstance(item, torch.nn.Module)):
         require_same("accelerator.prepare()", model_facts(model))
-    with plugin.filled_in(args):
+    with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
         result = stock(accelerator, *args)
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
     trains = any(isinstance(item, (torch.optim.Optimizer, DummyOptim)) for item in args)
@@ -51,6 +52,9 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
 
     accumulate_outside(engine)
     zerosync = attach(engine, plugin.zerosync_config)
+    if deepcompile:
+        kwargs = accelerator.state.dynamo_plugin.to_kwargs()
+        engine.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)
     if accelerator.deepspeed_engine_wrapped.engine is engine:
         accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)
     if not isinstance(accelerator, _AcceleratorMethods):
@@ -60,6 +64,21 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             interpose(item, _OptimizerMethods)
             item.zerosync = zerosync
     return result
+
+
+@contextmanager
+def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool]:
+    """DeepCompile comes after ``attach()``: leave it out of Accelerate's own preparation. Whether it was asked for."""
+    dynamo = accelerator.state.dynamo_plugin
+    asked = plugin.deepspeed_config.get("compile", {}).get("deepcompile", False)
+    if not asked or dynamo.use_regional_compilation or dynamo.backend is DynamoBackend.NO:
+        yield False
+        return
+    backend, dynamo.backend = dynamo.backend, DynamoBackend.NO
+    try:
+        yield True
+    finally:
+        dynamo.backend = backend
 
 
 def _become_the_only_rank(accelerator: Any) -> None:

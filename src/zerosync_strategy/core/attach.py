@@ -15,6 +15,7 @@ from zerosync_strategy.core import contract
 from zerosync_strategy.core.agreement import model_facts, require_same
 from zerosync_strategy.core.collectives import share_timeout
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.deepcompile import Collector
 from zerosync_strategy.core.eager_frames import EagerFrames
 from zerosync_strategy.core.full_state import full_state, load_full_state
 from zerosync_strategy.core.gathers import Gathers
@@ -137,6 +138,7 @@ class ZeroSync:
             self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams)
             if config.eager_frames:
                 self._eager = EagerFrames.of(engine, self._gathers.gather, config.trace_gathers)
+        self._collector: Collector | None = None  # once DeepCompile compiles this engine
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()
@@ -241,9 +243,16 @@ class ZeroSync:
                 f"detach() found a window with {self.window.backwards} backward(s) since the last optimizer step."
                 " Call engine.step() to use their gradients or abort() to drop them first."
             )
+        if self._collector is not None:
+            raise RuntimeError(
+                "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
+                " Leave it attached, or build the engine anew."
+            )
         self._release()
 
     def _release(self) -> None:
+        if self._collector is not None:
+            self._collector.detach()
         self.end_racecheck("the engine was let go")
         _attached.discard(self)
         self._restore_clipping()
@@ -331,6 +340,8 @@ class ZeroSync:
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
         stage_3 = self.engine.zero_optimization_stage() == 3
+        if stage_3 and self._collector is not None:
+            return floor  # DeepCompile's graphs gather past what counts
         for param, size in self._parameters_floor.items():
             once = not stage_3 or param.ds_persist or (self._held is not None and self._held.holds(param))
             floor += size if once else backwards * size
@@ -343,6 +354,34 @@ class ZeroSync:
             self.counter.claim()  # parameters that were gathered on the way to this gradient
             self._reducer.gradient_ready(param)
             self.counter.claim()  # what it has completed and sent
+
+    def _gradient_from_graph(self, param: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self._reducer.collect(param, gradient)
+        self._gradient_ready(param)
+
+    def _deepcompiling(self) -> AbstractContextManager[None]:
+        """Around DeepCompile's preparation of this engine."""
+        stage_3 = self.engine.zero_optimization_stage() == 3
+        over_groups = isinstance(self._reducer, Stage3Reducer) and self._reducer.over_groups
+        for found, what in (
+            (self.config.held_bytes != 0, "'param_memory_budget': it chooses by itself what stays gathered"),
+            (
+                stage_3 and not self.config.eager_frames,
+                "'eager_frames' = false: it takes away what gathers for eager frames",
+            ),
+            (self.config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
+            (self._check is not None, "'racecheck', which does not see its collectives"),
+            (over_groups, "shard_over(): it gathers every parameter over all ranks"),
+        ):
+            if found:
+                raise ValueError(
+                    f"engine.compile() with DeepCompile cannot be combined with {what}. Leave out one of them."
+                )
+        if self._eager is not None:
+            self._eager.deepcompile()
+        params = {contract.deepcompile_id(self.engine.optimizer, param): param for param in self.parameters}
+        self._collector = Collector(params, self._gradient_from_graph, self._gradient_ready)
+        return self._collector.compiling()
 
     def _restore_clipping(self) -> None:
         if self._clip_grad is not None:
@@ -438,6 +477,10 @@ class _EngineMethods:
                 " rank has the group's."
             )
         return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync._deepcompiling():
+            return super().get_deepcompile_backend(*args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
         self._zerosync.abort("the engine was destroyed")

@@ -46,6 +46,8 @@ _ENGINE = (
     Internal("window", "engine", "is_gradient_accumulation_boundary", ()),
     Internal("window", "engine", "no_sync", ()),
     Internal("window", "engine", "destroy", ()),
+    Internal("DeepCompile", "engine", "get_deepcompile_backend"),
+    Internal("DeepCompile", "engine", "is_deepcompile_active", ()),
     Internal("checkpoint in mid-window", "engine", "save_checkpoint"),
     Internal("checkpoint in mid-window", "engine", "load_checkpoint"),
     Internal("checkpoint in mid-window", "engine", "global_rank"),
@@ -160,10 +162,10 @@ def verify(engine: Any) -> None:
         raise ValueError(
             "ZeroSync does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."
         )
-    if engine.is_deepcompile_enabled():
+    if engine.is_deepcompile_active():
         raise ValueError(
-            "ZeroSync does not support DeepCompile, which reduces gradients inside compiled graphs. Set"
-            " 'compile.deepcompile' to false."
+            "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
+            " themselves. Call engine.compile() after attach()."
         )
     if type(engine.optimizer).__name__ == "MiCS_Optimizer":
         raise ValueError("ZeroSync does not support MiCS; remove 'zero_optimization.mics_shard_size'.")
@@ -603,3 +605,41 @@ def stage_3_release(engine: Any, keeps: Callable[[Any], bool]) -> None:
             param.ds_active_sub_modules.clear()
             if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
                 param.partition()
+
+
+@contextmanager
+def stage_3_in_shape(param: Any) -> Iterator[None]:
+    """While active, a parameter has its shape, partitioned or not: autograd wants it so when it is given a gradient."""
+    if param.numel() > 0 or not hasattr(param, "ds_shape"):
+        yield
+        return
+    data, param.data = param.data, param.data.new_empty(1).expand(param.ds_shape)
+    try:
+        yield
+    finally:
+        param.data = data
+
+
+@contextmanager
+def deepcompile_schedule(last: Callable[..., None]) -> Iterator[None]:
+    """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.
+
+    What it lets its own reductions find at the beginning of a backward is left out.
+
+    Raises:
+        ContractError: DeepCompile keeps its schedule or its hooks elsewhere.
+    """
+    from deepspeed.compile import backend, util
+
+    before = len(util.pre_backward_hooks) if hasattr(util, "pre_backward_hooks") else None
+    yield
+    schedule = getattr(backend, "remaining_schedule", None)
+    if before is None or schedule is None:
+        raise changed("DeepCompile", "compile.util.pre_backward_hooks or compile.backend.remaining_schedule is missing")
+    del util.pre_backward_hooks[before:]
+    backend.remaining_schedule = type(schedule)((step, [*passes, last]) for step, passes in schedule)
+
+
+def deepcompile_id(optimizer: Any, param: Any) -> int:
+    """By which DeepCompile's graphs name a parameter."""
+    return int(param.ds_id if hasattr(param, "ds_id") else optimizer.get_param_id(param))

@@ -69,16 +69,14 @@ class EagerFrames:
         self._tickets: dict[tuple[Any, bool], torch.Tensor] = {}  # by parameter, and whether it trains
         self._trains: dict[Any, bool] = {}  # when the modules were given their tickets last
         self._gradient_hooks: list[Any] = []
-        self._modules = [
-            module
-            for module in engine.module.modules()
-            if vars(module)["_parameters"] and _TICKETS not in vars(module)  # else another engine's
-        ]
-        for module in self._modules:
+        self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
+        for module in engine.module.modules():
+            if not vars(module)["_parameters"] or _TICKETS in vars(module):  # another engine's
+                continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
             vars(module)[_TICKETS] = _Tickets.fromkeys(names)
-            readable = tuple(name for name in names if not hasattr(type(module), name))
-            module.__class__ = _readable(type(module), readable, trace_gathers)
+            self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
+            module.__class__ = _readable(type(module), self._modules[module], _traced(trace_gathers))
             module._parameters.__class__ = contract.passive_parameters()
         self._give_tickets()
         self._coordinator = contract.stage_3_coordinator(engine.optimizer)
@@ -111,6 +109,14 @@ class EagerFrames:
         for ticket in self._tickets.values():
             del _owners[ticket.data_ptr()]
         contract.stage_3_forget_order(self._engine)  # DeepSpeed will find parameters where it has seen none
+
+    def deepcompile(self) -> None:
+        """DeepCompile takes the hooks away and gathers what its graphs read: what eager frames read is left to us."""
+        for hook in self._hooks:
+            hook.replace(hook.stock)
+        self._hooks = []
+        for module, names in self._modules.items():
+            module.__class__ = _readable(type(module).__bases__[0], names, _as_it_is)
 
     def end_window(self) -> None:
         """Count the peak anew."""
@@ -184,7 +190,7 @@ class EagerFrames:
         for module in self._modules:
             tickets = vars(module)[_TICKETS]
             for name in tickets:
-                param = module._parameters[name]
+                param: Any = module._parameters[name]
                 tickets[name] = self._ticket(param)
                 self._trains[param] = param.requires_grad
 
@@ -282,20 +288,39 @@ def _is_sharded(param: Any) -> bool:
 # ---- modules that can be read ------------------------------------------------------------------------------------
 
 
-def _readable(stock: type, names: tuple[str, ...], trace_gathers: bool) -> type:
+_Traced = Callable[[torch.Tensor, Any], torch.Tensor]  # what a trace reads: of a ticket and its parameter
+
+
+def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
-    key = (stock, names, trace_gathers)
+    key = (stock, names, traced)
     if key not in _classes:
-        attributes: dict[str, Any] = {name: property(_reader(name, trace_gathers)) for name in names}
+        attributes: dict[str, Any] = {name: property(_reader(name, traced)) for name in names}
         attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
         _classes[key] = type(stock.__name__, (stock,), attributes)
     return _classes[key]
 
 
-_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+_classes: dict[tuple[type, tuple[str, ...], _Traced], type] = {}
 
 
-def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
+def _traced(gathers: bool) -> _Traced:
+    return _gathered_again if gathers else _gathered_once
+
+
+def _gathered_once(ticket: torch.Tensor, param: Any) -> torch.Tensor:
+    return torch.ops.zerosync.unshard(ticket)
+
+
+def _gathered_again(ticket: torch.Tensor, param: Any) -> torch.Tensor:
+    return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
+
+
+def _as_it_is(ticket: torch.Tensor, param: Any) -> torch.Tensor:
+    return param  # the compiler gathers it
+
+
+def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     from torch._dynamo.eval_frame import skip_code
 
     read_eagerly = torch.compiler.disable(_read_eagerly)
@@ -306,10 +331,7 @@ def _reader(name: str, trace_gathers: bool) -> Callable[[nn.Module], Any]:
             return param if contract.is_gathered(param) else read_eagerly(module, name, param)
         if param is None or param.numel() > 0:
             return param
-        ticket = module._zerosync_tickets[name]
-        if not trace_gathers:
-            return torch.ops.zerosync.unshard(ticket)
-        return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
+        return traced(module._zerosync_tickets[name], param)
 
     skip_code(read.__code__)  # traced as part of what reads, never by itself
     return read

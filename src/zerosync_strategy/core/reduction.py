@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core import contract
 from zerosync_strategy.core.collectives import Pending, reduce_scatter
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.ordering import Streams
@@ -133,6 +134,14 @@ class Reducer(ABC):
             bucket.missing = set(bucket.params)
         self._streaming = deque(bucket for bucket in self.buckets if not bucket.kept or (last and bucket.balanced))
         self._streaming_backwards += bool(self._streaming)
+
+    def collect(self, param: Any, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, in full, to the local one, as autograd does; its memory stays the caller's."""
+        if param.grad is None:
+            with contract.stage_3_in_shape(param):
+                param.grad = gradient.to(param.dtype, copy=True)
+        else:
+            param.grad.add_(gradient)
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a streaming backward, send what is complete."""

@@ -1,0 +1,84 @@
+"""DeepCompile: its graphs gather and release parameters, and the window reduces the gradients (rule E2).
+
+DeepCompile writes ZeRO's collectives into the graphs that it compiles. There, every backward sends its gradients,
+whatever the window; and what an eager frame brings is lost, because DeepSpeed 0.19.8 removes the hooks that would
+reduce it. Here a pass of ours comes last at each step of DeepCompile's schedule and puts ``zerosync::collect``, which
+gives a gradient to the window, in the place of each reduction. Eager frames get such hooks back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core import contract
+
+_numbers = count()
+_engines: weakref.WeakValueDictionary[int, Collector] = weakref.WeakValueDictionary()
+
+
+class Collector:
+    """Collects the gradients of one engine that DeepCompile compiles.
+
+    Args:
+        params: by the id that DeepCompile gives them in graphs.
+        collect: is called with a parameter and its gradient, in full and in any dtype, whose memory stays the graph's.
+        ready: is called with a parameter to whose ``grad`` autograd has added.
+    """
+
+    def __init__(
+        self,
+        params: dict[int, torch.nn.Parameter],
+        collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        ready: Callable[[torch.nn.Parameter], None],
+    ) -> None:
+        self._params = params
+        self._collect = collect
+        self._ready = ready
+        self._hooks: list[Any] = []
+        self._number = next(_numbers)
+        _engines[self._number] = self
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around DeepSpeed's own preparation of the engine."""
+        with contract.deepcompile_schedule(self._collect_gradients):
+            yield
+        self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._params.values()]
+
+    def detach(self) -> None:
+        """The engine is destroyed."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def receive(self, param: int, gradient: torch.Tensor) -> None:
+        """A graph has this gradient of the parameter with this id."""
+        if param in self._params:  # else the optimizer does not train it
+            self._collect(self._params[param], gradient)
+
+    def _collect_gradients(self, module: torch.fx.GraphModule, *_: Any) -> None:
+        # Changed in place: a pass that returns a graph has DeepCompile run it again, for real, to measure its memory.
+        reductions = module.graph.find_nodes(op="call_function", target=torch.ops.dc.reduce_grad.default)
+        for node in reductions:
+            gradient, _, param = node.args
+            node.target, node.args = torch.ops.zerosync.collect.default, (gradient, self._number, param)
+        if reductions:
+            module.graph.lint()
+            module.recompile()
+
+
+def _collect(gradient: torch.Tensor, engine: int, param: int) -> torch.Tensor:
+    _engines[engine].receive(param, gradient)
+    return gradient.new_empty(0)
+
+
+# It returns a tensor because what DeepCompile puts at the end of a backward takes one of each reduction; that keeps the
+# operator in the graph.
+torch.library.define("zerosync::collect", "(Tensor gradient, int engine, int param) -> Tensor")
+torch.library.impl("zerosync::collect", "default", _collect)
+torch.library.register_fake("zerosync::collect", lambda gradient, engine, param: gradient.new_empty(0))

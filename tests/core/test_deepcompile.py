@@ -1,0 +1,131 @@
+"""DeepCompile's graphs give their gradients to the window (rule E2). Its kernels are those of tests/harness."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.core.test_eager_frames import BACKWARDS, WIDTH, WORDS, Model, adamw, data
+from tests.harness import deepcompile
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.cpu import prepare_cpu
+
+STEPS = 3
+SCHEDULES = {  # of DeepCompile's passes, by step; the default of stage 3 begins its second part at the sixth
+    3: [(0, ["zero3_compile"]), (1, ["zero3_compile", "prefetch", "selective_gather"])],
+    2: None,
+    1: None,
+}
+
+
+class Small(nn.Module):
+    """A tied table, a layer that no graph has, and one of which a graph and an eager frame each read a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+        self.eager, self.both = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(self.eager(x)), self.both.weight)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.between(self.both(self.table(words)))
+        return F.cross_entropy(self.head(torch.tanh(x)), words)
+
+
+def make_engine(model: nn.Module, stage: int = 3) -> Any:
+    prepare_cpu()
+    deepspeed.init_distributed("gloo")
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
+    config["compile"] = {"deepcompile": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
+    return engine
+
+
+def train(engine: Any, mirror: Oracle, plain: nn.Module) -> float:
+    rank = int(os.environ["RANK"])
+    for k in range(STEPS * BACKWARDS):
+        engine.backward(engine(data(k, rank)) / BACKWARDS)
+        mirror.backward(lambda r, k=k: plain(data(k, r)) / BACKWARDS)
+        if k % BACKWARDS == BACKWARDS - 1:
+            engine.step()
+            mirror.step()
+    return distance(full_parameters(engine.module), full_parameters(plain))
+
+
+def run(
+    make: Callable[[], nn.Module], stage: int, options: dict[str, Any], backend: str = "eager"
+) -> tuple[float, Any]:
+    handle = deepcompile.install()
+    model, plain = make(), make()
+    engine = make_engine(model, stage)
+    zerosync = attach(engine, **options)
+    engine.compile(backend=backend, schedule=SCHEDULES[stage])
+    error = train(engine, Oracle(plain, adamw(plain)), plain)
+    assert handle.reductions == 0
+    assert (handle.gathers > 0) == (stage == 3)
+    assert stage != 3 or not any(param.numel() for param in model.parameters())
+    return error, zerosync.report
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "reductions"),
+    [(3, {}, 1), (3, {"coalesce": False}, 2), (2, {}, 1), (1, {"grad_memory_budget": 0}, 2)],
+)
+def test_equal_to_plain_torch_also_what_eager_frames_bring(stage: int, options: Any, reductions: int) -> None:
+    for error, report in run_ranks(run, Small, stage, options, timeout=100):
+        assert error < 1e-6  # gradients from several graphs and frames are summed in another order
+        assert report.backwards == BACKWARDS
+        assert report.reductions >= reductions if reductions > 1 else report.reductions == 1
+
+
+def test_refusals_leave_the_engine_as_it_was() -> None:
+    def refused() -> None:
+        deepcompile.install()
+        engine, plain = make_engine(Small()), Small()
+        for options, what in (
+            ({"param_memory_budget": "all"}, "param_memory_budget"),
+            ({"eager_frames": False}, "eager_frames"),
+            ({"trace_gathers": True}, "trace_gathers"),
+            ({"racecheck": 2}, "racecheck"),
+        ):
+            zerosync = attach(engine, **options)
+            with pytest.raises(ValueError, match=f"DeepCompile cannot be combined with '{what}'"):
+                engine.compile(backend="eager")
+            zerosync.detach()
+        zerosync = attach(engine)
+        assert train(engine, Oracle(plain, adamw(plain)), plain) == 0.0
+        engine.destroy()
+        engine = make_engine(Small())
+        zerosync = attach(engine)
+        engine.compile(backend="eager")
+        with pytest.raises(RuntimeError, match="DeepCompile has compiled"):
+            zerosync.detach()
+        engine.destroy()
+        engine = make_engine(Small())
+        engine.compile(backend="eager")
+        with pytest.raises(ValueError, match="after attach"):
+            attach(engine)
+
+    run_ranks(refused, timeout=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("stop", ["", "break", "item"])
+def test_every_kind_of_read(stop: str, backend: str) -> None:
+    for error, report in run_ranks(run, lambda: Model(stop), 3, {}, backend, timeout=500):
+        assert error < (1e-6 if backend == "eager" else 1e-5)
+        assert report.reductions == 1
