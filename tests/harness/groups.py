@@ -57,8 +57,10 @@ class _Nothing:
 class Reference:
     """Plain torch in one process: the parameters of all groups, and each rank's model of those that it has."""
 
-    def __init__(self, layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any]) -> None:
-        self.model = Model(lambda name: _Nothing())
+    def __init__(
+        self, layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any], kind: type[Model] = Model
+    ) -> None:
+        self.model = kind(lambda name: _Nothing())
         self.groups = {
             name: layout.get(name.split(".")[0], [list(range(WORLD))]) for name, _ in self.model.named_parameters()
         }
@@ -107,7 +109,7 @@ def start() -> None:
 
 def make_engine(
     layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any], zero_init: bool = False, clip: float = 0.0,
-    zero: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None, kind: type[Model] = Model,
 ) -> Any:  # fmt: skip
     start()
     rank, groups = int(os.environ["RANK"]), process_groups(layout)
@@ -122,10 +124,10 @@ def make_engine(
 
     if zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Model(built_over)
+            model = kind(built_over)
     else:
         torch.manual_seed(rank)  # a broadcast to all ranks would show
-        model = Model(built_over)
+        model = kind(built_over)
     for name, param in model.named_parameters():
         group = next(g for g in layout.get(name.split(".")[0], [list(range(WORLD))]) if rank in g)
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero_init):

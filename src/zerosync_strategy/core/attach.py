@@ -129,7 +129,9 @@ class ZeroSync:
         self._clip_grad: float | None = None  # the configured norm, while another one is in force for the coming step
         self._held = HeldParameters.of(optimizer, config.held_bytes) if stage_3 else None
         self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
-        self._eager = EagerFrames.of(engine, config.trace_gathers) if stage_3 and config.eager_frames else None
+        self._eager = None
+        if self._gathers is not None and config.eager_frames:
+            self._eager = EagerFrames.of(engine, self._gathers.unshard, config.trace_gathers)
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()

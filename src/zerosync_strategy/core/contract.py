@@ -119,7 +119,6 @@ _EAGER_FRAMES = (
     Internal("eager frames", "offload", "_remove_module_hooks", ()),
     Internal("eager frames", "offload", "setup_zero_stage3_hooks", ()),
     Internal("eager frames", "coordinator", "is_invalid_trace", ()),
-    Internal("eager frames", "module", "ds_inflight_param_registry"),
 )
 
 
@@ -431,12 +430,11 @@ def verify_eager_frames(engine: Any) -> None:
 
     offload = engine.optimizer.parameter_offload
     coordinator = stage_3_coordinator(engine.optimizer)
-    owners = {"engine": engine, "offload": offload, "coordinator": coordinator, "module": engine.module}
+    owners = {"engine": engine, "offload": offload, "coordinator": coordinator}
     for internal in _EAGER_FRAMES:
-        if not (internal.owner == "module" and hasattr(engine.module, internal.name)):
-            found = problem(owners[internal.owner], internal)
-            if found:
-                raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
+        found = problem(owners[internal.owner], internal)
+        if found:
+            raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
     for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
         if not hasattr(parameter_offload, name):
             raise changed("eager frames", f"parameter_offload.{name} is missing")
@@ -448,11 +446,8 @@ def is_gathered(param: Any) -> bool:
     return status is None or status.name == "AVAILABLE"
 
 
-def stage_3_gather(engine: Any, param: Any) -> torch.Tensor:
-    """The values of a ZeRO-3 parameter, in memory of their own; the parameter itself stays as it is. Collective."""
-    in_flight = engine.module.ds_inflight_param_registry
-    if param in in_flight:
-        in_flight.pop(param).wait()
+def stage_3_gather(param: Any) -> torch.Tensor:
+    """The values of a ZeRO-3 parameter that is not in flight, in memory of their own; it stays as it is. Collective."""
     if is_gathered(param):
         return param.data.clone()
     param.all_gather()

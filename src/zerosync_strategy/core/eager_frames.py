@@ -48,18 +48,20 @@ class EagerFrames:
 
     Args:
         engine: the engine.
+        gather: gives the values of a parameter in memory of their own; collective.
         trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
 
     Attributes:
         peak_bytes: the most bytes of unsharded parameters claimed at once since the last :meth:`end_window`.
     """
 
-    def __init__(self, engine: Any, trace_gathers: bool) -> None:
+    def __init__(self, engine: Any, gather: Callable[[Any], torch.Tensor], trace_gathers: bool) -> None:
         self._bytes = self.peak_bytes = 0
         self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
         contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
         self._engine = engine
+        self._gather = gather
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
@@ -86,10 +88,10 @@ class EagerFrames:
             hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
 
     @classmethod
-    def of(cls, engine: Any, trace_gathers: bool) -> EagerFrames:
+    def of(cls, engine: Any, gather: Callable[[Any], torch.Tensor], trace_gathers: bool) -> EagerFrames:
         """Those of ``engine``; engines over one module have one in common, with the option of the first."""
         coordinator = contract.stage_3_coordinator(engine.optimizer)
-        return getattr(coordinator, "_zerosync_eager", None) or cls(engine, trace_gathers)
+        return getattr(coordinator, "_zerosync_eager", None) or cls(engine, gather, trace_gathers)
 
     def detach(self) -> None:
         """Give the modules their classes and hooks back."""
@@ -158,7 +160,7 @@ class EagerFrames:
 
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param``, in memory that no one else holds. Collective."""
-        full = contract.stage_3_gather(self._engine, param)
+        full = self._gather(param)
         self._bytes += (size := full.numel() * full.element_size())
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         weakref.finalize(full.untyped_storage(), self._freed.append, size)

@@ -9,6 +9,8 @@ Why that is one order for all: ranks run the same modules in the same order, so 
 totally ordered, every rank issues its gathers in rising order, and a gather has the same number on all its ranks. So of
 all gathers that are not complete, the lowest can always complete: all its ranks have come to it, or are on their way
 through gathers that are lower still. A cycle of ranks that wait for each other would need a gather lower than itself.
+What is read where no hook gathers it (**E1**) is gathered then and there, alone: a turn of its own between those of
+two modules, at the same place of the program on all ranks.
 
 Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone
 (**U2**), and its error says what was being gathered.
@@ -20,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core import contract
@@ -102,6 +105,14 @@ class Gathers:
         if not self._gather_streams:
             return None
         return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
+
+    def unshard(self, param: Any) -> torch.Tensor:
+        """The values of ``param`` in memory of their own, for who reads it where no hook gathers it. Collective."""
+        if (handle := contract.stage_3_in_flight(self.coordinator).pop(param, None)) is not None:
+            handle.wait()
+        if not contract.is_gathered(param):
+            self.note([param])
+        return contract.stage_3_gather(param)
 
     def note(self, params: list[Any]) -> None:
         """The gather of ``params``, all of one group, was issued (W4)."""
