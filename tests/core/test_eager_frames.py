@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -335,6 +336,77 @@ def test_what_is_gathered_goes_with_its_last_claim() -> None:
 
     for errors in run_ranks(run):
         assert errors == [0.0] * 5
+
+
+class Ahead(nn.Module):
+    """Modules that read the weight of the layer after them: prefetched, on its way, and gone again in the backward."""
+
+    class Reader(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.others = (layer,)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.others[0].weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.readers = nn.ModuleList(map(self.Reader, self.layers))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.table(words)
+        for reader, layer in zip(self.readers, self.layers, strict=True):
+            x = torch.tanh(layer(reader(x)) @ layer.weight)
+        return x.square().mean()
+
+
+class Slow:
+    """A gather whose target holds NaN until somebody has waited for it."""
+
+    def __init__(self, gather: Callable[..., Any], source: torch.Tensor, target: torch.Tensor, group: Any) -> None:
+        self._arrived, self._target = torch.empty_like(target), target
+        self._work = gather(source.clone(), self._arrived, group)  # the source may be a part of the target
+        target.fill_(torch.nan)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._arrived)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("", {}),
+        ("aot_eager", {}),
+        pytest.param("eager", {"trace_gathers": True}, marks=pytest.mark.slow),
+        pytest.param("aot_eager", {"param_memory_budget": "all"}, marks=pytest.mark.slow),
+    ],
+)
+def test_reads_of_what_is_prefetched_wait_for_it(backend: str, options: dict[str, Any]) -> None:
+    def run() -> list[float]:
+        stock, errors = partition_parameters._dist_allgather_fn, []
+        partition_parameters._dist_allgather_fn = lambda *args: Slow(stock, *args)
+        for ahead in (WIDTH, 2 * WIDTH * WIDTH, 10**6):  # elements: of one parameter, some, and all
+            model, plain = Ahead(), Ahead()
+            engine, mirror = make_engine(model, stage3_prefetch_bucket_size=ahead), Oracle(plain, adamw(plain))
+            attach(engine, **options)
+            if backend:
+                engine.compile(backend=backend)
+            for k in range(4):
+                loss = engine(data(k, int(os.environ["RANK"])))
+                assert loss.isfinite()
+                engine.backward(loss)
+                engine.step()
+                mirror.backward(lambda r, k=k, plain=plain: plain(data(k, r)))
+                mirror.step()
+            errors.append(distance(full_parameters(model), full_parameters(plain)))
+            engine.destroy()
+        return errors
+
+    assert run_ranks(run) == [[0.0] * 3] * 2
 
 
 def test_an_exception_releases_what_hooks_have_gathered() -> None:

@@ -6,10 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tests.harness import groups
-from tests.harness.groups import BACKWARDS, LAYOUTS, WIDTH, WORLD, Reference, adamw, error_of, make_engine, sgd, train
+from tests.harness.groups import (
+    BACKWARDS,
+    LAYOUTS,
+    WIDTH,
+    WORLD,
+    Reads,
+    Reference,
+    adamw,
+    data,
+    error_of,
+    make_engine,
+    sgd,
+    train,
+)
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -116,16 +127,6 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
     assert [names for _, names in ranks] == [every, {"third"}, {"second"}, set()]
 
 
-class Reads(groups.Model):
-    """Reads parameters of each group where no hook gathers them: before their own module runs, and after."""
-
-    ahead = "third"
-
-    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
-        x = torch.tanh(x @ getattr(self, self.ahead).weight) + x
-        return super().forward(x, skip) + F.linear(x, self.second.weight, self.second.bias).square().mean()
-
-
 READS: list[dict[str, Any]] = [{}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}]
 TRACED = [{"trace_gathers": True, **options} for options in READS]
 
@@ -143,7 +144,7 @@ def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: lis
         torch._inductor.config.compile_threads = 1
         reference = Reference(LAYOUTS["grid"], sgd, Reads)
         expected, found = reference.train(STEPS, clip=1e9), []
-        zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        zero = {"stage3_max_reuse_distance": 0}
         for own in options:
             engine = make_engine(LAYOUTS["grid"], sgd, zero=zero, kind=Reads)
             zerosync = attach(engine, **own)
@@ -170,7 +171,7 @@ def test_ranks_that_read_different_parameters_of_one_size() -> None:
         engine = make_engine({}, sgd, zero=zero, kind=Reads)
         attach(engine)
         engine.module.ahead = "fourth" if os.environ["RANK"] == "0" else "third"
-        engine.backward(engine(groups.data(0, int(os.environ["RANK"]))))
+        engine.backward(engine(data(0, int(os.environ["RANK"]))))
         with pytest.raises(RankError, match="gathered different parameters") as error:
             engine.step()
         return str(error.value)

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
@@ -35,6 +36,16 @@ class Model(nn.Module):
         b, c = self.second(x), x if skip else self.third(x)
         x = torch.tanh(self.second(b + c)) + x
         return (self.fourth(x) @ self.fourth.borrowed).square().mean()
+
+
+class Reads(Model):
+    """Reads parameters of each group where no hook gathers them: before their own module runs, and after."""
+
+    ahead = "third"
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = torch.tanh(x @ getattr(self, self.ahead).weight) + x
+        return super().forward(x, skip) + F.linear(x, self.second.weight, self.second.bias).square().mean()
 
 
 def data(k: int, rank: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ class ZeroSync:
         self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams) if stage_3 else None
         self._eager = None
         if self._gathers is not None and config.eager_frames:
-            self._eager = EagerFrames.of(engine, self._gathers.unshard, config.trace_gathers)
+            self._eager = EagerFrames.of(engine, self._gathers, config.trace_gathers)
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()

@@ -446,6 +446,15 @@ def is_gathered(param: Any) -> bool:
     return status is None or status.name == "AVAILABLE"
 
 
+def is_claimed(param: Any) -> bool:
+    """Whether ``param`` has its values, and for who reads it now also in the backward.
+
+    So it is with a module's own parameters while its forward or backward runs, and with persistent ones. Others may be
+    there by chance, prefetched or not yet released, and gone by then.
+    """
+    return is_gathered(param) and (not hasattr(param, "ds_id") or param.ds_persist or bool(param.ds_active_sub_modules))
+
+
 def stage_3_gather(param: Any) -> torch.Tensor:
     """The values of a ZeRO-3 parameter that is not in flight, in memory of their own; it stays as it is. Collective."""
     if is_gathered(param):

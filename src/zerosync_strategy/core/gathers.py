@@ -106,10 +106,14 @@ class Gathers:
             return None
         return self._gather_streams[self._turn[id(process_group)] % len(self._gather_streams)]
 
+    def wait_for(self, param: Any) -> None:
+        """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
+        if (handle := contract.stage_3_in_flight(self.coordinator).get(param)) is not None:
+            handle.wait()
+
     def unshard(self, param: Any) -> torch.Tensor:
         """The values of ``param`` in memory of their own, for who reads it where no hook gathers it. Collective."""
-        if (handle := contract.stage_3_in_flight(self.coordinator).pop(param, None)) is not None:
-            handle.wait()
+        self.wait_for(param)
         if not contract.is_gathered(param):
             self.note([param])
         return contract.stage_3_gather(param)
