@@ -455,6 +455,33 @@ def test_gathered_bytes_stay_within_the_claims(compiler: str) -> None:
         assert beyond >= 4 * (WEIGHT + TABLE)
 
 
+@pytest.mark.parametrize(
+    ("backend", "trace_gathers"),
+    [
+        ("eager", True),
+        ("aot_eager", False),
+        *(
+            pytest.param(backend, trace, marks=pytest.mark.slow)
+            for backend, trace in (("eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True))
+        ),
+    ],
+)
+def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gathers: bool, tmp_path: Any) -> None:
+    def run() -> None:
+        torch._inductor.config.compile_threads = 1
+        engine, forward, zerosync = compiled("engine", backend, "item", trace_gathers=trace_gathers)
+        gc.disable()
+        for _ in range(20):
+            train(engine, forward, 1)
+            until = time.monotonic() + 5
+            while zerosync._eager.bytes and time.monotonic() < until:
+                time.sleep(0.01)  # as above
+            assert zerosync._eager.bytes == 0
+            assert gathered(engine) == []
+
+    run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)
+
+
 def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
     def run(stock: bool, trace_gathers: bool = False) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)

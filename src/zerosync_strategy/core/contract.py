@@ -426,7 +426,7 @@ def verify_eager_frames(engine: Any) -> None:
     Raises:
         ContractError: an internal is missing or has changed.
     """
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import linear, parameter_offload
 
     offload = engine.optimizer.parameter_offload
     coordinator = stage_3_coordinator(engine.optimizer)
@@ -438,6 +438,9 @@ def verify_eager_frames(engine: Any) -> None:
     for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
         if not hasattr(parameter_offload, name):
             raise changed("eager frames", f"parameter_offload.{name} is missing")
+    for name in ("LinearFunctionForZeroStage3", "zero3_linear_wrap"):
+        if not hasattr(linear, name):
+            raise changed("eager frames", f"linear.{name} is missing")
 
 
 def is_gathered(param: Any) -> bool:
@@ -463,6 +466,22 @@ def stage_3_gather(param: Any) -> torch.Tensor:
     full = param.data
     param.partition()
     return full
+
+
+@functools.cache
+def linear_is_for_graphs() -> None:
+    """Let Dynamo take ZeRO-3's ``F.linear``, an autograd function, into its graphs as it is.
+
+    What Dynamo makes of an autograd function instead, a class anew at each call, is in a cycle of references with what
+    it saves when a graph runs eagerly: weights and inputs stay until Python collects garbage, one layer at a time.
+    """
+    from deepspeed.runtime.zero import linear
+    from torch._dynamo.eval_frame import skip_code
+
+    function = linear.LinearFunctionForZeroStage3
+    torch.compiler.allow_in_graph(linear.zero3_linear_wrap)
+    for called in (linear.zero3_linear_wrap, function.forward, function.setup_context, function.backward):
+        skip_code(called.__code__)  # nor is it compiled by itself, called from a frame that is not
 
 
 @functools.cache

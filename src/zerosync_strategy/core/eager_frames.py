@@ -63,6 +63,7 @@ class EagerFrames:
         self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
         contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
+        contract.linear_is_for_graphs()
         self._engine = engine
         self._gathers = gathers
         self._trace_gathers = trace_gathers
