@@ -284,8 +284,8 @@ class ZeroSync:
             self.window.end_step()
             if self._held is not None:
                 self._held.end_window(self._parameters_floor)  # all that the step has released
-            if self._eager is not None:
-                self._eager.end_window()
+            if self._gathers is not None:
+                self._gathers.unsharded.end_window()
             if self._check is not None:
                 self._check.stepped(self)
 
@@ -298,7 +298,7 @@ class ZeroSync:
             early_reductions=window.early_reductions,
             floor_bytes=self._floor(window.backwards),
             peak_unreduced_bytes=self._reducer.peak_bytes,
-            peak_unsharded_bytes=self._eager.peak_bytes if self._eager is not None else 0,
+            peak_unsharded_bytes=self._gathers.unsharded.peak if self._gathers is not None else 0,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
             collectives=self.counter.take(),

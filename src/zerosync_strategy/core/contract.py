@@ -449,6 +449,11 @@ def is_gathered(param: Any) -> bool:
     return status is None or status.name == "AVAILABLE"
 
 
+def stage_3_bytes(param: Any) -> int:
+    """Bytes of a ZeRO-3 parameter in full."""
+    return int(param.ds_numel) * param.element_size()
+
+
 def is_claimed(param: Any) -> bool:
     """Whether ``param`` has its values, and for who reads it now also in the backward.
 

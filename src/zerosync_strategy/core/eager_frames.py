@@ -28,8 +28,6 @@ the compiled backward rather than saved for it.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,19 +51,14 @@ class EagerFrames:
         engine: the engine.
         gathers: what waits for a parameter in flight, and gives the values of one in memory of their own.
         trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
-
-    Attributes:
-        peak_bytes: the most bytes of unsharded parameters claimed at once since the last :meth:`end_window`.
     """
 
     def __init__(self, engine: Any, gathers: Any, trace_gathers: bool) -> None:
-        self._bytes = self.peak_bytes = 0
-        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
         contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
         contract.linear_is_for_graphs()
         self._engine = engine
-        self._gathers = gathers
+        self.gathers = gathers
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
@@ -115,10 +108,6 @@ class EagerFrames:
             del _owners[ticket.data_ptr()]
         contract.stage_3_forget_order(self._engine)  # DeepSpeed will find parameters where it has seen none
 
-    def end_window(self) -> None:
-        """Count the peak anew."""
-        self.peak_bytes = self.bytes
-
     @contextmanager
     def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
         """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``."""
@@ -153,7 +142,7 @@ class EagerFrames:
         in_backward = torch._C._current_graph_task_id() != -1
         if not (self._running or module._parameters._in_forward or in_backward):
             return param
-        self._gathers.wait_for(param)
+        self.gathers.wait_for(param)
         # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
         read = self._frames[-1][1] if self._frames and not in_backward else {}
         key = (param, torch.is_inference_mode_enabled())
@@ -163,21 +152,6 @@ class EagerFrames:
                 read[key] = param.data if contract.is_gathered(param) else torch.ops.zerosync.unshard(ticket)
         # Gradients are summed where they meet: with other traces' at the ticket, with ZeRO-3's own at the parameter.
         return _Read.apply(ticket if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
-
-    def unshard(self, param: Any) -> torch.Tensor:
-        """The values of ``param``, in memory that no one else holds. Collective."""
-        full: torch.Tensor = self._gathers.unshard(param)
-        self._bytes += (size := full.numel() * full.element_size())
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(full.untyped_storage(), self._freed.append, size)
-        return full
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of unsharded parameters that are claimed now."""
-        while self._freed:
-            self._bytes -= self._freed.popleft()
-        return self._bytes
 
     # ---- tickets -------------------------------------------------------------------------------------------------
 
@@ -339,7 +313,8 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
 
 def _unshard(ticket: torch.Tensor) -> torch.Tensor:
     frames, param = _owners[ticket.data_ptr()]
-    return frames.unshard(param)
+    full: torch.Tensor = frames.gathers.unshard(param)
+    return full
 
 
 torch.library.define("zerosync::unshard", "(Tensor ticket) -> Tensor")

@@ -30,6 +30,7 @@ from zerosync_strategy.core.gather_log import GatherLog
 from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.unsharded import UnshardedBytes
 
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
@@ -45,11 +46,13 @@ class Gathers:
 
     Attributes:
         names: of the parameters, by ``ds_id``.
+        unsharded: bytes gathered here, by hooks and for readers; but for persistent parameters, which are always there.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
         self.coordinator = contract.stage_3_coordinator(engine.optimizer)
         self.streams = streams
+        self.unsharded = UnshardedBytes()
         self.names = {param.ds_id: name for name, param in engine.module.named_parameters()}
         groups: dict[int, Any] = {}
         for param in sorted(engine.module.parameters(), key=lambda param: param.ds_id):
@@ -116,7 +119,10 @@ class Gathers:
         self.wait_for(param)
         if not contract.is_gathered(param):
             self.note([param])
-        return contract.stage_3_gather(param)
+        full, size = contract.stage_3_gather(param), contract.stage_3_bytes(param)
+        self.unsharded.add(size)
+        self.unsharded.are_in(full, size)
+        return full
 
     def note(self, params: list[Any]) -> None:
         """The gather of ``params``, all of one group, was issued (W4)."""
@@ -135,6 +141,9 @@ class Gathers:
                 wrapped[id(handle)] = _Gather(handle, param.ds_process_group, self)
             wrapped[id(handle)].params.append(param)
             in_flight[param] = wrapped[id(handle)]
+            if id(param.ds_process_group) in self._logs and not param.ds_persist:  # else there is nothing to gather
+                self.unsharded.add(contract.stage_3_bytes(param))
+                wrapped[id(handle)].counted.append(param)
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -151,6 +160,7 @@ class _Gather:
         self._gathers = gathers
         self._unsharded: Any = None  # the event after which the parameters are there
         self.params: list[Any] = []
+        self.counted: list[Any] = []  # those of them whose bytes go with their memory, which may come with the gather
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it."""
@@ -158,10 +168,12 @@ class _Gather:
         try:
             if stream is None:
                 self._handle.wait(*args, **kwargs)
+                self._arrived()
                 return
             if self._unsharded is None:
                 with streams.unsharding(stream):
                     self._handle.wait(*args, **kwargs)
+                self._arrived()
                 self._unsharded = streams.unsharded(stream)
             streams.uses(self._unsharded)
         except RuntimeError as error:
@@ -170,6 +182,11 @@ class _Gather:
                 " them must run the same modules in the same order, and reach this gather before the process group's"
                 f" timeout: {error}"
             ) from error
+
+    def _arrived(self) -> None:
+        while self.counted:
+            param = self.counted.pop()
+            self._gathers.unsharded.are_in(param.data, contract.stage_3_bytes(param))
 
     def _names(self) -> str:
         names = [self._gathers.name(param.ds_id) for param in self.params]
