@@ -426,6 +426,34 @@ def test_a_module_that_runs_inside_itself(backend: str, trace_gathers: bool) -> 
         assert error < 1e-6  # a weight's gradients are summed in another order
 
 
+def test_modules_inside_a_leaf_of_zero_3_read_their_parameters_themselves() -> None:
+    def run() -> float:
+        torch.manual_seed(0)
+        model, plain = (nn.Sequential(*(Block("") for _ in range(2))) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+        engine, mirror = make_engine(model, stage3_prefetch_bucket_size=0), Oracle(plain, adamw(plain))
+        zerosync, x = (
+            attach(engine),
+            torch.ones(2, WIDTH, requires_grad=True),
+        )  # else DeepSpeed 0.19.8 fails, uncompiled
+        engine.compile(backend="aot_eager")
+        for _ in range(3):
+            loss = engine(x).square().mean()
+            assert gathered(engine) == []
+            until = time.monotonic() + 5
+            while zerosync._gathers.unsharded.now and time.monotonic() < until:
+                time.sleep(0.01)  # as above
+            assert zerosync._gathers.unsharded.now == 0  # the backward gathers anew
+            engine.backward(loss)
+            engine.step()
+            mirror.backward(lambda _: plain(x).square().mean())
+            mirror.step()
+        return distance(full_parameters(model), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
 class Ahead(nn.Module):
     """Modules that read the weight of the layer after them: prefetched, on its way, and gone again in the backward."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -378,6 +378,13 @@ def stage_3_parameters_of(module: Any) -> list[Any]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
 
     return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def stage_3_modules_of(module: Any) -> Iterable[Any]:
+    """The modules whose own parameters those are."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
+
+    return module.modules() if z3_leaf_module(module) else (module,)
 
 
 @contextmanager

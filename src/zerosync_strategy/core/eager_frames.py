@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from zerosync_strategy.core import contract
 
 _TICKETS = "_zerosync_tickets"  # in a module's __dict__, tickets by parameter name
-_RUNS = "_zerosync_runs"  # and whether the module's hooks hold its parameters for a forward of its own
+_RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
 _owners: dict[int, tuple[EagerFrames, Any]] = {}  # address of a ticket's memory -> its parameter
 _Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
 
@@ -223,8 +223,10 @@ class EagerFrames:
             self._mark(module)
 
     def _mark(self, module: nn.Module) -> None:
-        if _RUNS in vars(module):
-            vars(module)[_RUNS] = any(running is module for running, _ in self._frames)
+        runs = any(running is module for running, _ in self._frames)
+        for held in contract.stage_3_modules_of(module):
+            if _RUNS in vars(held):
+                vars(held)[_RUNS] = runs
 
 
 def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
