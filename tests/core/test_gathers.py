@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import partition_parameters
 
-from tests.harness.groups import LAYOUTS, WORLD, data, make_engine, sgd
+from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.gathers import Gathers
@@ -22,25 +22,29 @@ DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two 
 
 @contextmanager
 def recorded() -> Iterator[list[Issued]]:
-    """The gathers that this rank issues, as they go to the backend."""
+    """The gathers that this rank issues, as they go to the backend, those of readers included."""
     issued: list[Issued] = []
-    stock = partition_parameters._dist_allgather_fn
+    stock, stock_read = partition_parameters._dist_allgather_fn, partition_parameters.dist.all_gather_into_tensor
 
     def gather(source: torch.Tensor, target: torch.Tensor, group: Any = None) -> Any:
         issued.append((ranks_of(group), target.numel()))
         return stock(source, target, group)
 
-    partition_parameters._dist_allgather_fn = gather
+    def read(target: torch.Tensor, source: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        issued.append((ranks_of(group), target.numel()))
+        return stock_read(target, source, group=group, **options)
+
+    partition_parameters._dist_allgather_fn, partition_parameters.dist.all_gather_into_tensor = gather, read
     try:
         yield issued
     finally:
-        partition_parameters._dist_allgather_fn = stock
+        partition_parameters._dist_allgather_fn, partition_parameters.dist.all_gather_into_tensor = stock, stock_read
 
 
-def run(depth: int, steps: int = 5) -> tuple[list[float], list[Issued]]:
+def run(depth: int, steps: int = 5, kind: type[Model] = Model, **zero: Any) -> tuple[list[float], list[Issued]]:
     """Losses and gathers of some optimizer steps, one of which skips a layer on all ranks."""
     rank = int(os.environ["RANK"])
-    engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth})
+    engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth, **zero}, kind=kind)
     zerosync = attach(engine)
     losses = []
     with recorded() as issued:
@@ -84,6 +88,19 @@ def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
         assert len(Counter(group for group, _ in by_rank[0])) == 3
     numbers = [len(issued) for _, issued in ranks[0]]
     assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
+
+
+def test_reads_are_in_the_order_too() -> None:
+    def repeat() -> list[Any]:
+        without = run(0, stage3_max_reuse_distance=0)[1]
+        return without, [run(depth, kind=Reads, stage3_max_reuse_distance=0) for depth in DEPTHS[::2]]
+
+    ranks = run_ranks(repeat, world_size=WORLD)
+    for without, by_depth in ranks:
+        assert all(losses == by_depth[0][0] for losses, _ in by_depth)
+        assert len(by_depth[0][1]) > len(without)
+    for by_rank in zip(*([issued for _, issued in by_depth] for _, by_depth in ranks), strict=True):
+        assert one_order_for_all(list(by_rank))
 
 
 def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1).
+"""ZeRO-3: a parameter that is read where no hook holds it is unsharded for its reader (rule E1).
 
 ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
 (``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or one that is still on its way, or one that is
@@ -148,7 +148,7 @@ class EagerFrames:
         key = (param, torch.is_inference_mode_enabled())
         ticket = self._ticket(param)
         if key not in read:
-            with torch.no_grad():
+            with torch.no_grad():  # DeepSpeed records the stream for memory that it releases, whoever else has it (L1)
                 read[key] = param.data if contract.is_gathered(param) else torch.ops.zerosync.unshard(ticket)
         # Gradients are summed where they meet: with other traces' at the ticket, with ZeRO-3's own at the parameter.
         return _Read.apply(ticket if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
