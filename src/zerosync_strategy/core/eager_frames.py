@@ -76,6 +76,10 @@ class EagerFrames:
             readable = tuple(name for name in names if not hasattr(type(module), name))
             module.__class__ = _readable(type(module), readable, trace_gathers)
             module._parameters.__class__ = contract.passive_parameters()
+        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
+            module: [vars(held) for held in contract.stage_3_modules_of(module) if _RUNS in vars(held)]
+            for module in engine.module.modules()
+        }
         self._give_tickets()
         self._coordinator = contract.stage_3_coordinator(engine.optimizer)
         self._coordinator._zerosync_eager = self
@@ -224,9 +228,8 @@ class EagerFrames:
 
     def _mark(self, module: nn.Module) -> None:
         runs = any(running is module for running, _ in self._frames)
-        for held in contract.stage_3_modules_of(module):
-            if _RUNS in vars(held):
-                vars(held)[_RUNS] = runs
+        for attributes in self._held_with.get(module, ()):
+            attributes[_RUNS] = runs
 
 
 def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
