@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.groups import LAYOUTS, WORLD, data, make_engine, sgd
+from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core import gathers
@@ -22,7 +22,7 @@ DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two 
 
 @contextmanager
 def recorded() -> Iterator[list[Issued]]:
-    """The gathers that this rank issues, as they go to the backend."""
+    """The gathers that this rank issues, as they go to the backend, those of readers included."""
     issued: list[Issued] = []
     stock = gathers.all_gather
 
@@ -37,10 +37,12 @@ def recorded() -> Iterator[list[Issued]]:
         gathers.all_gather = stock
 
 
-def run(depth: int, sharing: str = "per_group", steps: int = 5) -> tuple[list[float], list[Issued]]:
+def run(
+    depth: int, sharing: str = "per_group", steps: int = 5, kind: type[Model] = Model, **zero: Any
+) -> tuple[list[float], list[Issued]]:
     """Losses and gathers of some optimizer steps, one of which skips a layer on all ranks."""
     rank = int(os.environ["RANK"])
-    engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth})
+    engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth, **zero}, kind=kind)
     zerosync = attach(engine, unshard_streams=sharing)
     losses = []
     with recorded() as issued:
@@ -84,6 +86,19 @@ def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
         assert len(Counter(group for group, *_ in by_rank[0])) == 3
     numbers = [len(issued) for _, issued in ranks[0]]
     assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
+
+
+def test_reads_are_in_the_order_too() -> None:
+    def repeat() -> list[Any]:
+        without = run(0, stage3_max_reuse_distance=0)[1]
+        return without, [run(depth, kind=Reads, stage3_max_reuse_distance=0) for depth in DEPTHS[::2]]
+
+    ranks = run_ranks(repeat, world_size=WORLD)
+    for without, by_depth in ranks:
+        assert all(losses == by_depth[0][0] for losses, _ in by_depth)
+        assert len(by_depth[0][1]) > len(without)
+    for by_rank in zip(*([issued for _, issued in by_depth] for _, by_depth in ranks), strict=True):
+        assert one_order_for_all(list(by_rank))
 
 
 def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

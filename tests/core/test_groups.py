@@ -7,10 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.groups import BACKWARDS, LAYOUTS, WIDTH, WORLD, Reference, adamw, error_of, make_engine, sgd, train
+from tests.harness.groups import (
+    BACKWARDS,
+    LAYOUTS,
+    WIDTH,
+    WORLD,
+    Reads,
+    Reference,
+    adamw,
+    data,
+    error_of,
+    make_engine,
+    sgd,
+    train,
+)
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.rollcall import RankError
 
 STEPS = 3
 OPTIONS: list[dict[str, Any]] = [
@@ -111,3 +125,56 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
     assert [error for error, _ in ranks] == [0.0] * WORLD
     every = {"first", "second", "third", "fourth"}
     assert [names for _, names in ranks] == [every, {"third"}, {"second"}, set()]
+
+
+READS: list[dict[str, Any]] = [{}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}]
+TRACED = [{"trace_gathers": True, **options} for options in READS]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("", READS[:2]), ("aot_eager", [READS[0], TRACED[2]]),
+        *(pytest.param(backend, options, marks=pytest.mark.slow)
+          for backend in ("eager", "aot_eager", "inductor") for options in (READS, TRACED)),
+    ],
+)  # fmt: skip
+def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: list[dict[str, Any]]) -> None:
+    def run() -> Any:
+        torch._inductor.config.compile_threads = 1
+        reference = Reference(LAYOUTS["grid"], sgd, Reads)
+        expected, found = reference.train(STEPS, clip=1e9), []
+        zero = {"stage3_max_reuse_distance": 0}
+        for own in options:
+            engine = make_engine(LAYOUTS["grid"], sgd, zero=zero, kind=Reads)
+            zerosync = attach(engine, **own)
+            if backend:
+                engine.compile(backend=backend)
+            found.append((train(engine, 0, STEPS), error_of(engine, reference), zerosync.report.reductions))
+            engine.destroy()
+            torch._dynamo.reset()
+        return expected, found
+
+    ranks = run_ranks(run, world_size=WORLD, timeout=280)
+    for expected, found in ranks:
+        for (norms, error, reductions), (first, _, _) in zip(found, ranks[0][1], strict=True):
+            rounding = 1e-5 if backend == "inductor" else 1e-6  # relative; parameters go beyond 10
+            assert error < 5 * rounding if backend == "inductor" else error == 0.0
+            assert norms == first == pytest.approx(expected, rel=rounding) and reductions == 1
+
+
+def test_ranks_that_read_different_parameters_of_one_size() -> None:
+    """What they gather meets, as if nothing were wrong; the step says which reads differ."""
+
+    def run() -> str:
+        zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        engine = make_engine({}, sgd, zero=zero, kind=Reads)
+        attach(engine)
+        engine.module.ahead = "fourth" if os.environ["RANK"] == "0" else "third"
+        engine.backward(engine(data(0, int(os.environ["RANK"]))))
+        with pytest.raises(RankError, match="gathered different parameters") as error:
+            engine.step()
+        return str(error.value)
+
+    for message in run_ranks(run, world_size=WORLD):
+        assert "rank 0: 'fourth.weight'" in message and "rank 3: 'third.weight'" in message

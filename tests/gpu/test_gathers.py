@@ -55,7 +55,23 @@ def delayed() -> Callable[..., _Work]:
     return gather
 
 
-def train(system: str) -> tuple[list[float], float]:
+class ReadsAhead(nn.Module):
+    """Reads the weight of its layer, prefetched and still on its way, before the layer's own hook waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(x @ self.layer.weight))
+
+
+def gather_now(target: torch.Tensor, source: torch.Tensor, group: Any = None, async_op: bool = False) -> None:
+    """What a read gathers by itself, where torch's fake process group would leave its target as it is."""
+    target.copy_(source.repeat(dist.get_world_size(group)))
+
+
+def train(system: str, reads: bool = False, backend: str = "") -> tuple[list[float], float]:
     """Losses, and the median of the milliseconds that a forward and backward take. The optimizer never steps."""
     os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_SIZE": "1"}
     torch.cuda.set_device(0)
@@ -64,7 +80,8 @@ def train(system: str) -> tuple[list[float], float]:
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     half = dist.new_group([0, 1])
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+    layers = (ReadsAhead() if reads else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    model = nn.Sequential(*layers).cuda()
     shard_over(half, *model[::2])
     zero = {
         "stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
@@ -76,7 +93,10 @@ def train(system: str) -> tuple[list[float], float]:
     )  # fmt: skip
     if system != "stock":
         attach(engine, unshard_streams=system)
+    if backend:
+        engine.compile(backend=backend)
     partition_parameters._dist_allgather_fn = delayed()
+    partition_parameters.dist.all_gather_into_tensor = gather_now
     losses, times = [], []
     for k in range(ROUNDS):
         x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(k)).cuda()
@@ -104,4 +124,15 @@ def test_delayed_gathers_are_waited_for(record_property: Callable[[str, object],
 def test_without_the_wait_for_a_gather_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "uses", lambda self, unsharded: None)
     losses, _ = run_ranks(train, "per_group", world_size=1)[0]
+    assert not all(map(math.isfinite, losses))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+def test_reads_of_what_is_prefetched_wait_for_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = run_ranks(train, "shared", reads=True, world_size=1)[0]
+    losses, _ = run_ranks(train, "per_group", reads=True, backend=backend, world_size=1, timeout=280)[0]
+    assert all(map(math.isfinite, losses)) and losses == pytest.approx(expected, rel=1e-3 if backend else 0)
+    monkeypatch.setattr(Streams, "uses", lambda self, unsharded: None)
+    losses, _ = run_ranks(train, "per_group", reads=True, backend=backend, world_size=1, timeout=280)[0]
     assert not all(map(math.isfinite, losses))

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
@@ -37,6 +38,16 @@ class Model(nn.Module):
         return (self.fourth(x) @ self.fourth.borrowed).square().mean()
 
 
+class Reads(Model):
+    """Reads parameters of each group where no hook gathers them: before their own module runs, and after."""
+
+    ahead = "third"
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = torch.tanh(x @ getattr(self, self.ahead).weight) + x
+        return super().forward(x, skip) + F.linear(x, self.second.weight, self.second.bias).square().mean()
+
+
 def data(k: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
 
@@ -62,8 +73,10 @@ class _Nothing:
 class Reference:
     """Plain torch in one process: the parameters of all groups, and each rank's model of those that it has."""
 
-    def __init__(self, layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any]) -> None:
-        self.model = Model(lambda name: _Nothing())
+    def __init__(
+        self, layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any], kind: type[Model] = Model
+    ) -> None:
+        self.model = kind(lambda name: _Nothing())
         self.groups = {
             name: layout.get(name.split(".")[0], [list(range(WORLD))]) for name, _ in self.model.named_parameters()
         }
@@ -112,7 +125,7 @@ def start() -> None:
 
 def make_engine(
     layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any], zero_init: bool = False, clip: float = 0.0,
-    zero: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None, kind: type[Model] = Model,
 ) -> Any:  # fmt: skip
     start()
     rank, groups = int(os.environ["RANK"]), process_groups(layout)
@@ -127,10 +140,10 @@ def make_engine(
 
     if zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Model(built_over)
+            model = kind(built_over)
     else:
         torch.manual_seed(rank)  # a broadcast to all ranks would show
-        model = Model(built_over)
+        model = kind(built_over)
     for name, param in model.named_parameters():
         group = next(g for g in layout.get(name.split(".")[0], [list(range(WORLD))]) if rank in g)
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero_init):

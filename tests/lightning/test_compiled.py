@@ -20,19 +20,21 @@ class ReadsElsewhere(Module):
         x = nn.functional.linear(x, first.weight, first.bias)
         for layer in self.net[1:-1]:
             x = layer(x)
-        return loss_of(lambda x: nn.functional.linear(x, last.weight, last.bias), (x, y))
+        loss = loss_of(lambda x: nn.functional.linear(x, last.weight, last.bias), (x, y))
+        torch.compiler.disable(self.log)("loss", loss)  # self.log by itself fails in Dynamo, in any strategy
+        return loss
 
 
 @pytest.mark.skipif(STOCK, reason="Lightning refuses it")
 def test_a_compiled_module_equals_plain_torch() -> None:
-    def run() -> float:
+    def run() -> tuple[float, bool]:
         module = torch.compile(ReadsElsewhere(), backend="aot_eager")
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
         ours = strategy(3, config={"zero_optimization": zero, "zero_allow_untested_optimizer": True})
-        recorder, _ = fit(module, ours, accumulate_grad_batches=4)
-        return distance(recorder.parameters, accumulate(oracle(), 12, 4))
+        recorder, trainer = fit(module, ours, accumulate_grad_batches=4)
+        return distance(recorder.parameters, accumulate(oracle(), 12, 4)), "loss" in trainer.callback_metrics
 
-    assert run_ranks(run, timeout=200) == [0.0, 0.0]
+    assert run_ranks(run, timeout=200) == [(0.0, True)] * 2
 
 
 class DeepCompiled(Module):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.groups import LAYOUTS, WORLD, adamw, data, make_engine
+from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, adamw, data, make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core import gathers
@@ -13,9 +13,9 @@ from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.racecheck import Simulation, simulate
 
 
-def train(simulation: Simulation, sharing: str | None, steps: int = 3, **zero: Any) -> Any:
+def train(simulation: Simulation, sharing: str | None, steps: int = 3, kind: type[Model] = Model, **zero: Any) -> Any:
     """Optimizer steps of two micro-batches, with parameters over rows, columns and all; `None`: stock."""
-    engine = make_engine(LAYOUTS["grid"], adamw, zero={"overlap_comm": True, **zero})
+    engine = make_engine(LAYOUTS["grid"], adamw, zero={"overlap_comm": True, **zero}, kind=kind)
     if sharing is not None:
         attach(engine, unshard_streams=sharing)
     for k in range(2 * steps):
@@ -25,12 +25,12 @@ def train(simulation: Simulation, sharing: str | None, steps: int = 3, **zero: A
     return engine
 
 
-def findings(sharing: str, backend: str | None = "nccl", **zero: Any) -> list[str]:
+def findings(sharing: str, backend: str | None = "nccl", **options: Any) -> list[str]:
     """Of all ranks, each once. `None`: gathers go point to point, as they do on gloo."""
 
     def run() -> list[str]:
         with simulate(backend) as simulation:
-            train(simulation, sharing, **zero)
+            train(simulation, sharing, **options)
             return [str(finding) for finding in simulation.findings]
 
     return sorted({text for of_rank in run_ranks(run, world_size=WORLD) for text in of_rank})
@@ -40,6 +40,15 @@ def findings(sharing: str, backend: str | None = "nccl", **zero: Any) -> list[st
 def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {}
     assert findings(sharing, backend, **zero) == []
+
+
+def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero: dict[str, Any] = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 10**6}
+    assert findings("per_group", kind=Reads, **zero) == []
+    monkeypatch.setattr(Streams, "uses", lambda self, *args: None)
+    found = findings("per_group", kind=Reads, **zero)
+    # A module of the model itself reads, and not a layer.
+    assert any(text.startswith("race") and "groups.py" in text and "engine.py" in text for text in found), found
 
 
 @pytest.mark.parametrize(

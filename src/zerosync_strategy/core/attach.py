@@ -137,7 +137,7 @@ class ZeroSync:
             self._held = HeldParameters.of(optimizer, config.held_bytes)
             self._gathers = Gathers.of(engine, self._reducer.streams, config.unshard_streams)
             if config.eager_frames:
-                self._eager = EagerFrames.of(engine, self._gathers.gather, config.trace_gathers)
+                self._eager = EagerFrames.of(engine, self._gathers, config.trace_gathers)
         self._collector: Collector | None = None  # once DeepCompile compiles this engine
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
@@ -298,8 +298,8 @@ class ZeroSync:
             self.window.end_step()
             if self._held is not None:
                 self._held.end_window(self._parameters_floor)  # all that the step has released
-            if self._eager is not None:
-                self._eager.end_window()
+            if self._gathers is not None:
+                self._gathers.unsharded.end_window()
             if self._check is not None:
                 self._check.stepped(self)
 
@@ -312,7 +312,7 @@ class ZeroSync:
             early_reductions=window.early_reductions,
             floor_bytes=self._floor(window.backwards),
             peak_unreduced_bytes=self._reducer.peak_bytes,
-            peak_unsharded_bytes=self._eager.peak_bytes if self._eager is not None else 0,
+            peak_unsharded_bytes=self._gathers.unsharded.peak if self._gathers is not None else 0,
             peak_held_bytes=self._held.peak_bytes if self._held is not None else 0,
             seconds=window.seconds,
             collectives=self.counter.take(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -422,6 +422,13 @@ def stage_3_parameters_of(module: Any) -> list[Any]:
     return list(iter_params(module, recurse=z3_leaf_module(module)))
 
 
+def stage_3_modules_of(module: Any) -> Iterable[Any]:
+    """The modules whose own parameters those are."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
+
+    return module.modules() if z3_leaf_module(module) else (module,)
+
+
 @contextmanager
 def stage_1_and_2_parameter_gather(gather: Callable[..., None]) -> Iterator[None]:
     """While active, ZeRO-1/2's step gives the updated parameters to all ranks by ``gather``.
@@ -468,7 +475,7 @@ def verify_eager_frames(engine: Any) -> None:
     Raises:
         ContractError: an internal is missing or has changed.
     """
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import linear, parameter_offload
 
     offload = engine.optimizer.parameter_offload
     coordinator = stage_3_coordinator(engine.optimizer)
@@ -481,12 +488,29 @@ def verify_eager_frames(engine: Any) -> None:
     for name in ("ZeROOrderedDict", "FWD_MODULE_STACK", "ensure_zero_ordered_dict"):
         if not hasattr(parameter_offload, name):
             raise changed("eager frames", f"parameter_offload.{name} is missing")
+    for name in ("LinearFunctionForZeroStage3", "zero3_linear_wrap"):
+        if not hasattr(linear, name):
+            raise changed("eager frames", f"linear.{name} is missing")
 
 
 def is_gathered(param: Any) -> bool:
     """Whether ``param`` has its values: it is not one of ZeRO-3, or gathered, and not still on its way."""
     status = getattr(param, "ds_status", None)
     return status is None or status.name == "AVAILABLE"
+
+
+def stage_3_bytes(param: Any) -> int:
+    """Bytes of a ZeRO-3 parameter in full."""
+    return int(param.ds_numel) * param.element_size()
+
+
+def is_claimed(param: Any) -> bool:
+    """Whether ``param`` has its values, and for who reads it now also in the backward.
+
+    So it is with a module's own parameters while its forward or backward runs, and with persistent ones. Others may be
+    there by chance, prefetched or not yet released, and gone by then.
+    """
+    return is_gathered(param) and (not hasattr(param, "ds_id") or param.ds_persist or bool(param.ds_active_sub_modules))
 
 
 def stage_3_gather(param: Any) -> torch.Tensor:
@@ -497,6 +521,22 @@ def stage_3_gather(param: Any) -> torch.Tensor:
         full = full.clone()
     param.partition()
     return full
+
+
+@functools.cache
+def linear_is_for_graphs() -> None:
+    """Let Dynamo take ZeRO-3's ``F.linear``, an autograd function, into its graphs as it is.
+
+    What Dynamo makes of an autograd function instead, a class anew at each call, is in a cycle of references with what
+    it saves when a graph runs eagerly: weights and inputs stay until Python collects garbage, one layer at a time.
+    """
+    from deepspeed.runtime.zero import linear
+    from torch._dynamo.eval_frame import skip_code
+
+    function = linear.LinearFunctionForZeroStage3
+    torch.compiler.allow_in_graph(linear.zero3_linear_wrap)
+    for called in (linear.zero3_linear_wrap, function.forward, function.setup_context, function.backward):
+        skip_code(called.__code__)  # nor is it compiled by itself, called from a frame that is not
 
 
 @functools.cache

@@ -1,15 +1,17 @@
-"""ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1).
+"""ZeRO-3: a parameter that is read where no hook holds it is unsharded for its reader (rule E1).
 
 ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
-(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler. Here such a read gives a tensor of its own:
+(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or one that is still on its way, or one that is
+there by chance and gone before the backward. Here such a read gives a tensor of its own:
 
 ==================================  ====================================================================
 who reads                           what it gets
 ==================================  ====================================================================
-anyone, and the parameter is there  the parameter
-a forward or backward, eagerly      ``zerosync::unshard(ticket)``, which gathers; once per module's forward
+a module that runs, its own         the parameter
+a forward or backward, eagerly      the parameter's memory, if it is there; else ``zerosync::unshard(ticket)``,
+                                    which waits, or gathers; once per module's forward
 a trace                             that call in its graph, as one opaque operator; nothing is gathered
-guards, and anyone else             the parameter as it is: partitioned; nothing is gathered
+guards, and anyone else             the parameter as it is; nothing is gathered
 ==================================  ====================================================================
 
 The tensor is claimed by whatever refers to it: the module's forward that read it, and autograd nodes that saved it. Its
@@ -26,8 +28,6 @@ the compiled backward rather than saved for it.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +40,7 @@ from zerosync_strategy.core import contract
 from zerosync_strategy.core.rollcall import RankError
 
 _TICKETS = "_zerosync_tickets"  # in a module's __dict__, tickets by parameter name
+_RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
 _owners: dict[int, tuple[EagerFrames, Any]] = {}  # address of a ticket's memory -> its parameter
 _Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
 
@@ -49,20 +50,16 @@ class EagerFrames:
 
     Args:
         engine: the engine.
-        gather: gives the values of a parameter that may be partitioned, in memory of their own.
+        gathers: what waits for a parameter in flight, and gives the values of one in memory of their own.
         trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
-
-    Attributes:
-        peak_bytes: the most bytes of unsharded parameters claimed at once since the last :meth:`end_window`.
     """
 
-    def __init__(self, engine: Any, gather: Callable[[Any], torch.Tensor], trace_gathers: bool) -> None:
-        self._bytes = self.peak_bytes = 0
-        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
+    def __init__(self, engine: Any, gathers: Any, trace_gathers: bool) -> None:
         contract.verify_eager_frames(engine)
         contract.unwrap_compiled(engine)
+        contract.linear_is_for_graphs()
         self._engine = engine
-        self._gather = gather
+        self.gathers = gathers
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
@@ -74,10 +71,14 @@ class EagerFrames:
             if not vars(module)["_parameters"] or _TICKETS in vars(module):  # another engine's
                 continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
-            vars(module)[_TICKETS] = _Tickets.fromkeys(names)
+            vars(module).update({_TICKETS: _Tickets.fromkeys(names), _RUNS: False})
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
             module.__class__ = _readable(type(module), self._modules[module], _traced(trace_gathers))
             module._parameters.__class__ = contract.passive_parameters()
+        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
+            module: [vars(held) for held in contract.stage_3_modules_of(module) if _RUNS in vars(held)]
+            for module in engine.module.modules()
+        }
         self._give_tickets()
         self._coordinator = contract.stage_3_coordinator(engine.optimizer)
         self._coordinator._zerosync_eager = self
@@ -87,10 +88,10 @@ class EagerFrames:
             hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
 
     @classmethod
-    def of(cls, engine: Any, gather: Callable[[Any], torch.Tensor], trace_gathers: bool) -> EagerFrames:
+    def of(cls, engine: Any, gathers: Any, trace_gathers: bool) -> EagerFrames:
         """Those of ``engine``; engines over one module have one in common, with the option of the first."""
         coordinator = contract.stage_3_coordinator(engine.optimizer)
-        return getattr(coordinator, "_zerosync_eager", None) or cls(engine, gather, trace_gathers)
+        return getattr(coordinator, "_zerosync_eager", None) or cls(engine, gathers, trace_gathers)
 
     def detach(self) -> None:
         """Give the modules their classes and hooks back."""
@@ -103,7 +104,7 @@ class EagerFrames:
             module.__class__ = type(module).__bases__[0]
             if type(module._parameters) is contract.passive_parameters():  # not a later engine's
                 module._parameters.__class__ = contract.passive_parameters().__bases__[0]
-            del vars(module)[_TICKETS]
+            del vars(module)[_TICKETS], vars(module)[_RUNS]
         for gradient_hook in self._gradient_hooks:
             gradient_hook.remove()
         for ticket in self._tickets.values():
@@ -118,10 +119,6 @@ class EagerFrames:
         for module, names in self._modules.items():
             module.__class__ = _readable(type(module).__bases__[0], names, _as_it_is)
 
-    def end_window(self) -> None:
-        """Count the peak anew."""
-        self.peak_bytes = self.bytes
-
     @contextmanager
     def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
         """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps``.
@@ -133,14 +130,15 @@ class EagerFrames:
         if any(param.requires_grad != trains for param, trains in self._trains.items()):
             self._give_tickets()
         if not self._running:
-            self._frames.clear()
+            self._leave(0)
         self._running += 1
         frames, stack = len(self._frames), contract.stage_3_modules_running()
         depth = len(stack)
         try:
             yield
         except BaseException as error:
-            del self._frames[frames:], stack[depth:]
+            del stack[depth:]
+            self._leave(frames)
             lost = isinstance(error, RankError)
             if not lost and torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
                 self.release(keeps)
@@ -159,30 +157,16 @@ class EagerFrames:
         in_backward = torch._C._current_graph_task_id() != -1
         if not (self._running or module._parameters._in_forward or in_backward):
             return param
+        self.gathers.wait_for(param)
         # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
         read = self._frames[-1][1] if self._frames and not in_backward else {}
         key = (param, torch.is_inference_mode_enabled())
         ticket = self._ticket(param)
         if key not in read:
-            with torch.no_grad():
-                read[key] = torch.ops.zerosync.unshard(ticket)
+            with torch.no_grad():  # DeepSpeed records the stream for memory that it releases, whoever else has it (L1)
+                read[key] = param.data if contract.is_gathered(param) else torch.ops.zerosync.unshard(ticket)
         # Gradients are summed where they meet: with other traces' at the ticket, with ZeRO-3's own at the parameter.
         return _Read.apply(ticket if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
-
-    def unshard(self, param: Any) -> torch.Tensor:
-        """The values of ``param``, in memory that no one else holds. Collective."""
-        full = self._gather(param)
-        self._bytes += (size := full.numel() * full.element_size())
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(full.untyped_storage(), self._freed.append, size)
-        return full
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of unsharded parameters that are claimed now."""
-        while self._freed:
-            self._bytes -= self._freed.popleft()
-        return self._bytes
 
     # ---- tickets -------------------------------------------------------------------------------------------------
 
@@ -232,19 +216,31 @@ class EagerFrames:
     def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: nn.Module, *args: Any) -> Any:
             self._frames.append((module, {}))
+            self._mark(module)
             return stock(module, *args)
 
         return hook
 
     def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: nn.Module, *args: Any) -> Any:
-            if all(running is not module for running, _ in self._frames):
+            own = [depth for depth, (running, _) in enumerate(self._frames) if running is module]
+            if not own:
                 return None  # the hook before it was passed over in a trace
-            while self._frames.pop()[0] is not module:
-                pass
+            self._leave(own[-1])
             return stock(module, *args)
 
         return hook
+
+    def _leave(self, depth: int) -> None:
+        left = self._frames[depth:]
+        del self._frames[depth:]
+        for module, _ in left:
+            self._mark(module)
+
+    def _mark(self, module: nn.Module) -> None:
+        runs = any(running is module for running, _ in self._frames)
+        for attributes in self._held_with.get(module, ()):
+            attributes[_RUNS] = runs
 
 
 def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,10 +324,13 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     def read(module: Any) -> Any:
         param = module._parameters.get(name)
         if not torch.compiler.is_compiling():
-            return param if contract.is_gathered(param) else read_eagerly(module, name, param)
-        if param is None or param.numel() > 0:
+            return param if contract.is_claimed(param) else read_eagerly(module, name, param)
+        # No guard on a parameter that its module's hooks do not hold: it comes and goes.
+        if param is None or (module._zerosync_runs and param.numel() > 0):
             return param
-        return traced(module._zerosync_tickets[name], param)
+        if (ticket := module._zerosync_tickets.get(name)) is None:
+            return param
+        return traced(ticket, param)
 
     skip_code(read.__code__)  # traced as part of what reads, never by itself
     return read
@@ -347,7 +346,8 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
 
 def _unshard(ticket: torch.Tensor) -> torch.Tensor:
     frames, param = _owners[ticket.data_ptr()]
-    return frames.unshard(param)
+    full: torch.Tensor = frames.gathers.unshard(param)
+    return full
 
 
 torch.library.define("zerosync::unshard", "(Tensor ticket) -> Tensor")

@@ -9,6 +9,8 @@ Why that is one order for all: ranks run the same modules in the same order, so 
 totally ordered, every rank issues its gathers in rising order, and a gather has the same number on all its ranks. So of
 all gathers that are not complete, the lowest can always complete: all its ranks have come to it, or are on their way
 through gathers that are lower still. A cycle of ranks that wait for each other would need a gather lower than itself.
+What is read where no hook gathers it (**E1**) is gathered then and there, alone: a turn of its own between those of
+two modules, at the same place of the program on all ranks.
 
 Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone
 (**U2**), and its error says what each rank was gathering.
@@ -32,6 +34,7 @@ from zerosync_strategy.core.interpose import interpose, restore
 from zerosync_strategy.core.ordering import Streams
 from zerosync_strategy.core.rollcall import roll_call
 from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.unsharded import UnshardedBytes
 
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
@@ -47,11 +50,13 @@ class Gathers:
 
     Attributes:
         names: of the parameters, by ``ds_id``.
+        unsharded: bytes gathered here, by hooks and for readers; but for persistent parameters, which are always there.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
         self.coordinator = contract.stage_3_coordinator(engine.optimizer)
         self.streams = streams
+        self.unsharded = UnshardedBytes()
         self.names = {param.ds_id: name for name, param in engine.module.named_parameters()}
         groups: dict[int, Any] = {}
         for param in sorted(engine.module.parameters(), key=lambda param: param.ds_id):
@@ -123,19 +128,27 @@ class Gathers:
         with contract.stage_3_gathering_on(self.coordinator, self.stream_of(process_group)), gathering_by:
             yield
 
-    def gather(self, param: Any) -> torch.Tensor:
-        """The values of ``param``, in memory that no one else holds; it stays as it is. Collective.
+    def wait_for(self, param: Any) -> None:
+        """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
+        if (handle := contract.stage_3_in_flight(self.coordinator).get(param)) is not None:
+            handle.wait()
+
+    def unshard(self, param: Any) -> torch.Tensor:
+        """The values of ``param`` in memory of their own, for who reads it where no hook gathers it. Collective.
 
         Raises:
             RankError: other ranks did not take part.
         """
-        in_flight = contract.stage_3_in_flight(self.coordinator)
-        if param in in_flight:
-            in_flight.pop(param).wait()
+        self.wait_for(param)
         if contract.is_gathered(param):
-            return param.data.clone()
-        with self.gathering([param]), roll_call().doing(self.what([param])):
-            return contract.stage_3_gather(param)
+            full = param.data.clone()
+        else:
+            with self.gathering([param]), roll_call().doing(self.what([param])):
+                full = contract.stage_3_gather(param)
+        size = contract.stage_3_bytes(param)
+        self.unsharded.add(size)
+        self.unsharded.are_in(full, size)
+        return full
 
     def what(self, params: list[Any]) -> str:
         """The gather of ``params``, for errors."""
@@ -155,6 +168,9 @@ class Gathers:
                 wrapped[id(handle)] = _Gather(handle, param.ds_process_group, self)
             wrapped[id(handle)].params.append(param)
             in_flight[param] = wrapped[id(handle)]
+            if id(param.ds_process_group) in self._logs and not param.ds_persist:  # else there is nothing to gather
+                self.unsharded.add(contract.stage_3_bytes(param))
+                wrapped[id(handle)].counted.append(param)
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -181,6 +197,7 @@ class _Gather:
         self._waited_for = False
         self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
         self.params: list[Any] = []
+        self.counted: list[Any] = []  # those of them whose bytes go with their memory, which may come with the gather
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
@@ -199,6 +216,8 @@ class _Gather:
                         self._handle.wait(*args, **kwargs)
                     self._unsharded = streams.unsharded(stream)
             self._waited_for = True
+            for param in self.counted:
+                self._gathers.unsharded.are_in(param.data, contract.stage_3_bytes(param))
         if self._unsharded is not None:
             streams.uses(self._unsharded)
 

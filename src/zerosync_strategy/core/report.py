@@ -21,7 +21,8 @@ class StepReport:
             each parameter once, and under ZeRO-3 each parameter that is not held once for every backward.
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
-        peak_unsharded_bytes: ZeRO-3: the most bytes at once of parameters read while they were partitioned (E1).
+        peak_unsharded_bytes: ZeRO-3: the most bytes of gathered parameters at once (E1), those on their way, held, or
+            kept for a backward included; but for persistent ones, and those of a ``GatheredParameters`` context.
         seconds: host time in ZeroSync's own reduction, waiting for other ranks included.
         collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's

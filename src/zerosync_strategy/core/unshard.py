@@ -71,11 +71,13 @@ class HeldParameters:
     def _choose(self, budget: int) -> set[int]:
         chosen, free = set(), budget
         # The order must be the same on all ranks; ds_id is.
-        by_saving = sorted(self._gathers.items(), key=lambda item: (-item[1], -_bytes_of(item[0]), item[0].ds_id))
+        by_saving = sorted(
+            self._gathers.items(), key=lambda item: (-item[1], -contract.stage_3_bytes(item[0]), item[0].ds_id)
+        )
         for param, gathers in by_saving:
-            if gathers > 1 and _bytes_of(param) <= free:
+            if gathers > 1 and contract.stage_3_bytes(param) <= free:
                 chosen.add(param.ds_id)
-                free -= _bytes_of(param)
+                free -= contract.stage_3_bytes(param)
         return chosen
 
     def fetched(self, params: list[Any]) -> None:
@@ -94,7 +96,7 @@ class HeldParameters:
             if self.holds(param) and not param.ds_persist and param.ds_status.name == "AVAILABLE":
                 self._held[param.ds_id] = param
         held = list(self._held.values())
-        self.peak_bytes = max(self.peak_bytes, sum(map(_bytes_of, held)))
+        self.peak_bytes = max(self.peak_bytes, sum(map(contract.stage_3_bytes, held)))
         for param in held:
             param.ds_active_sub_modules.add(_HELD)
         try:
@@ -103,10 +105,6 @@ class HeldParameters:
             # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
             for param in held:
                 param.ds_active_sub_modules.discard(_HELD)
-
-
-def _bytes_of(param: Any) -> int:
-    return int(param.ds_numel) * param.element_size()
 
 
 class _CoordinatorMethods:
