@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import contract
+from zerosync_strategy.core import contract, gathers
 from zerosync_strategy.core.cpu import prepare_cpu
-from zerosync_strategy.core.traffic import CollectiveCounter, Traffic
 
 WIDTH, WORDS, BACKWARDS = 16, 12, 2
 
@@ -164,19 +163,18 @@ def gathered(engine: Any) -> list[str]:
 def gathers_watched() -> Iterator[list[bool]]:
     """For each gather that is sent meanwhile, whether it is on behalf of the compiler."""
     found: list[bool] = []
-    stock = CollectiveCounter._add
+    stock = gathers._all_gather
 
-    def add(self: CollectiveCounter, kind: str, traffic: Traffic) -> None:
-        if kind == "all_gather_into_tensor":
-            stack = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
-            found.append(torch.compiler.is_compiling() or any(map(COMPILER.search, stack)))
-        stock(self, kind, traffic)
+    def all_gather(*args: Any) -> Any:
+        stack = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+        found.append(torch.compiler.is_compiling() or any(map(COMPILER.search, stack)))
+        return stock(*args)
 
-    CollectiveCounter._add = add
+    gathers._all_gather = all_gather
     try:
         yield found
     finally:
-        CollectiveCounter._add = stock
+        gathers._all_gather = stock
 
 
 COMPILER = re.compile(
@@ -207,9 +205,9 @@ def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[s
     def run() -> tuple[float, list[str]]:
         engine, forward, zerosync = compiled(how, backend, stop, **options)
         reports: list[Any] = []
-        with gathers_watched() as gathers:
+        with gathers_watched() as sent:
             losses = train(engine, forward, 3, lambda: reports.append(zerosync.report))
-        assert gathers and not any(gathers), "gathered while tracing, or for a guard"
+        assert sent and not any(sent), "gathered while tracing, or for a guard"
         left = gathered(engine)
         assert zerosync.report.backwards == BACKWARDS
         first, last = (report.bytes_sent for report in (reports[0], reports[-1]))
@@ -503,8 +501,8 @@ class Slow:
 )
 def test_reads_of_what_is_prefetched_wait_for_it(backend: str, options: dict[str, Any]) -> None:
     def run() -> list[float]:
-        stock, errors = partition_parameters._dist_allgather_fn, []
-        partition_parameters._dist_allgather_fn = lambda *args: Slow(stock, *args)
+        stock, errors = gathers._all_gather, []
+        gathers._all_gather = lambda tag, *args: Slow(partial(stock, tag), *args)
         for ahead in (WIDTH, 2 * WIDTH * WIDTH, 10**6):  # elements: of one parameter, some, and all
             model, plain = Ahead(), Ahead()
             engine, mirror = make_engine(model, stage3_prefetch_bucket_size=ahead), Oracle(plain, adamw(plain))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core import contract
 from zerosync_strategy.core.agreement import model_facts, require_same
@@ -20,10 +18,11 @@ from zerosync_strategy.core.eager_frames import EagerFrames
 from zerosync_strategy.core.full_state import full_state, load_full_state
 from zerosync_strategy.core.gathers import Gathers
 from zerosync_strategy.core.interpose import interpose, restore
+from zerosync_strategy.core.methods import EngineMethods, Stage3Methods, Stage12Methods
 from zerosync_strategy.core.report import StepReport
-from zerosync_strategy.core.rollcall import RankError, roll_call
+from zerosync_strategy.core.rollcall import roll_call
 from zerosync_strategy.core.sharding import layout_problem
-from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer, gather_parameters
+from zerosync_strategy.core.stages import Stage3Reducer, Stage12Reducer
 from zerosync_strategy.core.traffic import EngineCounter
 from zerosync_strategy.core.unshard import HeldParameters
 from zerosync_strategy.core.window import Window, WindowState
@@ -32,19 +31,10 @@ if TYPE_CHECKING:
     from zerosync_strategy.racecheck.checker import Finding
     from zerosync_strategy.racecheck.in_place import InPlaceCheck
 
-_UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
-_UNREADABLE = (
-    "A file is missing or truncated, or it was written with another model, ZeRO stage, optimizer or number of ranks."
-    " Some of the engine's parameters may be replaced: load an earlier checkpoint, or build the engine anew."
-)
 # Blocks of the DeepSpeed configuration that say what is sent.
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
 _attached: weakref.WeakSet[ZeroSync] = weakref.WeakSet()
 _check: InPlaceCheck | None = None  # of all attached engines, while one of them asks for it
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; ``__cause__`` has DeepSpeed's own error."""
 
 
 def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
@@ -67,7 +57,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
     """
     contract.verify(engine)
-    if isinstance(engine, _EngineMethods):
+    if isinstance(engine, EngineMethods):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
     if config is None:
         config = ZeroSyncConfig.resolve(contract.engine_config(engine).get(BLOCK), options)
@@ -142,7 +132,7 @@ class ZeroSync:
         self._roll_call = roll_call()
         share_timeout({optimizer.dp_process_group, *(p.process_group for p in self._reducer.partitions)})
         self.counter = EngineCounter().start()
-        for target, methods in ((engine, _EngineMethods), (optimizer, _Stage3Methods if stage_3 else _Stage12Methods)):
+        for target, methods in ((engine, EngineMethods), (optimizer, Stage3Methods if stage_3 else Stage12Methods)):
             target._zerosync = self
             interpose(target, methods)
         if self._check is not None:
@@ -236,7 +226,7 @@ class ZeroSync:
         Raises:
             RuntimeError: a window is open; its gradients would be lost silently.
         """
-        if not isinstance(self.engine, _EngineMethods):
+        if not isinstance(self.engine, EngineMethods):
             return
         if self.window.state is not WindowState.CLOSED:
             raise RuntimeError(
@@ -281,7 +271,7 @@ class ZeroSync:
         with self._doing("the optimizer step"):
             with self._doing("the reduction"):
                 if self._gathers is not None:
-                    self._gathers.compare()
+                    self._gathers.close()
                 self.window.begin_step()
             try:
                 with torch.profiler.record_function("zerosync::step"):
@@ -325,18 +315,6 @@ class ZeroSync:
     def _position(self) -> str:
         return f"{self._steps} optimizer step(s) done, {self.window.backwards} backward(s) since"
 
-    @contextmanager
-    def _files(self, what: str, remedy: str) -> Iterator[None]:
-        """Around reading or writing files, whose errors say neither which nor why."""
-        try:
-            with self._doing(f"the attempt to {what}"):
-                yield
-        except RankError:
-            raise
-        except (AssertionError, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
-            message = f"Cannot {what}: {type(error).__name__}: {error}".rstrip(":. ")
-            raise CheckpointError(f"{message}. {remedy}") from error
-
     def _floor(self, backwards: int) -> int:
         floor = self._reducer.sent_floor
         stage_3 = self.engine.zero_optimization_stage() == 3
@@ -361,22 +339,8 @@ class ZeroSync:
 
     def _deepcompiling(self) -> AbstractContextManager[None]:
         """Around DeepCompile's preparation of this engine."""
-        stage_3 = self.engine.zero_optimization_stage() == 3
         over_groups = isinstance(self._reducer, Stage3Reducer) and self._reducer.over_groups
-        for found, what in (
-            (self.config.held_bytes != 0, "'param_memory_budget': it chooses by itself what stays gathered"),
-            (
-                stage_3 and not self.config.eager_frames,
-                "'eager_frames' = false: it takes away what gathers for eager frames",
-            ),
-            (self.config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
-            (self._check is not None, "'racecheck', which does not see its collectives"),
-            (over_groups, "shard_over(): it gathers every parameter over all ranks"),
-        ):
-            if found:
-                raise ValueError(
-                    f"engine.compile() with DeepCompile cannot be combined with {what}. Leave out one of them."
-                )
+        Collector.verify(self.config, over_groups, self._check is not None)
         if self._eager is not None:
             self._eager.deepcompile()
         params = {contract.deepcompile_id(self.engine.optimizer, param): param for param in self.parameters}
@@ -386,15 +350,6 @@ class ZeroSync:
     def _restore_clipping(self) -> None:
         if self._clip_grad is not None:
             self.engine.optimizer.clip_grad, self._clip_grad = self._clip_grad, None
-
-    def _warn_of_open_window(self, what: str) -> None:
-        if self.window.state is not WindowState.CLOSED and self.engine.global_rank == 0:
-            warnings.warn(
-                f"{what} with {self.window.backwards} backward(s) since the last optimizer step. Their gradients are"
-                " not in the checkpoint: this process keeps them for its next step, but a run that resumes from the"
-                " checkpoint starts from the last step without them. Checkpoint right after a step to avoid this.",
-                stacklevel=3,
-            )
 
 
 def _check_of(config: ZeroSyncConfig) -> InPlaceCheck | None:
@@ -408,130 +363,3 @@ def _check_of(config: ZeroSyncConfig) -> InPlaceCheck | None:
 
     _check = InPlaceCheck()
     return _check
-
-
-class _EngineMethods:
-    """What an attached ``DeepSpeedEngine`` does differently. State is in its ZeroSync handle alone."""
-
-    _zerosync: ZeroSync
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync._doing("the forward"), self._zerosync._forward():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        window = self._zerosync.window
-        engine: Any = self
-        if engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary():
-            window.expect_last()
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
-            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
-        try:
-            with self._zerosync._doing("the backward"), window.engine_backward():
-                return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
-        except RankError:
-            raise  # what is in flight will not come
-        except BaseException:
-            self._zerosync._release_gathered()
-            raise
-
-    def _backward_prologue(self) -> None:
-        if any(param.requires_grad for param in self._zerosync.parameters):  # else the loss only passes through
-            self._zerosync.window.inside_graph()
-        super()._backward_prologue()  # type: ignore[misc]
-
-    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """The window decides what is reduced when; it is asked through the gradients' own hooks."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing is sent before the step in any case; legal on every stage."""
-        yield
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Upstream's explicit window: ours is open already, and the step closes it."""
-        yield
-
-    def zero_grad(self) -> None:
-        self._zerosync.window.zero_grad()
-        super().zero_grad()  # type: ignore[misc]
-
-    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync._warn_of_open_window("save_checkpoint() was called")
-        with self._zerosync._files(f"write the checkpoint in {save_dir}", _UNWRITABLE):
-            return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
-
-    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
-        self._zerosync.abort("load_checkpoint() was called")
-        with self._zerosync._files(f"read the checkpoint in {load_dir}", _UNREADABLE):
-            return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
-
-    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        reducer = self._zerosync._reducer
-        if isinstance(reducer, Stage3Reducer) and reducer.over_groups:
-            raise ValueError(
-                "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
-                " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
-                " rank has the group's."
-            )
-        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync._deepcompiling():
-            return super().get_deepcompile_backend(*args, **kwargs)  # type: ignore[misc]
-
-    def destroy(self) -> None:
-        self._zerosync.abort("the engine was destroyed")
-        self._zerosync._release()
-        self.destroy()
-
-
-class _OptimizerMethods:
-    """What an attached ZeRO optimizer does differently, on every stage."""
-
-    _zerosync: ZeroSync
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync._step():
-            return super().step(*args, **kwargs)  # type: ignore[misc]
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._zerosync.window.zero_grad()
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """Unmanaged accumulation asks for this in ``engine.step``; the window does it in ``optimizer.step``."""
-
-    def zerosync_stock_finalize(self) -> None:
-        super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
-
-
-class _Stage12Methods(_OptimizerMethods):
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_backend() == "nccl":
-            return super().step(*args, **kwargs)
-        with contract.stage_1_and_2_parameter_gather(gather_parameters):
-            return super().step(*args, **kwargs)
-
-    def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
-        self._zerosync._gradient_ready(param)
-
-    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        reducer = self._zerosync._reducer
-        if reducer.norm is None:
-            reducer.norm = super().scaled_global_norm(*args, **kwargs)  # type: ignore[misc]
-        return reducer.norm
-
-
-class _Stage3Methods(_OptimizerMethods):
-    def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
-        self._zerosync._gradient_ready(param)
-
-    def _get_norm_groups(self) -> list[torch.Tensor]:
-        reducer = self._zerosync._reducer
-        if reducer.norm is None:
-            assert isinstance(reducer, Stage3Reducer)
-            reducer.norm = reducer.combine_norms(super()._get_norm_groups())  # type: ignore[misc]
-        return [reducer.norm]

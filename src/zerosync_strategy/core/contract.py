@@ -162,11 +162,6 @@ def verify(engine: Any) -> None:
         raise ValueError(
             "ZeroSync does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."
         )
-    if engine.is_deepcompile_active():
-        raise ValueError(
-            "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
-            " themselves. Call engine.compile() after attach()."
-        )
     if type(engine.optimizer).__name__ == "MiCS_Optimizer":
         raise ValueError("ZeroSync does not support MiCS; remove 'zero_optimization.mics_shard_size'.")
     if engine.zero_quantized_gradients():
@@ -186,6 +181,11 @@ def verify(engine: Any) -> None:
         found = problem(owners[internal.owner], internal)
         if found:
             raise changed(internal.feature, f"{type(owners[internal.owner]).__name__}.{internal.name} {found}")
+    if engine.is_deepcompile_active():
+        raise ValueError(
+            "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
+            " themselves. Call engine.compile() after attach()."
+        )
     if stage != 3:
         from deepspeed.runtime.zero import stage_1_and_2
 
@@ -337,6 +337,18 @@ def stage_3_gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         partition_parameters._dist_allgather_fn = stock
+
+
+def stage_3_gathers_by_all_reduce(engine: Any) -> bool:
+    """Whether ZeRO-3 gathers parameters by reducing zeros and a part of each rank.
+
+    Raises:
+        ContractError: DeepSpeed keeps the option elsewhere.
+    """
+    option = getattr(engine._config.zero_config, "use_all_reduce_for_fetch_params", None)
+    if option is None:
+        raise changed("gathers", "DeepSpeedZeroConfig.use_all_reduce_for_fetch_params is missing")
+    return bool(option)
 
 
 def stage_3_in_flight(coordinator: Any) -> dict[Any, Any]:

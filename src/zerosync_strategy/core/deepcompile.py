@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core import contract
+from zerosync_strategy.core.config import ZeroSyncConfig
 
 _numbers = count()
 _engines: weakref.WeakValueDictionary[int, Collector] = weakref.WeakValueDictionary()
@@ -43,6 +44,29 @@ class Collector:
         self._hooks: list[Any] = []
         self._number = next(_numbers)
         _engines[self._number] = self
+
+    @staticmethod
+    def verify(config: ZeroSyncConfig, over_groups: bool, checked: bool) -> None:
+        """Check that DeepCompile can compile an engine with these options.
+
+        Args:
+            over_groups: parameters are sharded over groups of ranks.
+            checked: by the race checker.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        for found, what in (
+            (config.held_bytes != 0, "'param_memory_budget': it chooses by itself what stays gathered"),
+            (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
+            (config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
+            (checked, "'racecheck', which does not see its collectives"),
+            (over_groups, "shard_over(): it gathers every parameter over all ranks"),
+        ):
+            if found:
+                raise ValueError(
+                    f"engine.compile() with DeepCompile cannot be combined with {what}. Leave out one of them."
+                )
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

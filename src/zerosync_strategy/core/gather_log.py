@@ -2,8 +2,8 @@
 
 ZeRO-3 gathers what a module needs when the module runs. Ranks that run different modules gather different parameters,
 and if these are of one size, nothing shows that each has got a mixture of the two. So every rank notes what it gathers.
-Where gathers can have a tag, a digest of it is the tag, and those that differ do not meet. Before each optimizer step
-the ranks of a group compare the digest, by one message of 16 bytes, for what has met after all.
+Where gathers can have a tag, a digest of it is the tag, and those that differ do not meet. Where they cannot, the ranks
+of a group compare the digest before each optimizer step, by one message of 16 bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class GatherLog:
 
     Args:
         process_group: of several ranks.
+        tagged: gathers of different parameters do not meet.
         device: on which it communicates.
         streams: of the engine.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, streams: Streams) -> None:
+    def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
         self.process_group = process_group
+        self.tagged = tagged
         self._device = device
         self._streams = streams
         self._gathers: _Gathers = []
@@ -51,24 +53,28 @@ class GatherLog:
         self._digest = zlib.crc32(repr(ids).encode(), self._digest)
         return 2**30 | self._digest % 2**30
 
-    def compare(self, name: Callable[[int], str]) -> None:
-        """Compare with the other ranks, and begin anew. Collective.
+    def close(self, name: Callable[[int], str]) -> None:
+        """A step follows: compare with the other ranks, if something may have met, and begin anew. Collective.
 
         On a device with streams the host does not wait for the answer, but looks at it in the next call.
 
         Raises:
             RankError: on every rank of the group, with the first gather that differs.
         """
-        from deepspeed import comm
-
         self._look(name)
-        extremes = torch.tensor([self._digest, -self._digest], device=self._device)
-        comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
-        self._asked = self._streams.to_host(extremes), self._digest, self._gathers
+        if not self.tagged:
+            self._ask()
         self._step += 1
         self._gathers, self._digest = [], self._step
         if not self._streams.concurrent:
             self._look(name)
+
+    def _ask(self) -> None:
+        from deepspeed import comm
+
+        extremes = torch.tensor([self._digest, -self._digest], device=self._device)
+        comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._asked = self._streams.to_host(extremes), self._digest, self._gathers
 
     def _look(self, name: Callable[[int], str]) -> None:
         if self._asked is None:

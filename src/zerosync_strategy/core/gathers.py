@@ -63,8 +63,12 @@ class Gathers:
             groups.setdefault(id(param.ds_process_group), param.ds_process_group)
         # Two groups of the same ranks stay in the order of their parameters.
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
-        device = engine.device
-        self._logs = {id(g): GatherLog(g, device, streams) for g in ordered if dist.get_world_size(g) > 1}
+        by_all_reduce = contract.stage_3_gathers_by_all_reduce(engine)
+        self._logs = {
+            id(g): GatherLog(g, not by_all_reduce and dist.get_backend(g) != "nccl", engine.device, streams)
+            for g in ordered
+            if dist.get_world_size(g) > 1
+        }
         self._turn = {id(group): turn for turn, group in enumerate(ordered)}
         self._count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew()
@@ -92,10 +96,10 @@ class Gathers:
         for stream in self._gather_streams:
             self.streams.gathers_follow(stream)
 
-    def compare(self) -> None:
+    def close(self) -> None:
         """Before a step: check that the ranks of each group have gathered the same since the last (W4). Collective."""
         for log in self._logs.values():
-            log.compare(self.name)
+            log.close(self.name)
 
     def name(self, ds_id: int) -> str:
         """The parameter's name, for errors."""
@@ -117,13 +121,13 @@ class Gathers:
     def gathering(self, params: list[Any]) -> Iterator[None]:
         """Around the issue of the gather of ``params``, all of one group.
 
-        Off NCCL, only the same gather of other ranks will meet it; on NCCL, what has met is compared later (W4).
+        Off NCCL, only the same gather of other ranks will meet it; else what has met is compared later (W4).
         """
         process_group = params[0].ds_process_group
         gathering_by: AbstractContextManager[None] = nullcontext()
         if (log := self._logs.get(id(process_group))) is not None:
             tag = log.note(tuple(param.ds_id for param in params))
-            if dist.get_backend(process_group) != "nccl":
+            if log.tagged:
                 gathering_by = contract.stage_3_gathering_by(partial(_all_gather, tag))
         with contract.stage_3_gathering_on(self.coordinator, self.stream_of(process_group)), gathering_by:
             yield
