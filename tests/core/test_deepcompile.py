@@ -91,6 +91,44 @@ def test_equal_to_plain_torch_also_what_eager_frames_bring(stage: int, options: 
         assert report.reductions >= reductions if reductions > 1 else report.reductions == 1
 
 
+def test_exceptions_leave_nothing() -> None:
+    class Fails(Small):
+        fail = False
+
+        @torch._dynamo.disable
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.linear(torch.tanh(self.eager(x)), self.both.weight)
+            if self.fail:
+                raise ArithmeticError
+            return y
+
+    def interrupted() -> float:
+        deepcompile.install()
+        model, plain, rank = Fails(), Fails(), int(os.environ["RANK"])
+        engine, mirror = make_engine(model), Oracle(plain, adamw(plain))
+        attach(engine)
+        engine.compile(backend="eager", schedule=[(0, ["zero3_compile"])])
+        for k in range(4):
+            if k == 1:
+                Fails.fail = True
+                with pytest.raises(ArithmeticError):
+                    engine(data(k, rank))
+                Fails.fail = False
+            elif k == 2:
+                loss = engine(data(k, rank))
+                loss.register_hook(lambda grad: 1 / 0)
+                with pytest.warns(UserWarning, match="dropped"), pytest.raises(ZeroDivisionError):
+                    engine.backward(loss)
+            assert not any(param.numel() for param in model.parameters())
+            engine.backward(engine(data(k, rank)))
+            mirror.backward(lambda r, k=k: plain(data(k, r)))
+            engine.step()
+            mirror.step()
+        return distance(full_parameters(model), full_parameters(plain))
+
+    assert run_ranks(interrupted, timeout=100) == [0.0, 0.0]
+
+
 def test_refusals_leave_the_engine_as_it_was() -> None:
     def refused() -> None:
         deepcompile.install()

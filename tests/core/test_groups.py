@@ -164,11 +164,11 @@ def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: lis
 
 
 def test_ranks_that_read_different_parameters_of_one_size() -> None:
-    """What they gather meets, as if nothing were wrong; the step says which reads differ."""
+    """By all-reduce, what they gather meets, as if nothing were wrong; the step says which reads differ."""
 
     def run() -> str:
         zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-        engine = make_engine({}, sgd, zero=zero, kind=Reads)
+        engine = make_engine({}, sgd, zero={**zero, "stage3_use_all_reduce_for_fetch_params": True}, kind=Reads)
         attach(engine)
         engine.module.ahead = "fourth" if os.environ["RANK"] == "0" else "third"
         engine.backward(engine(data(0, int(os.environ["RANK"]))))

@@ -332,7 +332,8 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             return param
         return traced(ticket, param)
 
-    skip_code(read.__code__)  # traced as part of what reads, never by itself
+    for function in (read, contract.is_claimed, contract.is_gathered):
+        skip_code(function.__code__)  # traced as part of what reads, never by itself
     return read
 
 
