@@ -284,7 +284,7 @@ def _is_sharded(param: Any) -> bool:
 # ---- modules that can be read ------------------------------------------------------------------------------------
 
 
-_Traced = Callable[[torch.Tensor, Any], torch.Tensor]  # what a trace reads: of a ticket and its parameter
+_Traced = Callable[[Any, str], torch.Tensor]  # what a trace reads, of a module and the name of a parameter
 
 
 def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
@@ -304,16 +304,17 @@ def _traced(gathers: bool) -> _Traced:
     return _gathered_again if gathers else _gathered_once
 
 
-def _gathered_once(ticket: torch.Tensor, param: Any) -> torch.Tensor:
-    return torch.ops.zerosync.unshard(ticket)
+def _gathered_once(module: Any, name: str) -> torch.Tensor:
+    return torch.ops.zerosync.unshard(module._zerosync_tickets[name])
 
 
-def _gathered_again(ticket: torch.Tensor, param: Any) -> torch.Tensor:
+def _gathered_again(module: Any, name: str) -> torch.Tensor:
+    ticket = module._zerosync_tickets[name]
     return checkpoint(torch.ops.zerosync.unshard, ticket, use_reentrant=False, preserve_rng_state=False)
 
 
-def _as_it_is(ticket: torch.Tensor, param: Any) -> torch.Tensor:
-    return param  # the compiler gathers it
+def _as_it_is(module: Any, name: str) -> torch.Tensor:
+    return module._parameters[name]  # the compiler gathers it
 
 
 def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
@@ -322,15 +323,16 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     read_eagerly = torch.compiler.disable(_read_eagerly)
 
     def read(module: Any) -> Any:
-        param = module._parameters.get(name)
         if not torch.compiler.is_compiling():
+            param = module._parameters.get(name)
             return param if contract.is_claimed(param) else read_eagerly(module, name, param)
-        # No guard on a parameter that its module's hooks do not hold: it comes and goes.
-        if param is None or (module._zerosync_runs and param.numel() > 0):
-            return param
-        if (ticket := module._zerosync_tickets.get(name)) is None:
-            return param
-        return traced(ticket, param)
+        # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
+        # which is there in full, would not have its shape.
+        if name not in module._zerosync_tickets:
+            return module._parameters.get(name)
+        if module._zerosync_runs and module._parameters[name].numel() > 0:
+            return module._parameters[name]
+        return traced(module, name)
 
     for function in (read, contract.is_claimed, contract.is_gathered):
         skip_code(function.__code__)  # traced as part of what reads, never by itself
