@@ -73,6 +73,16 @@ def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
         ):
             attach(engine_of(model))
 
+        inner = deepspeed.zero.Init(data_parallel_group=own, config_dict_or_path=CONFIG)
+        with (
+            pytest.raises(ValueError, match=r"was entered inside another zero.Init, .* Use 'with shard_over"),
+            deepspeed.zero.Init(config_dict_or_path=CONFIG),
+            inner,
+        ):
+            pass
+        with inner, deepspeed.zero.Init(data_parallel_group=own, config_dict_or_path=CONFIG):
+            pass  # over the same ranks there is nothing to ignore
+
         model = net()
         shard_over(own, model[1])
         with pytest.raises(ValueError, match=r"'1.weight' is .* Leave 'zero_hpz_partition_size' out. on rank 0, 1;"):

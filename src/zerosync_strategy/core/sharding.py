@@ -8,6 +8,7 @@ of all data-parallel ranks.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def ranks_of(process_group: Any) -> tuple[int, ...]:
 def refuse_inner_groups() -> None:
     """From now on in this process, a ``zero.Init`` inside another one, over other ranks, raises a ``ValueError``.
 
-    DeepSpeed ignores the inner one, and leaves no trace of that on the parameters.
+    DeepSpeed ignores the inner one, and leaves no trace of that on the parameters, so ``attach()`` would come too late.
     """
     from deepspeed import zero
 
@@ -157,3 +158,7 @@ def _group_of(process_group: Any) -> Any:
     raise TypeError(
         f"shard_over() takes a torch.distributed process group or a DeviceMesh, got {type(process_group).__name__}."
     )
+
+
+if "deepspeed" in sys.modules:  # else it is not loaded for this
+    refuse_inner_groups()
