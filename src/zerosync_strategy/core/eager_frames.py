@@ -199,10 +199,8 @@ class EagerFrames:
             if param.ds_status.name == "NOT_AVAILABLE" and param.numel() > 0:
                 param.data = blank.new_empty(0)
 
-        data, param.data = param.data, blank
-        with torch.enable_grad():
+        with contract.stage_3_in_shape(param), torch.enable_grad():
             ticket: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
-        param.data = data
         ticket.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
         node = ticket.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._gradient_hooks += (
