@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --compare
 PYTEST_ARGS ?=
+BASE ?= HEAD
 
 BIN := $(abspath $(VENV))/bin
 # torch looks for ninja on PATH when DeepSpeed builds an op.
@@ -23,12 +24,13 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check equal clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (PYTEST_ARGS=...)"
 	@echo "make check   install, then lint and check types only"
+	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make clean   remove $(VENV), caches and build output"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
 
@@ -42,6 +44,9 @@ check: $(STAMP)
 	"$(BIN)/ruff" check
 	"$(BIN)/ruff" format --check
 	"$(BIN)/mypy"
+
+equal: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.equality --base "$(BASE)"
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
 # only an update. An older pip would run deepspeed's setup.py install instead of
