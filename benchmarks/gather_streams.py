@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import prepare_cpu
 
 NODES = PER_NODE = 4
 RANKS = NODES * PER_NODE

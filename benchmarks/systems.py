@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 
 CONTEXT = 32
 MODELS = {"10m": {"layers": 6, "width": 384}, "35m": {"layers": 11, "width": 512}}

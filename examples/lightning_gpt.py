@@ -26,7 +26,7 @@ from text import Windows, read_standard_library
 from torch.utils.data import DataLoader
 
 from zerosync_strategy import ZeroSyncStrategy
-from zerosync_strategy.core.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy
 
 BATCH = 4  # pieces of text per rank and backward

@@ -15,8 +15,7 @@ import torch
 from gpt import GPT, next_byte_loss
 from text import Windows, read_standard_library
 
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 
 BATCH = 4  # pieces of text per rank and backward
 

@@ -9,15 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
-    from zerosync_strategy.core.attach import ZeroSync, attach
     from zerosync_strategy.core.config import ZeroSyncConfig
+    from zerosync_strategy.core.engine.contract import ContractError
+    from zerosync_strategy.core.engine.cpu import prepare_cpu
+    from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
+    from zerosync_strategy.core.failures.rank_status import RankError
+    from zerosync_strategy.core.handle import ZeroSync, attach
+    from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.report import StepReport
-    from zerosync_strategy.core.sharding import shard_over
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
+    "ContractError",
+    "RankError",
     "StepReport",
     "ZeroSync",
     "ZeroSyncConfig",
@@ -26,18 +33,23 @@ __all__ = [
     "ZeroSyncStrategy",
     "__version__",
     "attach",
+    "prepare_cpu",
     "shard_over",
 ]
 
 _HOME = {
+    "CheckpointError": "zerosync_strategy.core.failures.checkpoint_errors",
+    "ContractError": "zerosync_strategy.core.engine.contract",
+    "RankError": "zerosync_strategy.core.failures.rank_status",
     "StepReport": "zerosync_strategy.core.report",
-    "ZeroSync": "zerosync_strategy.core.attach",
+    "ZeroSync": "zerosync_strategy.core.handle",
     "ZeroSyncConfig": "zerosync_strategy.core.config",
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
-    "attach": "zerosync_strategy.core.attach",
-    "shard_over": "zerosync_strategy.core.sharding",
+    "attach": "zerosync_strategy.core.handle",
+    "prepare_cpu": "zerosync_strategy.core.engine.cpu",
+    "shard_over": "zerosync_strategy.core.params.shard_over",
 }
 
 

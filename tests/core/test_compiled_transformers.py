@@ -9,8 +9,7 @@ import torch
 
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig

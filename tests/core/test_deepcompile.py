@@ -14,8 +14,7 @@ from tests.core.test_eager_frames import BACKWARDS, WIDTH, WORDS, Model, adamw, 
 from tests.harness import deepcompile
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 
 STEPS = 3
 SCHEDULES = {  # of DeepCompile's passes, by step; the default of stage 3 begins its second part at the sixth

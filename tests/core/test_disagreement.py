@@ -15,10 +15,9 @@ from tests.core.test_attach import adamw, loss_of, make_engine, network
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
-from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core import reduction
-from zerosync_strategy.core.cpu import prepare_cpu
-from zerosync_strategy.core.rollcall import RankError
+from zerosync_strategy import attach, prepare_cpu, shard_over
+from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.gradients import reducer
 
 TIMEOUT = timedelta(seconds=4)
 
@@ -128,7 +127,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
     """Ranks raise at different places of a backward that reduces as it goes, and train on."""
 
     def run() -> float:
-        reduction.CHUNK_BYTES = 1  # a bucket per parameter
+        reducer.CHUNK_BYTES = 1  # a bucket per parameter
         engine = make_engine(stage)
         attach(engine, coalesce=False)
         for k in range(3):

@@ -8,7 +8,7 @@ import pytest
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import prepare_cpu
 
 
 def failures(seeds: range, stage: int, ranks: int = 2) -> list[str]:

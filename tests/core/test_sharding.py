@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.harness.groups import ROWS, WORLD, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.params.shard_over import ranks_of
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 

@@ -18,8 +18,7 @@ from tests.harness.oracle import full_parameters
 from tests.harness.problem import Data, adamw, loss_of, network
 from tests.lightning.runs import Data as LightningData
 from tests.lightning.runs import Module, PositionedLoader, Recorder, make_trainer, strategy
-from zerosync_strategy import ZeroSync, attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import ZeroSync, attach, prepare_cpu
 
 STEPS, BACKWARDS, SAVE_EVERY = 6, 2, 2
 BATCHES = 2 * STEPS * BACKWARDS  # of two ranks: enough for four
@@ -64,7 +63,7 @@ def arm(zerosync: ZeroSync, net: torch.nn.Module, place: str, act: Callable[[], 
     elif place in ("backward", "checkpoint"):  # which follows
         net[2].register_forward_hook(lambda *call: call[-1].register_hook(lambda grad: grad * act()) and None)
     elif place == "reduction":
-        zerosync._reducer._pack = lambda shipment: act()  # type: ignore[method-assign]
+        zerosync._attached.reducer._pack = lambda packing: act()  # type: ignore[method-assign]
     else:
         engine.optimizer.optimizer.step = lambda *args, **kwargs: act()
 

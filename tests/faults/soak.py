@@ -14,8 +14,7 @@ from torch import nn
 
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, loss_of, network
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 
 WORLD = 2
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.harness.oracle import Oracle, distance, full_parameters
-from zerosync_strategy import shard_over
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import prepare_cpu, shard_over
 
 WORLD, WIDTH, BACKWARDS = 4, 8, 2
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]

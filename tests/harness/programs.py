@@ -150,13 +150,13 @@ def run_attached(program: Program, rank: int) -> nn.Module:
     import deepspeed
 
     from zerosync_strategy import attach
-    from zerosync_strategy.core import reduction
+    from zerosync_strategy.core.gradients import reducer
 
     model = program.model()
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=program.make_optimizer(model), config=program.config(), dist_init_required=False
     )
-    reduction.CHUNK_BYTES = program.chunk_bytes
+    reducer.CHUNK_BYTES = program.chunk_bytes
     zerosync = attach(engine, **program.options)
     steps = 0
     for operation, *details in program.operations:

@@ -19,7 +19,7 @@ from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, Recorder, fit, make_trainer, strategy
 from tests.lightning.test_checkpoints import PositionedLoader, SaveAfter
 from zerosync_strategy import ZeroSyncMonitor
-from zerosync_strategy.core.traffic import CollectiveCounter
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 12

@@ -9,8 +9,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from zerosync_strategy import attach
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.racecheck import Finding, Stream, simulate
 
 WIDTH = 32

@@ -8,7 +8,7 @@ from accelerate.state import GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, HfDeepSpeedConfig
 
-from zerosync_strategy.core.contract import ContractError, Internal, problem
+from zerosync_strategy.core.engine.contract import ContractError, Internal, problem
 
 TESTED_ACCELERATE = ("1.15.0",)
 

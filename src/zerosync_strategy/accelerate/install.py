@@ -1,4 +1,4 @@
-"""The three places where Accelerate is told of ZeroSync. Without a ``"zerosync"`` block they do what they did."""
+"""The three methods of Accelerate that are replaced. Without a ``"zerosync"`` block they do what they did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.config import BLOCK
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy.core.engine.cpu import prepare_cpu
 
 _stock: dict[str, Any] = {}
 _always = False  # every DeepSpeed configuration of this process, with a block or without

@@ -1,4 +1,4 @@
-"""``Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))``: what to train with. ``wrappers.py`` does it."""
+"""``Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))``: the configuration. ``wrappers.py`` has the training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.sharding import refuse_inner_groups
+from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
 
@@ -85,7 +85,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
         if self.zero_stage == 3:
-            refuse_inner_groups()
+            refuse_nested_init()
 
     def _one_stage(self) -> int:
         launched = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
@@ -133,7 +133,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
 
 def read_config(given: Any = None) -> HfDeepSpeedConfig | None:
-    """The DeepSpeed configuration that was given: a dictionary, a path or a text, or else that of the launcher."""
+    """Return the DeepSpeed configuration that was given (a dictionary, a path or a text), or else the launcher's."""
     if given is None:
         given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(given, HfDeepSpeedConfig):

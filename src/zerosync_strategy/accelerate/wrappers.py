@@ -1,4 +1,4 @@
-"""What a prepared model, optimizer and Accelerator do differently: the step is taken in ``optimizer.step()``.
+"""A prepared model, optimizer and Accelerator under ZeroSync: the step is taken in ``optimizer.step()``.
 
 Accelerate says when gradients are synchronised (``sync_gradients``): at every micro-batch, or in ``accumulate()`` at
 every N-th and at the end of the data. The loss is divided by N here; the engine itself never accumulates.
@@ -19,12 +19,12 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
-from zerosync_strategy.core.agreement import model_facts, require_same
-from zerosync_strategy.core.attach import ZeroSync, attach
-from zerosync_strategy.core.contract import accumulate_outside
-from zerosync_strategy.core.cpu import prepare_cpu
-from zerosync_strategy.core.interpose import interpose
-from zerosync_strategy.core.window import WindowState
+from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.zero import accumulate_outside
+from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.handle import ZeroSync, attach
 
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -57,18 +57,18 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         engine.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)
     if accelerator.deepspeed_engine_wrapped.engine is engine:
         accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)
-    if not isinstance(accelerator, _AcceleratorMethods):
-        interpose(accelerator, _AcceleratorMethods)
+    if not isinstance(accelerator, _AcceleratorOverrides):
+        interpose(accelerator, _AcceleratorOverrides)
     for item in result:
         if isinstance(item, DeepSpeedOptimizerWrapper):
-            interpose(item, _OptimizerMethods)
+            interpose(item, _OptimizerOverrides)
             item.zerosync = zerosync
     return result
 
 
 @contextmanager
 def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool]:
-    """DeepCompile comes after ``attach()``: leave it out of Accelerate's own preparation. Whether it was asked for."""
+    """Leave DeepCompile, which comes after ``attach()``, out of Accelerate's preparation. Yield if it is on."""
     dynamo = accelerator.state.dynamo_plugin
     asked = plugin.deepspeed_config.get("compile", {}).get("deepcompile", False)
     if not asked or dynamo.use_regional_compilation or dynamo.backend is DynamoBackend.NO:
@@ -92,7 +92,7 @@ def _become_the_only_rank(accelerator: Any) -> None:
 
 
 class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
-    """What ``accelerator.backward`` and ``accelerator.clip_grad_norm_`` talk to.
+    """The wrapper that ``accelerator.backward`` and ``accelerator.clip_grad_norm_`` call.
 
     Attributes:
         zerosync: the handle of the engine.
@@ -120,7 +120,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
     def clip_grad_norm(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> Any:
-        """Clip the coming step to ``max_norm``; the norm before that, or ``None`` in mid-accumulation.
+        """Clip the coming step to ``max_norm``; return the norm before that, or ``None`` in mid-accumulation.
 
         Raises:
             ValueError: ``norm_type`` is not 2, or ``parameters`` lack some that the optimizer trains.
@@ -146,8 +146,8 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         return norm
 
 
-class _OptimizerMethods:
-    """What a prepared optimizer does differently."""
+class _OptimizerOverrides:
+    """Overrides of a prepared optimizer."""
 
     zerosync: ZeroSync
     optimizer: Any
@@ -168,8 +168,8 @@ class _OptimizerMethods:
             self.optimizer.zero_grad()
 
 
-class _AcceleratorMethods:
-    """What an Accelerator does differently once it has prepared a model."""
+class _AcceleratorOverrides:
+    """Overrides of an Accelerator that has prepared a model."""
 
     deepspeed_engine_wrapped: Any
 

@@ -124,7 +124,7 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} 
 
 
 def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
-    """A size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
+    """Return a size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
 
     Raises:
         TypeError: ``value`` is neither.
@@ -144,6 +144,6 @@ def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
 
 
 def suggest(name: str, known: frozenset[str]) -> str:
-    """The end of an error message about the unknown ``name``: the closest known name, or all of them."""
+    """Return the end of an error message about the unknown ``name``: the closest known name, or all of them."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(known))}."

@@ -1,11 +1,11 @@
-"""What one optimizer step cost."""
+"""The report of one optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerosync_strategy.core.traffic import Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class StepReport:
         step: which optimizer step of this engine since attach, from 1.
         backwards: backwards since the last step, those dropped by ``zero_grad`` included.
         reductions: passes over the gradients that sent some of them; 1 when coalesced (W1).
-        early_reductions: those of them that were made while a backward ran.
+        early_reductions: the reductions that were made while a backward ran.
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
             each parameter once, and under ZeRO-3 each parameter that is not held once for every backward.
         peak_unreduced_bytes: the most local gradients at once.

@@ -1,4 +1,4 @@
-"""Lightning's own DeepSpeed strategy with its CUDA-only gates lifted: the base of ours, and the baseline beside it."""
+"""Lightning's own DeepSpeed strategy without its CUDA-only gates: the base of ``ZeroSyncStrategy``, and a baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy.core.engine.cpu import prepare_cpu
 
 
 class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):

@@ -1,4 +1,4 @@
-"""One engine per optimizer: whose parameter is whose, what an optimizer shows of itself, and checkpoints.
+"""One engine per optimizer: the division of the parameters, the optimizers' ``param_groups``, and checkpoints.
 
 A checkpoint is a directory. What Lightning and the first engine save lies where it does with one optimizer; the engine
 of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that optimizer's parameters.
@@ -16,16 +16,17 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
-from zerosync_strategy.core import contract
-from zerosync_strategy.core.interpose import interpose, restore
-from zerosync_strategy.core.parts import part_of
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import InferenceOverrides
+from zerosync_strategy.core.engine.several import part_of
 
 TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
 
 
 def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.nn.Module]:
-    """The part of ``module`` that each optimizer trains; the first has what none trains as well.
+    """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
 
     Raises:
         MisconfigurationException: an optimizer that ZeRO cannot partition, one without a trainable parameter, or, of
@@ -77,11 +78,11 @@ def show_parameters(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter
     ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says.
     """
     optimizer._zerosync_groups = groups
-    interpose(optimizer, _OptimizerMethods)
+    interpose(optimizer, _ParamGroupsOverrides)
 
 
-class _OptimizerMethods:
-    """What a ZeRO optimizer shows of itself under Lightning."""
+class _ParamGroupsOverrides:
+    """Overrides of a ZeRO optimizer: its ``param_groups``."""
 
     _zerosync_groups: Sequence[Sequence[torch.nn.Parameter]]
 
@@ -106,17 +107,17 @@ class _Group(UserDict[str, Any]):
 
 
 def directory(checkpoint: Any, index: int) -> Path:
-    """Where the engine of optimizer ``index`` saves to, from 1."""
+    """Return where the engine of optimizer ``index``, from 1, saves to."""
     return Path(checkpoint) / f"optimizer_{index}"
 
 
 def count_saved(checkpoint: Any) -> int:
-    """The number of optimizers in a checkpoint."""
+    """Return the number of optimizers in a checkpoint."""
     return 1 + sum(1 for _ in Path(checkpoint).glob("optimizer_[0-9]*"))
 
 
 def remove_others(checkpoint: Any, engines: int) -> None:
-    """Remove what a run with more than ``engines`` optimizers has left in the directory."""
+    """Remove from the directory what an earlier run with more than ``engines`` optimizers has saved."""
     for index in range(engines, count_saved(checkpoint)):
         shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
 
@@ -128,7 +129,7 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
         MisconfigurationException: the module has several values of a parameter, in groups of ranks.
         RuntimeError: with ``strict``, names or shapes differ; as ``Module.load_state_dict`` has it.
     """
-    if any(map(contract.partition_is_asked_for, module.parameters())):
+    if any(map(zero3.has_own_group, module.parameters())):
         raise MisconfigurationException(
             "load_full_weights=True loads one file, which has one value of each parameter, but some are sharded over"
             " groups of ranks, each of which has its own. Load a checkpoint that is a directory, without"
@@ -149,13 +150,13 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
 
 
 def _shape(value: Any) -> Any:
-    return tuple(getattr(value, "ds_shape", getattr(value, "shape", ())))
+    return zero3.full_shape(value) if isinstance(value, torch.Tensor) else ()
 
 
-class EvaluatedCheckpoint:
-    """What an engine for evaluation under ZeRO-3 does differently: it loads the parameters of all optimizers.
+class EvaluationOverrides:
+    """Overrides of an engine for evaluation under ZeRO-3: it loads the parameters of all optimizers.
 
-    DeepSpeed would read those of the first alone, off the optimizer states, which hold them under ZeRO-3.
+    DeepSpeed would load the first optimizer's alone, from the optimizer states, which have them under ZeRO-3.
     """
 
     def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
@@ -169,15 +170,8 @@ class EvaluatedCheckpoint:
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
         engine: Any = self
-        interpose(engine.optimizer, _LoadedGathers)
+        interpose(engine.optimizer, InferenceOverrides)
         try:
             return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)  # type: ignore[misc]
         finally:
-            restore(engine.optimizer)
-
-
-class _LoadedGathers:
-    """What gathers parameters where there is no optimizer. DeepSpeed 0.19.8 asks for what only an optimizer has."""
-
-    def _restore_from_bit16_weights(self) -> None:
-        """There are no other weights to restore."""
+            restore(engine.optimizer, InferenceOverrides)

@@ -54,7 +54,7 @@ class ZeroSyncMonitor(Callback):
 
 
 def metrics(report: StepReport) -> dict[str, float]:
-    """The numbers of ``report``, with calls and bytes of each collective."""
+    """Return the numbers of ``report``, with calls and bytes of each collective."""
     numbers: dict[str, float] = {
         "backwards": report.backwards,
         "reductions": report.reductions,

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.attach import ZeroSync
+from zerosync_strategy.core.handle import ZeroSync
 
 CLIP_BY_VALUE = (
     "ZeRO cannot clip gradients by value: each rank holds a partition. Got gradient_clip_algorithm='value'; use 'norm'."

@@ -24,17 +24,18 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.agreement import model_facts, require_same
-from zerosync_strategy.core.attach import ZeroSync, attach
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.interpose import interpose, restore
-from zerosync_strategy.core.parts import as_frozen, restrict
-from zerosync_strategy.core.rollcall import RankError, of_communication, roll_call
-from zerosync_strategy.core.sharding import refuse_inner_groups
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.several import as_frozen, restrict
+from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
+from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
-    EvaluatedCheckpoint,
+    EvaluationOverrides,
     check_full_weights,
     count_saved,
     directory,
@@ -167,15 +168,15 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        refuse_inner_groups()
+        refuse_nested_init()
         with super().model_sharded_context():
             yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerMethods):
-                interpose(callback, _SchedulerMethods)
+            if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerOverrides):
+                interpose(callback, _SchedulerOverrides)
         super().setup(trainer)
 
     @override
@@ -192,7 +193,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         assert isinstance(self.config, dict) and self.lightning_module is not None
         for engine in _engines.pop(model, ()):
-            engine.destroy()  # else its hooks would reduce beside ours
+            engine.destroy()  # else its hooks would reduce too
         self.zerosyncs, self._parts = [], [model]
         if "optimizer" in self.config:
             super()._initialize_deepspeed_train(model)
@@ -250,7 +251,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self.zerosyncs = []
         super()._initialize_deepspeed_inference(model)
         if self.zero_stage_3:
-            interpose(self.model, EvaluatedCheckpoint)
+            interpose(self.model, EvaluationOverrides)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 buffer.copy_(state[name])  # Lightning loads those of the first rank
         for zerosync in self.zerosyncs:
             # Or the first step would bring back the weights that the optimizer was made with.
-            zerosync.engine.optimizer.refresh_fp32_params()
+            zero3.reload_master_weights(zerosync.engine.optimizer)
 
     @contextmanager
     def _whole_checkpoint(self) -> Iterator[None]:
@@ -309,7 +310,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             yield
             return
         for zerosync in self.zerosyncs[1:]:
-            zerosync.engine.optimizer.checkpoint_event_prologue()  # releases the parameters, as the first does its own
+            zero3.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
         trained = {param for zerosync in self.zerosyncs for param in zerosync.parameters}
         with as_frozen([param for param in self.lightning_module.parameters() if param not in trained]):
             yield
@@ -325,10 +326,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._abort(f"{type(exception).__name__} ended the training")
         if dist.is_initialized() and not isinstance(exception, RankError):
-            if of_communication(exception):
-                warnings.warn(roll_call().describe("the training", exception), stacklevel=2)
+            if is_communication_error(exception):
+                warnings.warn(rank_status().describe("the training", exception), stacklevel=2)
             else:
-                roll_call().failed(f"{type(exception).__name__}: {exception}")
+                rank_status().record_failure(f"{type(exception).__name__}: {exception}")
         super().on_exception(exception)
 
     @override
@@ -336,8 +337,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _SchedulerMethods):
-                restore(callback)
+            if isinstance(callback, _SchedulerOverrides):
+                restore(callback, _SchedulerOverrides)
         super().teardown()
 
     def _abort(self, reason: str) -> None:
@@ -346,7 +347,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             zerosync.end_racecheck(reason)
 
 
-class _SchedulerMethods:
+class _SchedulerOverrides:
     """Lets ``GradientAccumulationScheduler`` run: it refuses DeepSpeed, where the engine owns accumulation."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,0 +1,269 @@
+"""One engine while ZeroSync is attached to it: its mechanisms, and what its overridden methods do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import share_timeout
+from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.config import ZeroSyncConfig
+from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero12
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
+from zerosync_strategy.core.failures.checkpoint_errors import UNREADABLE, UNWRITABLE, wrap_checkpoint_errors
+from zerosync_strategy.core.failures.rank_status import RankError, rank_status
+from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
+from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
+from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
+from zerosync_strategy.core.gradients.window import Window, WindowState
+from zerosync_strategy.core.meter import StepMeter
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
+from zerosync_strategy.core.race_check import RaceCheckMember
+
+
+class AttachedEngine:
+    """The mechanisms of one attached engine. Implements :class:`~engine.overrides.EngineHooks`.
+
+    Args:
+        engine: the DeepSpeed engine, verified (C1).
+        config: the options.
+
+    Attributes:
+        reducer, window, meter, traffic: of the gradients.
+        cache, scheduler, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
+        race_check: the engine's part in the check of this process.
+        gradient_ready: the window's, without a step between.
+
+    Raises:
+        ValueError: an option needs another stage.
+    """
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+        self.engine = engine
+        self.config = config
+        optimizer = engine.optimizer
+        is_stage_3 = zero.stage(engine) == 3
+        _check_stage(engine, config)
+        if is_stage_3 and config.eager_frames:
+            contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+        names = {param: name for name, param in engine.module.named_parameters()}
+        self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, names)
+        self.traffic = EngineCounter()
+        self.window = Window(self.reducer, config.overlap_last, self.traffic, self._activity)
+        self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
+        self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
+        self.cache: ParameterCache | None = None
+        self.scheduler: GatherScheduler | None = None
+        self.unshard_on_read: UnshardOnRead | None = None
+        if is_stage_3:
+            self.cache = ParameterCache.of(optimizer, config.held_bytes)
+            self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            if config.eager_frames:
+                self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
+        self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
+        self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
+        self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._rank_status = rank_status()
+        groups = {layout.process_group for layout in self.reducer.layouts}
+        share_timeout({zero.data_parallel_group(optimizer), *groups})
+        self.traffic.start()
+        self._layers = ((engine, EngineOverrides), (optimizer, Stage3Overrides if is_stage_3 else Stage12Overrides))
+        for target, layer in self._layers:
+            target._zerosync_hooks = self
+            interpose(target, layer)
+        self.race_check.join()
+
+    def detach(self) -> None:
+        """Give the engine back as it was.
+
+        Raises:
+            RuntimeError: DeepCompile has compiled it.
+        """
+        if self._compiled is not None:
+            raise RuntimeError(
+                "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
+                " Leave it attached, or build the engine anew."
+            )
+        self._detach()
+
+    def _detach(self) -> None:
+        self.race_check.detach()
+        self._restore_clip_norm()
+        self.traffic.stop()
+        for mechanism in (self.unshard_on_read, self.scheduler, self.cache):  # the last that came goes first
+            if mechanism is not None:
+                mechanism.detach()
+        for target, layer in self._layers:
+            restore(target, layer)
+            del target._zerosync_hooks, target._zerosync
+
+    # ---- the coming step -----------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce the window now. Collective."""
+        with self._activity("the reduction"):
+            self.window.reduce()
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of the window's gradients; see :meth:`ZeroSync.gradient_norm`."""
+        self.reduce()
+        if self.window.state is WindowState.CLOSED:
+            return torch.zeros((), device=self.engine.device)
+        return self.reducer.compute_norm() / zero.loss_scale(self.engine.optimizer)
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip the coming step, and only it, to ``max_norm``."""
+        before = zero.swap_clip_norm(self.engine.optimizer, max_norm)
+        if self._configured_clip_norm is None:
+            self._configured_clip_norm = before
+
+    def _restore_clip_norm(self) -> None:
+        if self._configured_clip_norm is not None:
+            zero.swap_clip_norm(self.engine.optimizer, self._configured_clip_norm)
+            self._configured_clip_norm = None
+
+    # ---- what DeepSpeed's methods call ---------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
+        with self._activity("the forward"), unsharding:
+            yield
+
+    @contextmanager
+    def backward(self, is_boundary: bool) -> Iterator[None]:
+        if is_boundary:
+            self.window.expect_last()
+        try:
+            with self._activity("the backward"), self.window.engine_backward():
+                yield
+        except RankError:
+            raise  # what is in flight will not arrive
+        except BaseException:
+            if self.unshard_on_read is not None:
+                self.unshard_on_read.release(self._keeps)
+            raise
+
+    def backward_begins(self) -> None:
+        if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
+            self.window.enter_graph()
+
+    def zero_grad(self) -> None:
+        self.window.zero_grad()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        with self._activity("the optimizer step"):
+            with self._activity("the reduction"):
+                if self.scheduler is not None:
+                    self.scheduler.before_step()
+                self.window.begin_step()
+            try:
+                with phase("step"):
+                    yield
+            except BaseException as error:
+                self.race_check.leave(f"step() raised {type(error).__name__}")
+                raise
+            finally:
+                self._restore_clip_norm()
+                if self.scheduler is not None:
+                    self.scheduler.after_step()
+            self.meter.step_done()
+            self.race_check.stepped()
+
+    def gather_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext() if dist.get_backend() == "nccl" else zero12.parameter_gather(gather_parameters)
+
+    def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
+        if self.reducer.norm is None:
+            self.reducer.norm = self.reducer.combine_norms(stock())
+        return self.reducer.norm
+
+    def saving(self, path: Any) -> AbstractContextManager[None]:
+        if self.engine.global_rank == 0:
+            self.window.warn_if_open("save_checkpoint() was called")
+        return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
+
+    def loading(self, path: Any) -> AbstractContextManager[None]:
+        # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
+        self.window.abort("load_checkpoint() was called")
+        return self._checkpointing(f"read the checkpoint in {path}", UNREADABLE)
+
+    @contextmanager
+    def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
+        with wrap_checkpoint_errors(what, remedy), self._activity(f"the attempt to {what}"):
+            yield
+
+    def check_full_state_dict(self) -> None:
+        if self._shards_over_groups:
+            raise ValueError(
+                "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
+                " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
+                " rank has the group's."
+            )
+
+    def compiling(self) -> AbstractContextManager[None]:
+        CompiledGradientHook.verify(self.config, self._shards_over_groups, self.race_check.is_checked)
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.prepare_deepcompile()
+        self.meter.counts_gathers = self.cache is None
+        optimizer, window = self.engine.optimizer, self.window
+        params = {compilation.deepcompile_id(optimizer, param): param for param in self.reducer.params}
+        self._compiled = CompiledGradientHook(params, window.add_gradient, window.gradient_ready)
+        return self._compiled.compiling()
+
+    def destroyed(self) -> None:
+        self.window.abort("the engine was destroyed")
+        if self._compiled is not None:
+            self._compiled.detach()
+        self._detach()
+
+    # ---- helpers -------------------------------------------------------------------------------------------------
+
+    @property
+    def _shards_over_groups(self) -> bool:
+        return isinstance(self.reducer, Stage3Reducer) and self.reducer.over_groups
+
+    def _keeps(self, param: Any) -> bool:
+        return self.cache is not None and self.cache.holds(param)
+
+    def _activity(self, what: str) -> AbstractContextManager[None]:
+        """Around what may communicate (W4)."""
+        return self._rank_status.activity(what, self._position)
+
+    def _position(self) -> str:
+        return f"{self.meter.steps} optimizer step(s) done, {self.window.backwards} backward(s) since"
+
+    def _device_changed(self) -> None:
+        zero.renew_streams(self.engine)
+        self.reducer.streams.renew()
+        if self.scheduler is not None:
+            self.scheduler.renew_streams()
+
+
+def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
+    stage = zero.stage(engine)
+    if stage == 3:
+        return
+    if config.held_bytes != 0:
+        raise ValueError(
+            "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
+            f" {stage}. Leave it out, or use stage 3."
+        )
+    if any(map(zero3.has_own_group, engine.module.parameters())):
+        raise ValueError(
+            f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
+        )
+    if config.trace_gathers:
+        raise ValueError(
+            f"ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage {stage}. Leave it out,"
+            " or use stage 3."
+        )

@@ -1,0 +1,1 @@
+"""Streams, collectives and the count of what they send."""

@@ -1,0 +1,137 @@
+"""The one place where a stream waits for another, or memory is kept for a stream that did not allocate it.
+
+Reductions run on a stream of their own, beside the backward: they pack local gradients, wait for the collective and add
+to the gradient shards there. The rules, each with its method:
+
+- **B1** :meth:`Streams.on_reduction_stream`: a reduction starts after every producer of the gradients that it packs. A
+  gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event.
+- **B2** has no method: producers overwrite nothing that a reduction uses. A gradient is packed into memory that the
+  reduction stream allocates, and what autograd accumulates next is a new gradient.
+- **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
+  the reductions.
+- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient belongs to its producer's stream and is read by the
+  reduction stream, so it is recorded there before it is freed. What the reduction stream allocates, it frees: packed
+  chunks after the collective, which the backend keeps alive, and gradient shards after the step, which comes before all
+  that the reduction stream is told next.
+- **S1** :meth:`Streams.gathers_wait_for_step`: ZeRO-3's gathers start after the step that wrote the shards they read.
+- **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter starts after its gather, and waits for no
+  other.
+- **W4** :meth:`Streams.copy_to_host`: the host reads an answer after its copy, and waits for nothing else.
+
+On a device without streams, such as the CPU, none of them waits for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+
+class Streams:
+    """The streams of one engine. Made on the device that the engine runs on."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the streams anew: the device has gained some, or lost them. No reduction may be in progress."""
+        from deepspeed.accelerator import get_accelerator
+
+        self._accelerator: Any = get_accelerator()
+        self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._accelerator.Stream()
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether the device runs beside the host."""
+        return self._reduction is not None
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def record_grad_ready(self, events: dict[Any, Any]) -> None:
+        """Record in ``events``, by stream, that the current stream has completed a gradient.
+
+        Raises:
+            RuntimeError: it is being captured into a CUDA graph, which would replay neither the event nor what follows.
+        """
+        if self._reduction is None:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A backward under ZeroSync was captured into a CUDA graph. ZeRO's reductions are not part of a graph;"
+                " capture the forward alone, or train without CUDA graphs."
+            )
+        stream, event = self._accelerator.current_stream(), self._accelerator.Event()
+        event.record(stream)
+        events[stream] = event
+
+    @contextmanager
+    def on_reduction_stream(self, events: Iterable[Any] | None = None) -> Iterator[None]:
+        """Issue to the reduction stream, after ``events``, or without them after the caller's whole stream (B1)."""
+        if self._reduction is None:
+            yield
+            return
+        if events is None:
+            self._reduction.wait_stream(self._accelerator.current_stream())
+        else:
+            for event in events:
+                self._reduction.wait_event(event)
+        with self._accelerator.stream(self._reduction):
+            yield
+
+    def record_stream_for_reduction(self, gradient: torch.Tensor) -> None:
+        """Keep the memory of a gradient until the reduction stream has read it (L1)."""
+        if self._reduction is not None:
+            gradient.record_stream(self._reduction)
+
+    def wait_for_reductions(self) -> None:
+        """Let the caller's stream wait for all reductions (B3)."""
+        if self._reduction is not None:
+            self._accelerator.current_stream().wait_stream(self._reduction)
+
+    # ---- gathers -------------------------------------------------------------------------------------------------
+
+    def make_gather_streams(self, count: int, stock: Any) -> list[Any]:
+        """Return that many streams for gathers, or DeepSpeed's own, ``stock``, if that is the one that computes."""
+        if self._reduction is None:
+            return []
+        if stock == self._accelerator.default_stream():  # overlap_comm is off
+            return [stock]
+        return [self._accelerator.Stream() for _ in range(count)]
+
+    def on_gather_stream(self, gather_stream: Any) -> AbstractContextManager[None]:
+        """Issue to the stream of a gather: its memory comes from there and returns there."""
+        context: AbstractContextManager[None] = self._accelerator.stream(gather_stream)
+        return context
+
+    def record_unshard(self, gather_stream: Any) -> Any:
+        """Return the event of a gather that was unpacked just now."""
+        event = self._accelerator.Event()
+        event.record(gather_stream)
+        return event
+
+    def wait_for_unshard(self, event: Any) -> None:
+        """Let the caller's stream wait for one gather (U2)."""
+        self._accelerator.current_stream().wait_event(event)
+
+    def gathers_wait_for_step(self, gather_stream: Any) -> None:
+        """Let ``gather_stream`` wait for the caller's stream, which has the step (S1)."""
+        gather_stream.wait_stream(self._accelerator.current_stream())
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        """Copy a small tensor to the host without waiting; calling the result waits for the copy alone (W4)."""
+        if self._reduction is None:
+            return tensor.tolist
+        copy, event = self._accelerator.pin_memory(torch.empty_like(tensor, device="cpu")), self._accelerator.Event()
+        copy.copy_(tensor, non_blocking=True)
+        event.record(self._accelerator.current_stream())
+
+        def read() -> list[Any]:
+            event.synchronize()
+            return copy.tolist()
+
+        return read

@@ -1,0 +1,180 @@
+"""The count of what this process's collectives send. All of them go through DeepSpeed's communication backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.zero import comm_backend
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind: how many calls, and the bytes that one rank sends for them.
+
+    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend``, what
+    this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is counted as that.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How to read a call of one kind.
+
+    Attributes:
+        payload: the argument whose bytes count.
+        position: of that argument.
+        group_position: of the process group.
+        passes: how often (W-1)/W of the payload are sent.
+        passes_on_gloo: the same on gloo.
+        to_one_rank: the whole payload is sent, whatever W.
+    """
+
+    payload: str
+    position: int
+    group_position: int
+    passes: int = 1
+    passes_on_gloo: int = 1
+    to_one_rank: bool = False
+
+
+_KINDS = {
+    "all_reduce": _Kind("tensor", 0, 2, passes=2, passes_on_gloo=2),
+    "all_reduce_coalesced": _Kind("tensors", 0, 2, passes=2, passes_on_gloo=2),
+    "inference_all_reduce": _Kind("tensor", 0, 2, passes=2, passes_on_gloo=2),
+    "all_gather": _Kind("tensor_list", 0, 2),
+    "all_gather_into_tensor": _Kind("output_tensor", 0, 2),
+    "all_gather_coalesced": _Kind("output_tensors", 0, 2),
+    "reduce_scatter": _Kind("input_list", 1, 3, passes_on_gloo=2),
+    "reduce_scatter_tensor": _Kind("input_tensor", 1, 3, passes_on_gloo=2),
+    "reduce": _Kind("tensor", 0, 3),
+    "broadcast": _Kind("tensor", 0, 2),
+    "all_to_all_single": _Kind("input", 1, 4),
+    "all_to_all": _Kind("input_tensor_list", 1, 2),
+    "isend": _Kind("tensor", 0, 2, to_one_rank=True),
+}
+
+
+class CollectiveCounter:
+    """Counts every collective that DeepSpeed issues in this process, by kind, between ``start`` and ``stop``.
+
+    Several counters may run at once. Usable as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._traffic: dict[str, Traffic] = {}
+
+    def start(self) -> CollectiveCounter:
+        """Begin to count. DeepSpeed's process group must exist.
+
+        Raises:
+            ContractError: DeepSpeed has no communication backend.
+        """
+        backend = comm_backend()
+        if not isinstance(backend, _CountingBackend):
+            backend._zerosync_counters = []
+            interpose(backend, _CountingBackend)
+        backend._zerosync_counters.append(self)
+        return self
+
+    def stop(self) -> None:
+        """Stop counting; the last counter to stop leaves DeepSpeed's backend as it was."""
+        backend = comm_backend()
+        if not isinstance(backend, _CountingBackend) or self not in backend._zerosync_counters:
+            return
+        backend._zerosync_counters.remove(self)
+        if not backend._zerosync_counters:
+            restore(backend, _CountingBackend)
+            del backend._zerosync_counters
+
+    def take(self) -> Mapping[str, Traffic]:
+        """Return what was counted since the last call, by kind."""
+        traffic, self._traffic = self._traffic, {}
+        return traffic
+
+    def __enter__(self) -> CollectiveCounter:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _add(self, kind: str, traffic: Traffic) -> None:
+        self._traffic[kind] = self._traffic.get(kind, Traffic()) + traffic
+
+
+class EngineCounter(CollectiveCounter):
+    """Counts what one engine sends, of several in this process.
+
+    A call counts for the engine whose :meth:`attribute` is the first after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributed: dict[str, Traffic] = {}
+
+    def start(self) -> EngineCounter:
+        super().start()
+        _forget_unattributed()  # set-up counts for no engine
+        return self
+
+    def attribute(self) -> None:
+        """Count for this engine what the process has sent since the last such call of any engine."""
+        if self._traffic:
+            for kind, traffic in self._traffic.items():
+                self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
+            _forget_unattributed()
+
+    def take(self) -> Mapping[str, Traffic]:
+        self.attribute()
+        traffic, self._attributed = self._attributed, {}
+        return traffic
+
+
+def _forget_unattributed() -> None:
+    for counter in comm_backend()._zerosync_counters:
+        if isinstance(counter, EngineCounter):
+            counter._traffic = {}
+
+
+def _bytes_of(payload: Any) -> int:
+    tensors = [payload] if isinstance(payload, torch.Tensor) else payload
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _CountingBackend:
+    """Mixed into DeepSpeed's communication backend while someone counts."""
+
+    _zerosync_counters: list[CollectiveCounter]
+
+
+def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
+    def argument(args: tuple[Any, ...], kwargs: dict[str, Any], argument_name: str, position: int) -> Any:
+        return args[position] if position < len(args) else kwargs.get(argument_name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = argument(args, kwargs, "group", kind.group_position)
+        size = dist.get_world_size(group)
+        passes = kind.passes_on_gloo if dist.get_backend(group) == "gloo" else kind.passes
+        sent = _bytes_of(argument(args, kwargs, kind.payload, kind.position))
+        if not kind.to_one_rank:
+            sent = passes * sent * (size - 1) // size
+        for counter in self._zerosync_counters:
+            counter._add(name, Traffic(1, sent))
+        return getattr(super(_CountingBackend, self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name, _kind in _KINDS.items():
+    setattr(_CountingBackend, _name, _counted(_name, _kind))

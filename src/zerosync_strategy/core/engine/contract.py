@@ -1,0 +1,359 @@
+"""The DeepSpeed internals that ZeroSync uses: tables by feature and release, verified on the live engine (rule C1).
+
+Only the files of this folder touch DeepSpeed's internals, and each internal that they touch is in a table here. So a
+release that lacks one, or has changed it, is an error with a name before any training.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+TESTED_DEEPSPEED = ("0.19.8",)
+
+
+class ContractError(RuntimeError):
+    """The live DeepSpeed engine lacks an internal that a ZeroSync feature needs."""
+
+
+@dataclass(frozen=True)
+class Internal:
+    """An attribute of DeepSpeed that a feature of ZeroSync uses.
+
+    Attributes:
+        feature: the feature, for the error.
+        owner: what has the attribute: a key of :func:`_owner`, or the path of a module.
+        name: of the attribute.
+        parameters: of a method that is called or overridden: the names that must lead its own parameters, so that a
+            call by position keeps its meaning.
+        public: DeepSpeed documents the attribute, or torch has one of the same name; other files may use it too.
+        optional: the attribute may be absent; code asks for it with a default.
+        since: the first release that has it; empty: the oldest that is supported.
+        until: the first release that no longer has it; empty: none.
+    """
+
+    feature: str
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+    public: bool = False
+    optional: bool = False
+    since: str = ""
+    until: str = ""
+
+    def applies_to(self, release: str) -> bool:
+        """Whether DeepSpeed ``release`` is one that should have it."""
+        from packaging.version import Version
+
+        version = Version(Version(release).base_version)
+        return not (self.since and version < Version(self.since)) and not (
+            self.until and version >= Version(self.until)
+        )
+
+
+_COORDINATOR = "_PartitionedParameterCoordinator__"
+GRADIENT_SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+RELEASES = f"{_COORDINATOR}params_to_release"
+ALL_GATHER_PARAMS = f"{_COORDINATOR}all_gather_params"
+GATHER_STREAM = f"{_COORDINATOR}allgather_stream"
+IN_FLIGHT = f"{_COORDINATOR}inflight_param_registry"
+OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
+
+_STAGE_1_2_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+_PARTITION_MODULE = "deepspeed.runtime.zero.partition_parameters"
+_COORDINATOR_MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_OFFLOAD_MODULE = "deepspeed.runtime.zero.parameter_offload"
+_LINEAR_MODULE = "deepspeed.runtime.zero.linear"
+
+CONFIGURATION = (Internal("configuration", "engine", "_config"),)
+ALL_STAGES = (
+    Internal("window", "engine", "backward", ("loss",), public=True),
+    Internal("window", "engine", "step", public=True),
+    Internal("window", "engine", "zero_grad", (), public=True),
+    Internal("window", "engine", "allreduce_gradients"),
+    Internal("window", "engine", "_backward_prologue", ()),
+    Internal("window", "engine", "_take_model_step", ("lr_kwargs",)),
+    Internal("window", "engine", "is_gradient_accumulation_boundary", (), public=True),
+    Internal("window", "engine", "no_sync", (), public=True),
+    Internal("window", "engine", "coalesce_grad_reduction", (), public=True),
+    Internal("window", "engine", "destroy", (), public=True),
+    Internal("window", "engine config", "_param_dict"),
+    Internal("window", "optimizer", "step", public=True),
+    Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
+    Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", ()),
+    Internal("window", "optimizer", "_backward_active_depth"),
+    Internal("window", "optimizer", "clear_backward_seen_flag", ()),
+    Internal("checkpoints", "engine", "save_checkpoint", public=True),
+    Internal("checkpoints", "engine", "load_checkpoint", public=True),
+    Internal("checkpoints", "engine", "global_rank", public=True),
+    Internal("reduction", "optimizer", "averaged_gradients"),
+    Internal("reduction", "optimizer", "dtype", public=True),
+    Internal("reduction", "optimizer", "dp_process_group"),
+    Internal("reduction", "optimizer", "gradient_accumulation_dtype"),
+    Internal("reduction", "optimizer", "communication_data_type", public=True),
+    Internal("reduction", "optimizer", "gradient_predivide_factor", public=True),
+    Internal("reduction", "parameter", "grad_accum", optional=True),
+    Internal("gradient clipping", "optimizer", "clip_grad"),
+    Internal("gradient norm", "optimizer", "loss_scale", public=True),
+    Internal("DeepCompile", "engine", "get_deepcompile_backend"),
+    Internal("DeepCompile", "engine", "is_deepcompile_active", ()),
+    Internal("report", "deepspeed.comm.comm", "cdb"),
+)
+ACCUMULATION = (
+    Internal("gradient accumulation", "engine config", "train_batch_size", public=True),
+    Internal("gradient accumulation", "engine config", "gradient_accumulation_steps", public=True),
+)
+STAGE_1_2 = (
+    Internal("window", "optimizer", "process_gradients", ("param", "i")),
+    Internal("reduction", "optimizer", "bit16_groups"),
+    Internal("reduction", "optimizer", "bit16_groups_flat"),
+    Internal("reduction", "optimizer", "partition_size"),
+    Internal("reduction", "optimizer", "real_dp_process_group"),
+    Internal("reduction", "optimizer", "sequence_parallel_size"),
+    Internal("reduction", "optimizer", "gradient_average"),
+    Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",), since="0.19.8"),
+    Internal("reduction", "optimizer", "cpu_offload"),
+    Internal("gradient norm", "optimizer", "scaled_global_norm", ()),
+    Internal(
+        "parameter gather", _STAGE_1_2_MODULE, "all_gather_dp_groups",
+        ("groups_flat", "partitioned_param_groups", "dp_process_group"),
+    ),
+    Internal("DeepCompile", "optimizer", "get_param_id", ("param",)),
+)  # fmt: skip
+STAGE_1_2_OFFLOAD = (
+    Internal("reduction with an offloaded optimizer", "optimizer", "params_in_partition"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "single_partition_of_fp32_groups"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",)),
+    Internal("reduction with an offloaded optimizer", "optimizer", "grad_position"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "norm_for_param_grads"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "update_offload_overflow_tracker", ("grad",)),
+)
+STAGE_3 = (
+    Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
+    Internal("reduction", "optimizer", "fp16_groups"),
+    Internal("reduction", "optimizer", "offload_optimizer"),
+    Internal("reduction", "optimizer", "_offload_boundary_param_ids"),
+    Internal("reduction", "optimizer", "_get_param_partition_group", ("param",)),
+    Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
+    Internal("reduction", "optimizer", GRADIENT_SHARDS),
+    Internal("reduction", "parameter", "ds_id"),
+    Internal("reduction", "parameter", "ds_numel"),
+    Internal("reduction", "parameter", "partition_numel", ()),
+    Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
+    Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
+    Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
+    Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
+    Internal("gathers", "optimizer", "parameter_offload"),
+    Internal("gathers", "zero config", "use_all_reduce_for_fetch_params"),
+    Internal("gathers", "offload", "get_param_coordinator", ()),
+    Internal("gathers", "coordinator", ALL_GATHER_PARAMS, ("params", "forward")),
+    Internal("gathers", "coordinator", GATHER_STREAM),
+    Internal("gathers", "coordinator", IN_FLIGHT),
+    Internal("gathers", "parameter", "ds_status"),
+    Internal("gathers", "parameter", "ds_process_group"),
+    Internal("gathers", "parameter", "ds_shape"),
+    Internal("gathers", "parameter", "ds_persist"),
+    Internal("gathers", _PARTITION_MODULE, "_dist_allgather_fn", ("input_tensor", "output_tensor", "group")),
+    Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
+    Internal("held parameters", "coordinator", "release_sub_module", ("submodule", "forward")),
+    Internal("held parameters", "coordinator", "release_backward_leftovers", ()),
+    Internal("held parameters", "coordinator", "_invalidate_trace", ()),
+    Internal("held parameters", "coordinator", RELEASES),
+    Internal("held parameters", "parameter", "ds_active_sub_modules"),
+    Internal("held parameters", _COORDINATOR_MODULE, "iter_params", ("module", "recurse")),
+    Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
+    Internal("shard_over", "parameter", "ds_zero_partition_process_group", optional=True),
+    Internal("shard_over", "parameter", "ds_zero_param_process_group", optional=True),
+    Internal("shard_over", "parameter", "ds_optim_param", optional=True),
+)
+UNSHARD_ON_READ = (
+    Internal("unsharding on read", "engine", "param_names"),
+    Internal("unsharding on read", "engine", "module_forward_pre_hook"),
+    Internal("unsharding on read", "engine", "module_forward_post_hook"),
+    Internal("unsharding on read", "engine", "_create_module_forward_pre_hook", ()),
+    Internal("unsharding on read", "engine", "_create_module_forward_post_hook", ()),
+    Internal("unsharding on read", "offload", "forward_hooks"),
+    Internal("unsharding on read", "offload", "backward_hooks"),
+    Internal("unsharding on read", "offload", "fwd_pre_hook"),
+    Internal("unsharding on read", "offload", "_remove_module_hooks", ()),
+    Internal("unsharding on read", "offload", "setup_zero_stage3_hooks", ()),
+    Internal("unsharding on read", "coordinator", "is_invalid_trace", ()),
+    Internal("unsharding on read", "parameter", "all_gather_coalesced", ("params",), public=True),
+    Internal("unsharding on read", "parameter", "partition", ("param_list",), public=True),
+    Internal("unsharding on read", "parameter", "ds_tensor"),
+    Internal("unsharding on read", "parameter", "_ds_z3_gathered_param_context_depth", optional=True),
+    Internal("unsharding on read", _OFFLOAD_MODULE, "ZeROOrderedDict"),
+    Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", optional=True),
+    Internal("unsharding on read", _OFFLOAD_MODULE, "FWD_MODULE_STACK"),
+    Internal("unsharding on read", _OFFLOAD_MODULE, "ensure_zero_ordered_dict"),
+    Internal("unsharding on read", _LINEAR_MODULE, "LinearFunctionForZeroStage3"),
+    Internal("unsharding on read", _LINEAR_MODULE, "zero3_linear_wrap"),
+)
+SEVERAL_ENGINES = (
+    Internal("several engines over one module", "optimizer", "module", public=True),
+    Internal("several engines over one module", "optimizer", "persistent_parameters"),
+    Internal("several engines over one module", "offload", "module", public=True),
+    Internal("several engines over one module", "offload", "persistent_parameters"),
+    Internal("several engines over one module", "offload", "param_coordinator"),
+    Internal("several engines over one module", "offload", OFFLOAD_GATHER_STREAM),
+    Internal("several engines over one module", _PARTITION_MODULE, "_init_external_params"),
+)
+NESTED_ZERO_INIT = (
+    Internal("zero.Init inside another one", _PARTITION_MODULE, "top_level_context"),
+    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "ds_process_group", optional=True),
+    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "dp_world_size", optional=True),
+    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "enabled", public=True, optional=True),
+)
+EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
+DEEPCOMPILE = (
+    Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
+    Internal("DeepCompile", "deepspeed.compile.backend", "remaining_schedule"),
+)
+RACE_CHECK = (Internal("race check", "engine", "zero_overlap_comm", ()),)
+RACE_CHECK_STAGE_1_2 = (Internal("race check", "optimizer", "reduction_stream"),)
+RACE_CHECK_STAGE_3 = (
+    Internal("race check", "optimizer", "reduce_and_partition_stream"),
+    Internal("race check", "offload", OFFLOAD_GATHER_STREAM),
+    Internal("race check", "coordinator", GATHER_STREAM),
+)
+# Marks of configurations that ZeroSync refuses; an engine that lacks one is not so configured.
+_REFUSED = (
+    Internal("window", "engine", "zenflow", optional=True),
+    Internal("window", "engine", "zero_quantized_gradients", (), optional=True),
+    Internal("window", "engine", "_autoep_folding_spec", optional=True),
+    Internal("window", "parameter", "use_muon", optional=True),
+)
+EVERY_TABLE = (
+    CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
+    NESTED_ZERO_INIT, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
+)  # fmt: skip
+
+
+def internals(engine: Any) -> tuple[Internal, ...]:
+    """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
+    if engine.zero_optimization_stage() == 3:
+        return (*ALL_STAGES, *_REFUSED, *STAGE_3)
+    offload = STAGE_1_2_OFFLOAD if getattr(engine.optimizer, "cpu_offload", False) else ()
+    return (*ALL_STAGES, *_REFUSED, *STAGE_1_2, *offload)
+
+
+def verify(engine: Any) -> None:
+    """Check that ``engine`` is one that ZeroSync supports and has every internal that ZeroSync uses on it.
+
+    Raises:
+        TypeError: ``engine`` is not a ``DeepSpeedEngine``.
+        ValueError: the engine is configured in a way that ZeroSync does not support.
+        ContractError: an internal is missing or has changed.
+    """
+    _check_supported(engine)
+    require(internals(engine), engine)
+    if engine.is_deepcompile_active():
+        raise ValueError(
+            "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
+            " themselves. Call engine.compile() after attach()."
+        )
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        raise changed("window", f"torch._C._current_graph_task_id is missing in torch {torch.__version__}")
+
+
+def require(table: Iterable[Internal], engine: Any = None) -> None:
+    """Check that DeepSpeed has the internals of ``table``, on ``engine`` or in its modules.
+
+    Raises:
+        ContractError: one is missing or has changed.
+    """
+    import deepspeed
+
+    for internal in table:
+        if internal.optional or not internal.applies_to(deepspeed.__version__):
+            continue
+        owner = _owner(engine, internal.owner)
+        if owner is not None and (found := problem(owner, internal)):
+            where = internal.owner if internal.owner.startswith("deepspeed.") else type(owner).__name__
+            raise changed(internal.feature, f"{where}.{internal.name} {found}")
+
+
+def _owner(engine: Any, owner: str) -> Any:
+    """Return the object that ``Internal.owner`` names; ``None`` where this engine has none."""
+    if owner.startswith("deepspeed."):
+        return importlib.import_module(owner)
+    if owner == "engine":
+        return engine
+    if owner == "engine config":
+        return engine._config
+    if owner == "zero config":
+        return engine._config.zero_config
+    if owner == "parameter":
+        return next(engine.module.parameters(), None)
+    if owner == "optimizer":
+        return engine.optimizer
+    offload = engine.optimizer.parameter_offload
+    return offload if owner == "offload" else offload.get_param_coordinator()
+
+
+def problem(owner: Any, internal: Internal) -> str | None:
+    """Return what is wrong with ``internal`` on ``owner``, or ``None``."""
+    if not (hasattr(type(owner), internal.name) or internal.name in vars(owner)):  # computes no property
+        return "is missing"
+    if internal.parameters is None:
+        return None
+    parameters = tuple(inspect.signature(getattr(owner, internal.name)).parameters)
+    if parameters == ("args", "kwargs"):  # behind one of DeepSpeed's decorators, which hide the names
+        return None
+    if parameters[: len(internal.parameters)] != internal.parameters:
+        return f"takes {parameters}, expected {internal.parameters}"
+    return None
+
+
+def changed(feature: str, found: str) -> ContractError:
+    """Return the error that says what ``feature`` found instead of the DeepSpeed internal that it uses."""
+    import deepspeed
+
+    return ContractError(
+        f"ZeroSync's {feature} relies on a DeepSpeed internal that has changed: {found}. Found DeepSpeed"
+        f" {deepspeed.__version__}; tested with {', '.join(TESTED_DEEPSPEED)}. Install a tested version, or train"
+        " without ZeroSync."
+    )
+
+
+def _check_supported(engine: Any) -> None:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import PipelineModule
+
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError(f"attach() takes the engine that deepspeed.initialize() returned, got {type(engine).__name__}.")
+    require(CONFIGURATION, engine)
+    stage = int(engine.zero_optimization_stage())
+    if stage not in (1, 2, 3):
+        raise ValueError(f"ZeroSync needs ZeRO stage 1, 2 or 3, found 'zero_optimization.stage' = {stage}.")
+    if isinstance(engine.module, PipelineModule):
+        raise ValueError("ZeroSync does not support DeepSpeed pipeline parallelism; use a plain module.")
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        raise ValueError(
+            "ZeroSync does not support DeepSpeed's BF16_Optimizer, which ZeRO stage 1 with bf16 parameters and"
+            " 'data_types.grad_accum_dtype' = 'fp32' selects. Use stage 2, or leave grad_accum_dtype out."
+        )
+    if getattr(engine, "zenflow", False):
+        raise ValueError(
+            "ZeroSync does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."
+        )
+    if type(engine.optimizer).__name__ == "MiCS_Optimizer":
+        raise ValueError("ZeroSync does not support MiCS; remove 'zero_optimization.mics_shard_size'.")
+    if getattr(engine, "zero_quantized_gradients", bool)():
+        raise ValueError("ZeroSync does not support quantized gradients; set 'zero_quantized_gradients' to false.")
+    if any(getattr(param, "use_muon", False) for param in engine.module.parameters()):
+        raise ValueError("ZeroSync does not support Muon, which needs whole gradients. Use AdamW or SGD.")
+    if getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1) > 1:
+        raise ValueError("ZeroSync does not support AutoEP folded with tensor parallelism. Use one of the two.")
+    if not isinstance(engine.optimizer, ZeROOptimizer):
+        raise ValueError(
+            f"ZeroSync needs an engine with an optimizer, found {type(engine.optimizer).__name__}. Pass one to"
+            " deepspeed.initialize(), or name one in the DeepSpeed configuration."
+        )

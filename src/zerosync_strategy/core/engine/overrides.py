@@ -1,0 +1,221 @@
+"""The methods of DeepSpeed's objects that ZeroSync overrides, and what they call instead.
+
+Each class here is interposed before DeepSpeed's own (``interpose.py``) and holds no state: it passes the call on to an
+object that implements the protocol above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class EngineHooks(Protocol):
+    """What the methods of an attached engine and its optimizer call."""
+
+    gradient_ready: Callable[[Any], None]
+    """Autograd has added to the gradient of a parameter."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward."""
+
+    def backward(self, is_boundary: bool) -> AbstractContextManager[None]:
+        """Around ``engine.backward``; ``is_boundary``: DeepSpeed's own accumulation makes a step follow."""
+
+    def backward_begins(self) -> None:
+        """From inside an autograd graph, before the first gradient."""
+
+    def zero_grad(self) -> None:
+        """The gradients of the window are dropped."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around the ZeRO optimizer's own step."""
+
+    def saving(self, path: Any) -> AbstractContextManager[None]:
+        """Around ``save_checkpoint``."""
+
+    def loading(self, path: Any) -> AbstractContextManager[None]:
+        """Around ``load_checkpoint``."""
+
+    def check_full_state_dict(self) -> None:
+        """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Around DeepCompile's preparation of the engine."""
+
+    def destroyed(self) -> None:
+        """The engine is about to be destroyed: detach."""
+
+    def gather_parameters(self) -> AbstractContextManager[None]:
+        """Around ZeRO-1/2's step, which gathers parameters."""
+
+    def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
+        """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
+
+
+class EngineOverrides:
+    """Overrides of ``DeepSpeedEngine``."""
+
+    _zerosync_hooks: EngineHooks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.forward():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        engine: Any = self
+        is_boundary = engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary()
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
+            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
+        with self._zerosync_hooks.backward(is_boundary):
+            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+
+    def _backward_prologue(self) -> None:
+        self._zerosync_hooks.backward_begins()
+        super()._backward_prologue()  # type: ignore[misc]
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing is sent before the step in any case; legal on every stage."""
+        yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """DeepSpeed's explicit window: ours is open already, and the step closes it."""
+        yield
+
+    def zero_grad(self) -> None:
+        self._zerosync_hooks.zero_grad()
+        super().zero_grad()  # type: ignore[misc]
+
+    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.saving(save_dir):
+            return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.loading(load_dir):
+            return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_hooks.check_full_state_dict()
+        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.compiling():
+            return super().get_deepcompile_backend(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        self._zerosync_hooks.destroyed()  # this object is a plain engine from here on
+        self.destroy()
+
+
+class OptimizerOverrides:
+    """Overrides of a ZeRO optimizer on every stage."""
+
+    _zerosync_hooks: EngineHooks
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.step():
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._zerosync_hooks.zero_grad()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
+
+    def zerosync_stock_finalize(self) -> None:
+        super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
+
+
+class Stage12Overrides(OptimizerOverrides):
+    """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.gather_parameters():
+            return super().step(*args, **kwargs)
+
+    def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
+        self._zerosync_hooks.gradient_ready(param)
+
+    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        stock = super().scaled_global_norm  # type: ignore[misc]
+        return self._zerosync_hooks.norm(lambda: stock(*args, **kwargs))
+
+
+class Stage3Overrides(OptimizerOverrides):
+    """Overrides of the optimizer of ZeRO-3."""
+
+    def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
+        self._zerosync_hooks.gradient_ready(param)
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]
+
+
+class GatherHooks(Protocol):
+    """What schedules the gathers of a ZeRO-3 engine."""
+
+    def issue(self, params: Iterable[Any], gather: Callable[[list[Any]], None]) -> None:
+        """Call ``gather`` for parts of ``params``, each of one process group."""
+
+
+class GatherOverrides:
+    """Overrides of DeepSpeed's parameter coordinator: the order of gathers."""
+
+    _zerosync_gathers: GatherHooks
+
+    # One leading underscore: a method that is private to DeepSpeed's class, under the name that Python gives it.
+    def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
+        stock = super()._PartitionedParameterCoordinator__all_gather_params  # type: ignore[misc]
+        self._zerosync_gathers.issue(params, lambda of_group: stock(of_group, forward))
+
+
+class ReleaseHooks(Protocol):
+    """What keeps parameters of a ZeRO-3 engine gathered."""
+
+    def order_forgotten(self) -> None:
+        """DeepSpeed records anew in which order modules run."""
+
+    def fetching(self, module: Any) -> None:
+        """The parameters of ``module`` are about to be gathered."""
+
+    def releasing(self, module: Any | None) -> AbstractContextManager[None]:
+        """Around the release of the parameters of ``module``; ``None``: of what a backward has left."""
+
+
+class ReleaseOverrides:
+    """Overrides of DeepSpeed's parameter coordinator: what is released."""
+
+    _zerosync_releases: ReleaseHooks
+
+    def _invalidate_trace(self) -> None:
+        super()._invalidate_trace()  # type: ignore[misc]
+        self._zerosync_releases.order_forgotten()
+
+    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+        self._zerosync_releases.fetching(current_submodule)
+        super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+
+    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+        with self._zerosync_releases.releasing(submodule):
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+
+    def release_backward_leftovers(self) -> None:
+        # Modules whose inputs need no gradient; their parameters are released at the end of the backward.
+        with self._zerosync_releases.releasing(None):
+            super().release_backward_leftovers()  # type: ignore[misc]
+
+
+class InferenceOverrides:
+    """Overrides of what gathers ZeRO-3 parameters where there is no optimizer."""
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Does nothing: DeepSpeed 0.19.8 asks for it, and only an optimizer has it."""

@@ -1,0 +1,122 @@
+"""What ZeRO's engine and optimizer have on every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import contract
+
+
+def stage(engine: Any) -> int:
+    """Return the ZeRO stage of ``engine``."""
+    return int(engine.zero_optimization_stage())
+
+
+def user_config(engine: Any) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of ``engine`` as the user gave it, unknown blocks included."""
+    found = engine._config._param_dict
+    if not isinstance(found, dict):
+        raise contract.changed("configuration block", f"DeepSpeedConfig._param_dict is a {type(found).__name__}")
+    return found
+
+
+def accumulate_outside(engine: Any) -> None:
+    """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
+
+    What DeepSpeed's ``set_train_batch_size`` does, which does not know the ranks under sequence parallelism.
+    """
+    contract.require(contract.ACCUMULATION, engine)
+    config = engine._config
+    config.train_batch_size //= config.gradient_accumulation_steps
+    config.gradient_accumulation_steps = 1
+
+
+def comm_backend() -> Any:
+    """Return DeepSpeed's process-wide communication backend, through which all its collectives go.
+
+    Raises:
+        ContractError: there is none.
+    """
+    from deepspeed.comm import comm
+
+    found = getattr(comm, "cdb", None)
+    if found is None:
+        raise contract.changed("report", "deepspeed.comm.comm.cdb is missing")
+    return found
+
+
+def data_parallel_group(optimizer: Any) -> Any:
+    """Return the process group of all data-parallel ranks."""
+    return optimizer.dp_process_group
+
+
+def param_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype of the parameters and of the gradients that autograd accumulates."""
+    return optimizer.dtype
+
+
+def accumulation_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype in which gradients are summed over the backwards of a step."""
+    return optimizer.gradient_accumulation_dtype
+
+
+def accumulated_gradient(param: Any) -> torch.Tensor | None:
+    """Return the gradient of ``param`` that is summed in another dtype than its own, where there is one."""
+    return getattr(param, "grad_accum", None)
+
+
+def set_accumulated_gradient(param: Any, gradient: torch.Tensor | None) -> None:
+    """Set what :func:`accumulated_gradient` returns."""
+    param.grad_accum = gradient
+
+
+def expect_backward(optimizer: Any) -> None:
+    """Let ``optimizer`` take the coming backward for one that runs inside no other.
+
+    DeepSpeed counts one entry for every forward that a backward goes through, and one exit: after a backward through
+    two forwards it would take the next ``loss.backward()`` for one inside another.
+    """
+    optimizer._backward_active_depth = 0
+
+
+def forget_backward(optimizer: Any) -> None:
+    """Let ``optimizer`` forget a backward that raised."""
+    optimizer._backward_active_depth = 0
+    optimizer.clear_backward_seen_flag()
+
+
+def loss_scale(optimizer: Any) -> float:
+    """Return the factor that fp16 losses are multiplied with; 1 in other dtypes."""
+    return optimizer.loss_scale
+
+
+def swap_clip_norm(optimizer: Any, norm: float) -> float:
+    """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the one before."""
+    before, optimizer.clip_grad = optimizer.clip_grad, norm
+    return before
+
+
+def renew_streams(engine: Any) -> None:
+    """Give the ZeRO optimizer of ``engine`` the streams that it would have if it were built now.
+
+    Raises:
+        ContractError: DeepSpeed keeps them elsewhere.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, optimizer = get_accelerator(), engine.optimizer
+    contract.require(contract.RACE_CHECK, engine)
+    stream = None
+    if not accelerator.is_synchronized_device():
+        stream = accelerator.Stream() if engine.zero_overlap_comm() else accelerator.default_stream()
+    if stage(engine) != 3:
+        contract.require(contract.RACE_CHECK_STAGE_1_2, engine)
+        optimizer.reduction_stream = stream
+        return
+    contract.require(contract.RACE_CHECK_STAGE_3, engine)
+    offload = optimizer.parameter_offload
+    optimizer.reduce_and_partition_stream = stream
+    setattr(offload, contract.OFFLOAD_GATHER_STREAM, stream)
+    setattr(offload.get_param_coordinator(), contract.GATHER_STREAM, stream)

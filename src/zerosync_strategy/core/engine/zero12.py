@@ -1,0 +1,114 @@
+"""ZeRO-1 and ZeRO-2: where the optimizer keeps gradients, and how its step gathers parameters.
+
+Each parameter group lies in one flat buffer, which is cut into equal shards, one per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.engine import contract
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """One parameter group of the optimizer.
+
+    Attributes:
+        index: among the groups.
+        process_group: whose ranks each have one shard.
+        params: those that have elements.
+        offsets: of each parameter in the flat buffer, in elements.
+        shard_numel: elements of one shard, padding included.
+    """
+
+    index: int
+    process_group: Any
+    params: list[Any]
+    offsets: list[int]
+    shard_numel: int
+
+
+def flat_groups(optimizer: Any) -> list[FlatGroup]:
+    """Return the parameter groups of ``optimizer``.
+
+    Raises:
+        ContractError: the parameters do not lie in the flat buffers.
+    """
+    groups = []
+    for index, flat in enumerate(optimizer.bit16_groups_flat):
+        params = [param for param in optimizer.bit16_groups[index] if param.numel()]
+        offsets = [(param.data_ptr() - flat.data_ptr()) // flat.element_size() for param in params]
+        for param, offset in zip(params, offsets, strict=True):
+            if not 0 <= offset <= flat.numel() - param.numel():
+                raise contract.changed("reduction", "the parameters do not lie in optimizer.bit16_groups_flat")
+        shard_numel = int(optimizer.partition_size[index])
+        groups.append(FlatGroup(index, optimizer.real_dp_process_group[index], params, offsets, shard_numel))
+    return groups
+
+
+def averaging_divisor(optimizer: Any) -> float:
+    """Return what a sum of gradients over the data-parallel ranks is divided by."""
+    if not optimizer.gradient_average:
+        return 1.0
+    return dist.get_world_size(optimizer.dp_process_group) / float(optimizer.sequence_parallel_size)
+
+
+def allocate_gradient_shard(optimizer: Any, index: int) -> None:
+    """Give the optimizer a new gradient shard of zeros for one group."""
+    optimizer.averaged_gradients[index] = optimizer._build_compact_grad_partition_buffer(index)
+
+
+def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
+    """Return this rank's gradient shard of one group, flat."""
+    flat: torch.Tensor = optimizer.averaged_gradients[index].flat_partition
+    return flat
+
+
+def discard_gradient_shard(optimizer: Any, index: int) -> None:
+    """Let the optimizer forget its gradient shard of one group."""
+    optimizer.averaged_gradients[index] = None
+
+
+def hand_over_gradients(optimizer: Any) -> None:
+    """Let the coming step find the gradient shards. An offloaded optimizer wants copies, their norms and overflow."""
+    if not optimizer.cpu_offload:
+        return
+    for index, params in enumerate(optimizer.params_in_partition):
+        shard = gradient_shard(optimizer, index)
+        optimizer.single_partition_of_fp32_groups[index].grad.copy_(shard)
+        for param in params:
+            key = optimizer.get_param_id(param)
+            _, _, offset, numel = optimizer.grad_position[key]
+            part = shard.narrow(0, int(offset), int(numel))
+            optimizer.norm_for_param_grads[key] = part.double().norm(2)
+            optimizer.update_offload_overflow_tracker(part)
+
+
+def gradient_norm(optimizer: Any) -> torch.Tensor:
+    """Return the L2 norm of the gradients in all ranks' shards, times the loss scale. Collective."""
+    norm: torch.Tensor = optimizer.scaled_global_norm()
+    return norm
+
+
+@contextmanager
+def parameter_gather(gather: Callable[..., None]) -> Iterator[None]:
+    """While active, the optimizer's step gives the updated parameters to all ranks by ``gather``.
+
+    It is called with DeepSpeed's keywords, of which ``partitioned_param_groups`` (by group, one shard per rank) and
+    ``dp_process_group`` (by group) say everything.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stock = stage_1_and_2.all_gather_dp_groups
+    stage_1_and_2.all_gather_dp_groups = gather
+    try:
+        yield
+    finally:
+        stage_1_and_2.all_gather_dp_groups = stock

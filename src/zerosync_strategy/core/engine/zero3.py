@@ -1,0 +1,360 @@
+"""ZeRO-3: its parameters, what gathers and releases them, and where the optimizer keeps gradients.
+
+The first part works on any parameter: one that ZeRO-3 does not shard has its values, its own shape and no group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.engine import contract
+
+# ---- one parameter ---------------------------------------------------------------------------------------------------
+
+
+def is_sharded(param: Any) -> bool:
+    """Return whether ``param`` is a parameter of ZeRO-3, gathered or not."""
+    return hasattr(param, "ds_id")
+
+
+def param_id(param: Any) -> int:
+    """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
+    return int(getattr(param, "ds_id", 0))
+
+
+def full_shape(param: Any) -> tuple[int, ...]:
+    """Return the shape of ``param`` when it is gathered."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def full_numel(param: Any) -> int:
+    """Return the elements of ``param`` when it is gathered."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def full_bytes(param: Any) -> int:
+    """Return the bytes of ``param`` when it is gathered."""
+    return full_numel(param) * int(param.element_size())
+
+
+def process_group(param: Any) -> Any:
+    """Return the process group whose ranks shard ``param``; ``None`` without ZeRO-3."""
+    return getattr(param, "ds_process_group", None)
+
+
+def is_persistent(param: Any) -> bool:
+    """Return whether DeepSpeed keeps ``param`` gathered for good."""
+    return bool(getattr(param, "ds_persist", False))
+
+
+def is_gathered(param: Any) -> bool:
+    """Return whether ``param`` has its values: neither released nor still on its way."""
+    status = getattr(param, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
+
+
+def is_released(param: Any) -> bool:
+    """Return whether ``param`` is neither gathered nor on its way."""
+    return param.ds_status.name == "NOT_AVAILABLE"
+
+
+def is_in_use(param: Any) -> bool:
+    """Return whether ``param`` has its values, and keeps them for a reader's backward.
+
+    So do a module's own parameters while its forward or backward runs, and persistent ones. Others may be there by
+    chance, prefetched or not yet released, and gone by then.
+    """
+    return is_gathered(param) and (not hasattr(param, "ds_id") or param.ds_persist or bool(param.ds_active_sub_modules))
+
+
+@contextmanager
+def kept_from_release(params: Iterable[Any], user: str) -> Iterator[None]:
+    """While active, DeepSpeed releases none of ``params``: ``user`` counts among the modules that use them."""
+    kept = list(params)
+    for param in kept:
+        param.ds_active_sub_modules.add(user)
+    try:
+        yield
+    finally:
+        # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
+        for param in kept:
+            param.ds_active_sub_modules.discard(user)
+
+
+@contextmanager
+def in_full_shape(param: Any) -> Iterator[None]:
+    """While active, a parameter has its shape, released or not: autograd wants it so when it is given a gradient."""
+    if param.numel() > 0 or not hasattr(param, "ds_shape"):
+        yield
+        return
+    data, param.data = param.data, param.data.new_empty(1).expand(param.ds_shape)
+    try:
+        yield
+    finally:
+        param.data = data
+
+
+def gather(param: Any) -> torch.Tensor:
+    """Return the values of a released parameter, which stays released, in memory of their own. Collective."""
+    param.all_gather_coalesced([param]).wait()
+    full: torch.Tensor = param.data
+    if full.data_ptr() == param.ds_tensor.data_ptr():  # a group of one rank gathers nothing
+        full = full.clone()
+    param.partition()
+    return full
+
+
+# ---- the process group of a parameter --------------------------------------------------------------------------------
+
+
+def shard_over(param: Any, group: Any) -> None:
+    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
+    param.ds_zero_partition_process_group = group
+    # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
+    param.ds_optim_param = True
+
+
+def has_own_group(param: Any) -> bool:
+    """Return whether :func:`shard_over` or DeepSpeed has chosen the process group of this one parameter."""
+    return hasattr(param, "ds_zero_partition_process_group")
+
+
+def has_secondary_shard(param: Any) -> bool:
+    """Return whether ZeRO-3 keeps ``param`` a second time, sharded over the ranks of a node (hpZ)."""
+    return getattr(param, "ds_zero_param_process_group", None) is not None
+
+
+def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
+    """From now on in this process, call ``check(inner group, outer group)`` where a ``zero.Init`` is nested.
+
+    It is called where the inner one is enabled and was given a process group of fewer ranks than all.
+    """
+    from deepspeed import zero
+    from deepspeed.runtime.zero import partition_parameters
+
+    contract.require(contract.NESTED_ZERO_INIT)
+    if getattr(zero.Init.__enter__, "zerosync", False):
+        return
+    stock = zero.Init.__enter__
+
+    @functools.wraps(stock)
+    def enter(init: Any) -> Any:
+        outer = partition_parameters.top_level_context
+        if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
+            check(init.ds_process_group, outer.ds_process_group)
+        return stock(init)
+
+    enter.zerosync = True  # type: ignore[attr-defined]
+    zero.Init.__enter__ = enter
+
+
+# ---- gathering and releasing -----------------------------------------------------------------------------------------
+
+
+def coordinator(optimizer: Any) -> Any:
+    """Return what gathers and releases the parameters of a ZeRO-3 optimizer."""
+    return optimizer.parameter_offload.get_param_coordinator()
+
+
+def gather_stream(coordinator: Any) -> Any:
+    """Return the stream on which DeepSpeed gathers and waits for gathers; ``None`` on a device without streams."""
+    return getattr(coordinator, contract.GATHER_STREAM)
+
+
+@contextmanager
+def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+    """While active, DeepSpeed gathers and waits for gathers on ``stream``."""
+    before = getattr(coordinator, contract.GATHER_STREAM)
+    setattr(coordinator, contract.GATHER_STREAM, stream)
+    try:
+        yield
+    finally:
+        setattr(coordinator, contract.GATHER_STREAM, before)
+
+
+@contextmanager
+def gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
+    """While active, DeepSpeed gathers parameters by ``all_gather(source, target, process_group)``.
+
+    That is called with this rank's shard and the place for all shards, both flat, and returns what has ``wait()``.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    stock = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = all_gather
+    try:
+        yield
+    finally:
+        partition_parameters._dist_allgather_fn = stock
+
+
+def gathers_by_all_reduce(engine: Any) -> bool:
+    """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
+    return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
+
+
+def in_flight(coordinator: Any) -> dict[Any, Any]:
+    """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
+    return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__
+
+
+def release_cache(coordinator: Any) -> Any:
+    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators.
+
+    Raises:
+        ContractError: it is not there.
+    """
+    function = getattr(type(coordinator), contract.RELEASES)
+    while not hasattr(function, "cache_clear"):
+        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = next((found for found in inner if callable(found)), None)
+        if function is None:
+            raise contract.changed("held parameters", f"{contract.RELEASES} is not cached")
+    return function
+
+
+def release_leftovers(coordinator: Any) -> None:
+    """Release what the modules of a backward that raised have left gathered."""
+    coordinator.release_backward_leftovers()
+
+
+def parameters_of(module: Any) -> list[Any]:
+    """Return the parameters that are gathered for ``module``: its own; of a leaf to ZeRO-3, also those below it."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
+
+    return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def modules_of(module: Any) -> Iterable[Any]:
+    """Return the modules whose own parameters :func:`parameters_of` returns."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
+
+    return module.modules() if z3_leaf_module(module) else (module,)
+
+
+def forget_order(optimizer: Any) -> None:
+    """Let DeepSpeed record anew in which order modules run, and release what it has prefetched."""
+    found = coordinator(optimizer)
+    if not found.is_invalid_trace():
+        found._invalidate_trace()
+
+
+def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
+    """After an exception: release what is gathered of ``module``.
+
+    Persistent parameters stay, those that a user's ``GatheredParameters`` context has gathered, and what ``keeps``
+    says.
+    """
+    forget_order(optimizer)
+    release_leftovers(coordinator(optimizer))
+    for submodule in module.modules():
+        if hasattr(submodule._parameters, "_in_forward"):
+            submodule._parameters._in_forward = False
+    for param in module.parameters():
+        _release(param, keeps)
+
+
+def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
+    if not is_sharded(param) or not is_gathered(param):
+        return
+    param.ds_active_sub_modules.clear()
+    if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
+        param.partition()
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def param_groups(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters of the optimizer, by DeepSpeed's groups."""
+    return optimizer.fp16_groups
+
+
+def gradient_group(optimizer: Any, param: Any) -> Any:
+    """Return the process group whose ranks each keep a shard of the gradient of ``param``."""
+    return optimizer._get_param_partition_group(param)
+
+
+def shard_numel(param: Any) -> int:
+    """Return the elements of one rank's shard of ``param`` or of its gradient, padding included."""
+    return int(param.partition_numel())
+
+
+def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
+    """Return what a sum of the gradients of ``params`` is divided by, if ``world_size`` ranks add to it."""
+    return float(optimizer._gradient_averaging_world_size(params, world_size))
+
+
+def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Return this rank's shard of each gradient, flat, by the id of the parameter."""
+    return getattr(optimizer, contract.GRADIENT_SHARDS)
+
+
+def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
+    """Let the coming step find the gradient shards of ``params``."""
+    if optimizer.offload_optimizer:
+        optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
+        optimizer.zerosync_stock_finalize()
+        return
+    shards = gradient_shards(optimizer)
+    for index, group in enumerate(optimizer.fp16_groups):
+        optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group]
+
+
+def discard_gradients(optimizer: Any) -> None:
+    """Let the optimizer forget which gradient shards its step would use."""
+    optimizer.averaged_gradients = {}
+
+
+def gradient_norms(optimizer: Any) -> list[Any]:
+    """Return the L2 norm of the gradients times the loss scale, as one. Collective."""
+    norms: list[Any] = optimizer._get_norm_groups()
+    return norms
+
+
+def all_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of the optimizer's module, those that it does not train included."""
+    return list(optimizer.module.parameters())
+
+
+# ---- full parameters, checkpoints, several engines -------------------------------------------------------------------
+
+
+def reload_master_weights(optimizer: Any) -> None:
+    """Set the weights that the optimizer steps to the present values of the parameters. Collective."""
+    optimizer.refresh_fp32_params()
+
+
+def release_for_checkpoint(optimizer: Any) -> None:
+    """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
+    optimizer.checkpoint_event_prologue()
+
+
+def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
+    """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
+
+    Args:
+        first: the engine whose hooks run in the module that is trained; may be ``engine`` itself.
+
+    Raises:
+        ContractError: DeepSpeed keeps what gathers and releases elsewhere.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    contract.require(contract.SEVERAL_ENGINES, engine)
+    contract.require(contract.SEVERAL_ENGINES, first)
+    optimizer, params = engine.optimizer, set(part.parameters())
+    offload, first_offload = optimizer.parameter_offload, first.optimizer.parameter_offload
+    for module in part.modules():
+        partition_parameters._init_external_params(module)  # what an engine's own module has been given
+    offload.module = optimizer.module = part
+    persistent = [param for param in optimizer.persistent_parameters if param in params]
+    offload.persistent_parameters = optimizer.persistent_parameters = persistent
+    offload.param_coordinator = first_offload.param_coordinator
+    setattr(offload, contract.OFFLOAD_GATHER_STREAM, getattr(first_offload, contract.OFFLOAD_GATHER_STREAM))

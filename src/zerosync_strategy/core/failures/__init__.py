@@ -1,0 +1,1 @@
+"""Errors that say what every rank was doing, what differs between ranks, and what is wrong with a checkpoint."""

@@ -1,0 +1,34 @@
+"""Errors of DeepSpeed's checkpoints that name the path and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zerosync_strategy.core.failures.rank_status import RankError
+
+UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
+UNREADABLE = (
+    "A file is missing or truncated, or it was written with another model, ZeRO stage, optimizer or number of ranks."
+    " Some of the engine's parameters may be replaced: load an earlier checkpoint, or build the engine anew."
+)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; ``__cause__`` has DeepSpeed's own error."""
+
+
+@contextmanager
+def wrap_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
+    """Around reading or writing files, whose errors name neither the path nor the cause.
+
+    Raises:
+        CheckpointError: for what DeepSpeed and torch raise there.
+    """
+    try:
+        yield
+    except RankError:
+        raise
+    except (AssertionError, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
+        message = f"Cannot {what}: {type(error).__name__}: {error}".rstrip(":. ")
+        raise CheckpointError(f"{message}. {remedy}") from error

@@ -1,0 +1,108 @@
+"""DeepCompile: its graphs gather and release parameters, and the window reduces their gradients (rule E2).
+
+DeepCompile writes ZeRO's collectives into the graphs that it compiles. There, every backward reduces its gradients,
+whatever the window; and gradients from eager frames are lost, because DeepSpeed 0.19.8 removes the hooks that would
+reduce them. Here a pass of ours comes last at each step of DeepCompile's schedule and puts ``zerosync::collect``, which
+gives a gradient to the window, in the place of each reduction. Eager frames get such hooks back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.config import ZeroSyncConfig
+from zerosync_strategy.core.engine import compilation
+
+_numbers = count()
+_engines: weakref.WeakValueDictionary[int, CompiledGradientHook] = weakref.WeakValueDictionary()
+
+
+class CompiledGradientHook:
+    """Gives the gradients of one engine that DeepCompile compiles to the window.
+
+    Args:
+        params: by the id that DeepCompile gives them in graphs.
+        collect: is called with a parameter and its gradient, in full and in any dtype, whose memory stays the graph's.
+        ready: is called with a parameter to whose ``grad`` autograd has added.
+    """
+
+    def __init__(
+        self,
+        params: dict[int, torch.nn.Parameter],
+        collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        ready: Callable[[torch.nn.Parameter], None],
+    ) -> None:
+        self._params = params
+        self._collect = collect
+        self._ready = ready
+        self._hooks: list[Any] = []
+        self._number = next(_numbers)
+        _engines[self._number] = self
+
+    @staticmethod
+    def verify(config: ZeroSyncConfig, over_groups: bool, checked: bool) -> None:
+        """Check that DeepCompile can compile an engine with these options.
+
+        Args:
+            over_groups: parameters are sharded over groups of ranks.
+            checked: by the race checker.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        for found, what in (
+            (config.held_bytes != 0, "'param_memory_budget': it chooses by itself what stays gathered"),
+            (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
+            (config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
+            (checked, "'racecheck', which does not see its collectives"),
+            (over_groups, "shard_over(): it gathers every parameter over all ranks"),
+        ):
+            if found:
+                raise ValueError(
+                    f"engine.compile() with DeepCompile cannot be combined with {what}. Leave out one of them."
+                )
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around DeepSpeed's own preparation of the engine."""
+        with compilation.deepcompile_last_pass(self._collect_gradients):
+            yield
+        self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._params.values()]
+
+    def detach(self) -> None:
+        """The engine is destroyed."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def receive(self, param: int, gradient: torch.Tensor) -> None:
+        """A graph has this gradient of the parameter with this id."""
+        if param in self._params:  # else the optimizer does not train it
+            self._collect(self._params[param], gradient)
+
+    def _collect_gradients(self, module: torch.fx.GraphModule, *_: Any) -> None:
+        # Changed in place: a pass that returns a graph has DeepCompile run it again, for real, to measure its memory.
+        reductions = module.graph.find_nodes(op="call_function", target=torch.ops.dc.reduce_grad.default)
+        for node in reductions:
+            gradient, _, param = node.args
+            node.target, node.args = torch.ops.zerosync.collect.default, (gradient, self._number, param)
+        if reductions:
+            module.graph.lint()
+            module.recompile()
+
+
+def _collect(gradient: torch.Tensor, engine: int, param: int) -> torch.Tensor:
+    _engines[engine].receive(param, gradient)
+    return gradient.new_empty(0)
+
+
+# It returns a tensor because what DeepCompile puts at the end of a backward takes one of each reduction; that keeps the
+# operator in the graph.
+torch.library.define("zerosync::collect", "(Tensor gradient, int engine, int param) -> Tensor")
+torch.library.impl("zerosync::collect", "default", _collect)
+torch.library.register_fake("zerosync::collect", lambda gradient, engine, param: gradient.new_empty(0))

@@ -1,0 +1,91 @@
+"""The reduction of ZeRO-3: each parameter is cut by itself; it may be released while its gradient is there in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.gradients.layout import ShardLayout, cut_each
+from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
+
+
+class Stage3Reducer(Reducer):
+    """Reduces into one shard per parameter, over the process group that shards the parameter."""
+
+    def _read_layouts(self) -> list[ShardLayout]:
+        optimizer = self.optimizer
+        by_group: dict[Any, list[Any]] = {}
+        for param in (param for group in zero3.param_groups(optimizer) for param in group):
+            by_group.setdefault(zero3.gradient_group(optimizer, param), []).append(param)
+        layouts = []
+        for process_group, params in by_group.items():
+            world_size = dist.get_world_size(process_group)
+            shard_numels = [zero3.shard_numel(param) for param in params]
+            slices = cut_each(params, [zero3.full_numel(param) for param in params], shard_numels, world_size)
+            # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
+            ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
+            divisor = zero3.averaging_divisor(optimizer, params, ranks)
+            dtype = optimizer.communication_data_type
+            layouts.append(ShardLayout(process_group, params, sum(shard_numels), slices, divisor, dtype))
+        return layouts
+
+    def _zero_shards(self) -> None:
+        shards = zero3.gradient_shards(self.optimizer)
+        for param in self.params:
+            shards[zero3.param_id(param)].zero_()
+
+    def _shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
+        shards, offset, tensors = zero3.gradient_shards(self.optimizer), 0, []
+        for param in layout.params:
+            shard = shards[zero3.param_id(param)]
+            tensors.append((offset, shard))
+            offset += shard.numel()
+        return tensors
+
+    def _hand_over(self) -> None:
+        zero3.hand_over_gradients(self.optimizer, self.params)
+
+    def compute_norm(self) -> torch.Tensor:
+        (norm,) = zero3.gradient_norms(self.optimizer)
+        return norm
+
+    @property
+    def over_groups(self) -> bool:
+        """Whether some parameters are sharded over fewer ranks than all; the same on every rank."""
+        everyone = dist.get_world_size(zero.data_parallel_group(self.optimizer))
+        return any(layout.world_size < everyone for layout in self.layouts)
+
+    def combine_norms(self, stock: list[Any]) -> torch.Tensor:
+        """Return the norm of all gradients, the same on every rank (U3), from DeepSpeed's by group of parameters.
+
+        A group's norm is summed over the ranks that shard it. Parameters of another group of ranks are others, so each
+        of its ranks adds its share of the square, and each element counts once. A collective call.
+        """
+        from deepspeed import comm
+
+        optimizer = self.optimizer
+        stacked = torch.stack([torch.as_tensor(norm) for norm in stock])
+        # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
+        stacked = torch.where(stacked >= 0, stacked, torch.inf)
+        if not self.over_groups:
+            return stacked.norm()
+        squares = stacked.double().square().to(self.params[0].device)  # offloaded, they are on the host
+        for index, group in enumerate(zero3.param_groups(optimizer)):
+            world_size = dist.get_world_size(zero3.gradient_group(optimizer, group[0]))
+            squares[index] /= zero3.averaging_divisor(optimizer, group, world_size)
+        total = squares.sum()
+        comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
+        return total.sqrt().to(stacked)
+
+    def _discard_shards(self) -> None:
+        zero3.discard_gradients(self.optimizer)
+
+    def parameters_floor(self) -> dict[Any, int]:
+        floor = {}
+        for param in zero3.all_parameters(self.optimizer):
+            world_size = dist.get_world_size(zero3.gradient_group(self.optimizer, param))
+            floor[param] = sent_by_one_rank(zero3.full_bytes(param), world_size)
+        return floor

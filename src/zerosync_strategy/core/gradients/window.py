@@ -1,0 +1,299 @@
+"""The window: all backwards of one optimizer step, reduced once.
+
+States and transitions (rules W1, W3):
+
+===========  ====================  ============  ===================  ==================  ============
+state        backward              reduce        begin_step           abort               zero_grad
+===========  ====================  ============  ===================  ==================  ============
+``CLOSED``   -> ``OPEN``           stay          error                stay                stay
+``OPEN``     stay                  -> REDUCED    reduce, -> CLOSED    drop, -> CLOSED     drop, stay
+``REDUCED``  error                 stay          -> ``CLOSED``        drop, -> CLOSED     drop, -> OPEN
+===========  ====================  ============  ===================  ==================  ============
+
+A backward may reduce some gradients as it goes, or all of them when it is known to be the window's last; ``reduce``
+reduces the rest. These two communicate. ``abort`` issues no collective, and nothing here runs from a finaliser (W3).
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.gradients.reducer import Reducer
+
+
+class WindowState(enum.Enum):
+    """Where a window is; the table above has the transitions."""
+
+    CLOSED = "closed"  # no gradient since the last optimizer step
+    OPEN = "open"  # gradients are local, or reduced in part
+    REDUCED = "reduced"  # every gradient is in its shard; the step may follow
+
+
+_ALLOWED = {
+    WindowState.CLOSED: {WindowState.OPEN},
+    WindowState.OPEN: {WindowState.OPEN, WindowState.REDUCED, WindowState.CLOSED},
+    WindowState.REDUCED: {WindowState.OPEN, WindowState.CLOSED},
+}
+
+
+class _Last(enum.Enum):
+    """What is known of the window's last backward."""
+
+    UNKNOWN = enum.auto()
+    NEXT = enum.auto()  # promised to be the next one
+    RUNNING = enum.auto()  # the running backward, or the one that ran last, was promised to be it
+    STREAMED = enum.auto()  # and it has reduced gradients as it went
+
+
+class _Backward(enum.Enum):
+    """The backward that runs."""
+
+    NONE = enum.auto()
+    AWAITED = enum.auto()  # another engine runs one, which has completed no gradient of this window yet
+    OURS = enum.auto()  # one of this window
+
+
+class Window:
+    """The backwards of one optimizer step of one engine.
+
+    Args:
+        reducer: of the engine.
+        overlap_last: reduce during the backward that is promised to be the last.
+        traffic: counts what the engine sends.
+        activity: a context that notes down what this rank does, around what may communicate (W4).
+
+    Attributes:
+        backwards: backwards since the last optimizer step; one that runs inside another counts with it.
+        reductions: reduction passes over the gradients since the last optimizer step.
+        early_reductions: the reductions that were made while a backward ran.
+        seconds: host time in reductions since the last optimizer step.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        overlap_last: bool,
+        traffic: EngineCounter,
+        activity: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._reducer = reducer
+        self._overlap_last = overlap_last
+        self._traffic = traffic
+        self._activity = activity
+        self._state = WindowState.CLOSED
+        self._last = _Last.UNKNOWN
+        self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
+        self.backwards = 0
+        self.reductions = 0
+        self.early_reductions = 0
+        self.seconds = 0.0
+        # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
+        self._backward = _Backward.NONE
+        self._engine_backwards = 0
+        self._graphs: set[int] = set()
+
+    @property
+    def state(self) -> WindowState:
+        """Where the window is in the table above."""
+        return self._state
+
+    def _enter(self, state: WindowState) -> None:
+        if state not in _ALLOWED[self._state]:
+            raise RuntimeError(f"a window cannot go from {self._state.name} to {state.name}")
+        self._state = state
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def engine_backward(self, begins: bool = True) -> Iterator[None]:
+        """Around ``engine.backward``. An exception drops the window: its gradients are incomplete.
+
+        Args:
+            begins: ``False``: the backward may concern other engines alone. It is one of this window from the first
+                gradient of this engine.
+        """
+        if self._backward is _Backward.NONE:
+            if begins:
+                self._begin_backward()
+            else:
+                self._backward = _Backward.AWAITED
+        self._engine_backwards += 1
+        try:
+            yield
+        except BaseException as error:
+            if self._engine_backwards == 1 and self._backward is _Backward.OURS:
+                self.abort(f"backward raised {type(error).__name__}")
+            raise
+        finally:
+            self._engine_backwards -= 1
+            self._leave_backward()
+        self._end_backward()
+
+    def enter_graph(self) -> None:
+        """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here."""
+        if self._engine_backwards:
+            if self._backward is _Backward.AWAITED:
+                self._begin_backward()
+            return
+        graph = torch._C._current_graph_task_id()
+        if graph in self._graphs:
+            return
+        if not self._graphs:
+            self._begin_backward()
+        if graph != -1:
+            self._graphs.add(graph)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_done(graph))
+        else:
+            self._leave_backward()
+
+    def gradient_ready(self, param: Any) -> None:
+        """Autograd has added to ``param.grad``, in place of DeepSpeed's own reduction."""
+        self.enter_graph()
+        with self._activity("a backward") if self._reducer.is_streaming else nullcontext():
+            self._traffic.attribute()  # parameters that were gathered on the way to this gradient
+            self._reducer.gradient_ready(param)
+            self._traffic.attribute()  # what it has completed and reduced
+
+    def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
+        """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
+        self._reducer.local.add(param, gradient)
+        self.gradient_ready(param)
+
+    def _graph_done(self, graph: int) -> None:
+        self._graphs.discard(graph)
+        self._leave_backward()
+        self._end_backward()
+
+    def _leave_backward(self) -> None:
+        if not self._engine_backwards and not self._graphs:
+            self._backward = _Backward.NONE
+
+    def _begin_backward(self) -> None:
+        if self._state is WindowState.REDUCED:
+            raise RuntimeError(
+                "backward() was called between the reduction of the gradients and the optimizer step that uses them."
+                " Call step() first, or zero_grad() to drop the reduced gradients."
+            )
+        self._enter(WindowState.OPEN)
+        self._backward = _Backward.OURS
+        self.backwards += 1
+        self._aborted = None
+        is_last = self._last is _Last.NEXT and self._overlap_last
+        self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
+        self._reducer.begin_backward(last=is_last)
+
+    def _end_backward(self) -> None:
+        # A backward that runs inside another ends with it.
+        if self._backward is not _Backward.NONE or self._state is not WindowState.OPEN:
+            return
+        with self._reducing():
+            streamed = self._reducer.end_backward()
+        self.early_reductions += streamed
+        self.reductions += streamed and self._last is not _Last.STREAMED
+        if streamed and self._last is _Last.RUNNING:
+            self._last = _Last.STREAMED
+
+    # ---- reduction and step --------------------------------------------------------------------------------------
+
+    def expect_last(self) -> None:
+        """Promise that the next backward is the last of this window, on every rank alike.
+
+        Its gradients are then reduced while it runs. If another backward follows, the result is still right, and its
+        gradients are reduced by themselves.
+        """
+        self._last = _Last.NEXT
+
+    def reduce(self) -> None:
+        """Reduce what is local and make the shards ready for the step. All ranks must call it alike."""
+        self._forget_graphs()
+        self._end_backward()
+        if self._state is not WindowState.OPEN:
+            return
+        with self._reducing():
+            if self._reducer.needs_reduce:
+                self._reducer.reduce()
+                self.reductions += self._last is not _Last.STREAMED  # else it is part of the same pass
+            self._reducer.close()
+        self._enter(WindowState.REDUCED)
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            with phase("reduce"):
+                yield
+        except BaseException as error:
+            self.abort(f"the reduction raised {type(error).__name__}")
+            raise
+        self.seconds += time.perf_counter() - began
+
+    def begin_step(self) -> None:
+        """Before DeepSpeed's own optimizer step: reduce what is open, and close."""
+        if self._state is WindowState.CLOSED:
+            why = f" The last window was dropped: {self._aborted}." if self._aborted else ""
+            raise RuntimeError(
+                f"step() was called, but no backward ran since the last optimizer step.{why} Call backward() on a loss"
+                " that depends on the parameters first, on every rank."
+            )
+        self.reduce()
+        self._enter(WindowState.CLOSED)
+
+    def end_step(self) -> None:
+        """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
+        self.backwards = self.reductions = self.early_reductions = 0
+        self.seconds = 0.0
+        self._last = _Last.UNKNOWN
+        self._reducer.end_window()
+        self._forget_graphs()
+
+    # ---- dropping ------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this window, local or reduced; the window stays open."""
+        self._forget_graphs()
+        if self._state is WindowState.CLOSED:
+            return
+        self._reducer.drop()
+        self._enter(WindowState.OPEN)
+
+    def abort(self, reason: str) -> None:
+        """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
+        self._graphs.clear()
+        self._leave_backward()
+        if self._state is WindowState.CLOSED:
+            return
+        backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
+        self._enter(WindowState.CLOSED)
+        self._last = _Last.UNKNOWN
+        self._aborted = reason
+        self._reducer.reset()
+        warnings.warn(
+            f"ZeroSync dropped the gradients of {backwards} backward(s) since the last optimizer step: {reason}."
+            " Dropping them sent nothing to other ranks.",
+            stacklevel=2,
+        )
+
+    def warn_if_open(self, what: str) -> None:
+        """Warn where ``what`` comes in mid-window: its gradients are not in the checkpoint (W5)."""
+        if self._state is not WindowState.CLOSED:
+            warnings.warn(
+                f"{what} with {self.backwards} backward(s) since the last optimizer step. Their gradients are"
+                " not in the checkpoint: this process keeps them for its next step, but a run that resumes from the"
+                " checkpoint starts from the last step without them. Checkpoint right after a step to avoid this.",
+                stacklevel=4,
+            )
+
+    def _forget_graphs(self) -> None:
+        # A backward that raised never runs its final callback. Outside of any graph, none can be running.
+        if torch._C._current_graph_task_id() == -1:
+            self._graphs.clear()
+            self._leave_backward()

@@ -1,0 +1,178 @@
+"""``attach()``, and the handle that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerosync_strategy.core.attached import AttachedEngine
+from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.engine import contract, zero
+from zerosync_strategy.core.engine.overrides import EngineOverrides
+from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.params.full_state import full_state, load_full_state
+from zerosync_strategy.core.params.shard_over import layout_problem
+from zerosync_strategy.core.report import StepReport
+
+if TYPE_CHECKING:
+    from zerosync_strategy.racecheck.checker import Finding
+
+# Blocks of the DeepSpeed configuration that say what is sent.
+_ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
+
+
+def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
+    """Give a live DeepSpeed engine one gradient reduction per optimizer step.
+
+    From now on any number of ``engine.backward(loss)`` or ``loss.backward()`` before ``engine.step()`` is one window:
+    gradients stay local, and the step reduces them once.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned, with ZeRO stage 1, 2 or 3 and an optimizer.
+        config: the options; by default those of a ``"zerosync"`` block in the engine's DeepSpeed configuration.
+        **options: single options by name instead of ``config``, merged with the block.
+
+    Returns:
+        The handle: reports, abort, detach.
+
+    Raises:
+        TypeError, ValueError: the engine or an option is not one that ZeroSync supports, or the ranks' models or
+            options are not alike.
+        ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
+    """
+    contract.verify(engine)
+    if isinstance(engine, EngineOverrides):
+        raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
+    if config is None:
+        config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
+    elif options:
+        raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
+    with rank_status().activity("attach()", lambda: "before the first optimizer step"):
+        everyone = zero.data_parallel_group(engine.optimizer)
+        problem = layout_problem(engine.module, everyone) if zero.stage(engine) == 3 else ""
+        require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
+        if problem:
+            raise ValueError(f"attach() found that {problem}")
+    return ZeroSync(engine, config)
+
+
+def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
+    """Return what the ranks' collectives follow from."""
+    configured = zero.user_config(engine)
+    facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
+    facts |= {f"ZeroSync's {name!r}": repr(value) for name, value in vars(config).items()}
+    return facts | model_facts(engine.module)
+
+
+class ZeroSync:
+    """The handle of one attached engine. Made by :func:`attach`.
+
+    Attributes:
+        engine: the DeepSpeed engine.
+        config: the options in force.
+        window: the window of the coming optimizer step.
+        parameters: those that the optimizer trains.
+        counter: counts the collectives for the report, apart from those of other engines in this process.
+    """
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self._attached = AttachedEngine(engine, config)
+        self.window = self._attached.window
+        self.parameters = self._attached.reducer.params
+        self.counter = self._attached.traffic
+        engine._zerosync = engine.optimizer._zerosync = self
+
+    @property
+    def report(self) -> StepReport | None:
+        """What the last optimizer step cost, or ``None`` before the first."""
+        return self._attached.meter.report
+
+    @property
+    def findings(self) -> list[Finding] | None:
+        """What ``racecheck`` has found until now on this rank; ``None`` where this engine is not checked."""
+        return self._attached.race_check.findings
+
+    def end_racecheck(self, reason: str = "end_racecheck() was called") -> None:
+        """Check no further step, and report. Does nothing where the check has ended, or there is none."""
+        self._attached.race_check.leave(reason)
+
+    def reduce(self) -> None:
+        """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
+        self._attached.reduce()
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
+        self.window.abort(reason)
+
+    @contextmanager
+    def awaiting_backward(self) -> Iterator[None]:
+        """Around a backward that another engine runs, and that may reach parameters of this one too.
+
+        Without it, such a backward is one of this engine's window as well; but a graph that runs inside another one
+        counts by itself, and an exception leaves the incomplete gradients in the window.
+        """
+        with self.window.engine_backward(begins=False):
+            yield
+        self.counter.attribute()
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of this window's gradients, averaged over the ranks. Reduces the window. Collective.
+
+        Returns:
+            A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
+            backward ran since the last step. The coming step uses it and does not compute it again.
+        """
+        return self._attached.gradient_norm()
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip the coming optimizer step, and only it, to this global gradient norm; 0 leaves it unclipped.
+
+        Raises:
+            ValueError: ``max_norm`` is negative or not a number.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
+        self._attached.clip_next_step(float(max_norm))
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.
+
+        Returns:
+            By name, those parameters of which this is the first of the ranks that shard them: without
+            :func:`~zerosync_strategy.shard_over`, all on rank 0 and none elsewhere.
+
+        Raises:
+            ValueError: the engine is not of stage 3.
+        """
+        return full_state(self.engine)
+
+    def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set stage 3's parameters to what :meth:`full_state` gave this rank. Collective.
+
+        Raises:
+            ValueError: on every rank, if a parameter is missing or has another shape on some rank.
+        """
+        self.abort("load_full_state() was called")
+        load_full_state(self.engine, state)
+
+    def detach(self) -> None:
+        """Give the engine back as it was.
+
+        Raises:
+            RuntimeError: a window is open; its gradients would be lost silently.
+        """
+        if not isinstance(self.engine, EngineOverrides):
+            return
+        if self.window.state is not WindowState.CLOSED:
+            raise RuntimeError(
+                f"detach() found a window with {self.window.backwards} backward(s) since the last optimizer step."
+                " Call engine.step() to use their gradients or abort() to drop them first."
+            )
+        self._attached.detach()

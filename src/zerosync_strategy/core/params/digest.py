@@ -1,0 +1,96 @@
+"""A digest of what a rank has gathered, by which ranks that gather different parameters are found (W4).
+
+ZeRO-3 gathers what a module needs when the module runs. Ranks that run different modules gather different parameters,
+and if these are of one size, nothing shows that each has got a mixture of the two. So every rank keeps a log of its
+gathers, and a digest of it. Where gathers can have a tag, the digest is the tag, and gathers that differ do not meet.
+Where they cannot, the ranks of a group compare digests before each optimizer step, by one message of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.failures.rank_status import RankError
+
+_Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
+
+
+class GatherDigest:
+    """The log and digest of what this rank has gathered over one process group since the last step.
+
+    Args:
+        process_group: of several ranks.
+        tagged: gathers of different parameters do not meet.
+        device: on which it communicates.
+        streams: of the engine.
+    """
+
+    def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
+        self.process_group = process_group
+        self.tagged = tagged
+        self._device = device
+        self._streams = streams
+        self._gathers: _Gathers = []
+        self._step = self._digest = 0
+        self._unread: tuple[Callable[[], list[int]], int, _Gathers] | None = None  # an answer, digest and log
+
+    def add(self, ids: tuple[int, ...]) -> int:
+        """A gather of these parameters is issued.
+
+        Returns:
+            A tag of 31 bits, with the highest set: the same on all ranks of the group if they have gathered the same
+            since the last step, and now gather the same again.
+        """
+        self._gathers.append(ids)
+        self._digest = zlib.crc32(repr(ids).encode(), self._digest)
+        return 2**30 | self._digest % 2**30
+
+    def end_window(self, name: Callable[[int], str]) -> None:
+        """Before a step: compare digests over the ranks, unless gathers have tags, and begin anew. Collective.
+
+        On a device with streams the host does not wait for the answer, but reads it in the next call.
+
+        Raises:
+            RankError: on every rank of the group, with the first gather that differs.
+        """
+        self._read_answer(name)
+        if not self.tagged:
+            self._compare()
+        self._step += 1
+        self._gathers, self._digest = [], self._step
+        if not self._streams.concurrent:
+            self._read_answer(name)
+
+    def _compare(self) -> None:
+        from deepspeed import comm
+
+        extremes = torch.tensor([self._digest, -self._digest], device=self._device)
+        comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._unread = self._streams.copy_to_host(extremes), self._digest, self._gathers
+
+    def _read_answer(self, name: Callable[[int], str]) -> None:
+        if self._unread is None:
+            return
+        (answer, digest, gathers), self._unread = self._unread, None
+        if answer() == [digest, -digest]:
+            return
+        by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
+        turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
+        found = "\n".join(
+            f"  rank {dist.get_global_rank(self.process_group, rank)}: "
+            + (", ".join(map(name, ids)) if ids else "had gathered all that it wanted")
+            for rank, ids in enumerate(by_rank)
+        )
+        raise RankError(
+            f"Ranks gathered different parameters between two optimizer steps; in gather {turn}:\n{found}\nUnder"
+            " ZeRO-3 all ranks must run the same modules in the same order. What they have computed since is wrong: go"
+            " back to the last checkpoint."
+        )

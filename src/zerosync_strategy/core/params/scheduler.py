@@ -1,0 +1,245 @@
+"""ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
+
+DeepSpeed collects the parameters of a module, and those it prefetches, in Python sets, and gathers them by process
+group in the order in which the set yields them: another one on each rank, which on NCCL can be a deadlock. Here the
+parameters of one such turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
+``docs/rules.md`` has the proof that no ranks can then wait for one another in a circle). A parameter that is read
+where no hook gathers it (E1) is gathered at once, alone, as a turn of its own.
+
+Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone (U2),
+and its error says what each rank was gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import Pending, all_gather
+from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.engine import shared, zero3
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import GatherOverrides
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.params.digest import GatherDigest
+from zerosync_strategy.core.params.memory import UnshardedBytes
+from zerosync_strategy.core.params.shard_over import ranks_of
+
+MAX_STREAMS = 8
+"""Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
+
+
+class GatherScheduler:
+    """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
+
+    Args:
+        engine: the DeepSpeed engine.
+        streams: of the engine.
+        sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
+
+    Attributes:
+        names: of the parameters, by id.
+        unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
+    """
+
+    def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
+        self.coordinator = zero3.coordinator(engine.optimizer)
+        self.streams = streams
+        self.unsharded = UnshardedBytes()
+        self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
+        groups: dict[int, Any] = {}
+        for param in sorted(engine.module.parameters(), key=zero3.param_id):
+            groups.setdefault(id(zero3.process_group(param)), zero3.process_group(param))
+        # Two groups of the same ranks stay in the order of their parameters.
+        ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
+        by_all_reduce = zero3.gathers_by_all_reduce(engine)
+        self._digests = {
+            id(g): GatherDigest(g, not by_all_reduce and dist.get_backend(g) != "nccl", engine.device, streams)
+            for g in ordered
+            if dist.get_world_size(g) > 1
+        }
+        self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
+        self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
+        self.renew_streams()
+        self.coordinator._zerosync_gathers = self
+        interpose(self.coordinator, GatherOverrides)
+
+    @classmethod
+    def of(cls, engine: Any, streams: Streams, sharing: str) -> GatherScheduler:
+        """Return the scheduler of this engine; engines over one module share one, with the option of the first."""
+        coordinator = zero3.coordinator(engine.optimizer)
+        return shared.acquire(coordinator, "scheduler", lambda: cls(engine, streams, sharing))
+
+    def detach(self) -> None:
+        """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
+        if shared.release(self.coordinator, "scheduler"):
+            restore(self.coordinator, GatherOverrides)
+            del self.coordinator._zerosync_gathers
+
+    def renew_streams(self) -> None:
+        """The device has gained streams or lost them: make the gather streams anew."""
+        stock = zero3.gather_stream(self.coordinator)
+        self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
+
+    # ---- the window ----------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
+        for digest in self._digests.values():
+            digest.end_window(self.name)
+
+    def after_step(self) -> None:
+        """The caller's stream has the step; gathers read what it writes (S1)."""
+        for stream in self._gather_streams:
+            self.streams.gathers_wait_for_step(stream)
+
+    # ---- issuing -------------------------------------------------------------------------------------------------
+
+    def issue(self, params: Iterable[Any], gather: Callable[[list[Any]], None]) -> None:
+        """Gather ``params``, which DeepSpeed wants in one turn, by calling ``gather`` for each process group's."""
+        for of_group in self.in_order(params):
+            with self.gathering(of_group):
+                gather(of_group)
+            self._wrap_handles(of_group)
+
+    def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
+        """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
+        ordered = sorted(params, key=lambda p: (self._rank_of_group[id(zero3.process_group(p))], zero3.param_id(p)))
+        for _, of_group in groupby(ordered, key=lambda param: id(zero3.process_group(param))):
+            yield list(of_group)
+
+    def stream_of(self, process_group: Any) -> Any:
+        """Return the stream on which ``process_group`` gathers (U4); ``None`` on a device without streams."""
+        if not self._gather_streams:
+            return None
+        return self._gather_streams[self._rank_of_group[id(process_group)] % len(self._gather_streams)]
+
+    @contextmanager
+    def gathering(self, params: list[Any]) -> Iterator[None]:
+        """Around the issue of the gather of ``params``, all of one group.
+
+        Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
+        """
+        process_group = zero3.process_group(params[0])
+        gathering_by: AbstractContextManager[None] = nullcontext()
+        if (digest := self._digests.get(id(process_group))) is not None:
+            tag = digest.add(tuple(map(zero3.param_id, params)))
+            if digest.tagged:
+                gathering_by = zero3.gathering_by(partial(_all_gather, tag))
+        on_stream = zero3.gathering_on(self.coordinator, self.stream_of(process_group))
+        with on_stream, gathering_by, phase("gather", self.name(zero3.param_id(params[0]))):
+            yield
+
+    def _wrap_handles(self, params: list[Any]) -> None:
+        """Let waiting for the gathers of ``params``, just issued, be our waiting."""
+        in_flight = zero3.in_flight(self.coordinator)
+        wrapped: dict[int, _GatherHandle] = {}
+        for param in params:
+            handle, process_group = in_flight.get(param), zero3.process_group(param)
+            if handle is None or isinstance(handle, _GatherHandle):
+                continue
+            if id(handle) not in wrapped:
+                wrapped[id(handle)] = _GatherHandle(handle, process_group, self)
+            wrapped[id(handle)].params.append(param)
+            in_flight[param] = wrapped[id(handle)]
+            if id(process_group) in self._digests and not zero3.is_persistent(param):  # else nothing is gathered
+                self.unsharded.add(zero3.full_bytes(param))
+                wrapped[id(handle)].counted.append(param)
+
+    # ---- readers -------------------------------------------------------------------------------------------------
+
+    def wait_for(self, param: Any) -> None:
+        """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
+        if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
+            handle.wait()
+
+    def unshard(self, param: Any) -> torch.Tensor:
+        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
+
+        Raises:
+            RankError: other ranks did not take part.
+        """
+        self.wait_for(param)
+        if zero3.is_gathered(param):
+            full = param.data.clone()
+        else:
+            with self.gathering([param]), rank_status().activity(self.describe([param])):
+                full = zero3.gather(param)
+        nbytes = zero3.full_bytes(param)
+        self.unsharded.add(nbytes)
+        self.unsharded.free_with(full, nbytes)
+        return full
+
+    # ---- words ---------------------------------------------------------------------------------------------------
+
+    def name(self, param_id: int) -> str:
+        """Return the name of a parameter, for errors."""
+        return repr(self.names.get(param_id, f"parameter {param_id}"))
+
+    def describe(self, params: list[Any]) -> str:
+        """Return the words for the gather of ``params``, for errors."""
+        names = ", ".join(self.name(zero3.param_id(param)) for param in params[:3])
+        more = f" and {len(params) - 3} more" if len(params) > 3 else ""
+        return f"the gather of {names}{more} over the ranks {list(ranks_of(zero3.process_group(params[0])))}"
+
+
+def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
+    """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
+    return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
+
+
+def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> Pending:
+    """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
+    shards = target.chunk(dist.get_world_size(process_group))
+    own = shards[dist.get_rank(process_group)]
+    if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
+        own.copy_(source)
+    return all_gather(shards, process_group, tag)
+
+
+class _GatherHandle:
+    """The handle of one gather: DeepSpeed's, on the stream that issued it.
+
+    Attributes:
+        params: that it gathers.
+        counted: those of them whose bytes are counted until their memory, which may come with the gather, is free.
+    """
+
+    def __init__(self, handle: Any, process_group: Any, scheduler: GatherScheduler) -> None:
+        self._handle = handle
+        self._process_group = process_group
+        self._scheduler = scheduler
+        self._waited_for = False
+        self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
+        self.params: list[Any] = []
+        self.counted: list[Any] = []
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        """Order the current stream after this gather; on a device without streams, wait for it.
+
+        Raises:
+            RankError: other ranks did not take part in it.
+        """
+        scheduler = self._scheduler
+        streams = scheduler.streams
+        if not self._waited_for:
+            stream = scheduler.stream_of(self._process_group)
+            with rank_status().activity(scheduler.describe(self.params)):
+                if stream is None:
+                    self._handle.wait(*args, **kwargs)
+                else:
+                    with streams.on_gather_stream(stream):
+                        self._handle.wait(*args, **kwargs)
+                    self._unsharded = streams.record_unshard(stream)
+            self._waited_for = True
+            for param in self.counted:
+                scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
+        if self._unsharded is not None:
+            streams.wait_for_unshard(self._unsharded)

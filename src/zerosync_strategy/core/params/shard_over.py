@@ -1,0 +1,150 @@
+"""``shard_over``: ZeRO-3 parameters that are sharded over a group of ranks, and the check of such a layout.
+
+A parameter of a group of ranks belongs to that group: another group that builds the same module has another parameter
+under the same name, as experts are. What holds for all parameters holds for it: its gradient is that of the mean loss
+of all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zerosync_strategy.core.engine import zero3
+
+
+class shard_over:  # a function that is also a context manager, as torch.no_grad
+    """Shard parameters over the ranks of one process group, instead of over all, under ZeRO stage 3.
+
+    Either what is built inside, in Lightning's ``configure_model`` and under ``deepspeed.zero.Init`` too::
+
+        with shard_over(group):
+            self.experts = Experts()
+
+    or modules that exist, before ``deepspeed.initialize``, ``Trainer.fit`` or ``accelerator.prepare``::
+
+        shard_over(group, model.experts)
+
+    The parameters belong to the group. Their initial values are those of the group's first rank, and each group trains
+    and checkpoints its own. All ranks must build the same modules in the same order, each over a group that it is in.
+
+    Args:
+        process_group: a ``torch.distributed`` process group that this rank is in, or a one-dimensional ``DeviceMesh``,
+            such as ``mesh["expert"]``.
+        modules: modules whose parameters, those of their submodules included, are sharded over it.
+
+    Raises:
+        TypeError: ``process_group`` or a module is something else.
+        ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
+    """
+
+    def __init__(self, process_group: Any, *modules: torch.nn.Module) -> None:
+        refuse_nested_init()
+        self._group = _group_of(process_group)
+        self._hook: Any = None
+        for module in modules:
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(f"shard_over() takes modules after the process group, got {type(module).__name__}.")
+            for name, param in module.named_parameters():
+                if zero3.is_sharded(param):
+                    raise ValueError(
+                        f"shard_over() found that parameter {name!r} of {type(module).__name__} is sharded already, by"
+                        " deepspeed.zero.Init or an engine. Build the module inside 'with shard_over(group):'; under"
+                        " zero.Init, and so in Lightning's configure_model, modules are sharded as they are built."
+                    )
+                self._mark(param)
+
+    def __enter__(self) -> shard_over:
+        self._hook = register_module_parameter_registration_hook(self._registered)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _registered(self, module: torch.nn.Module, name: str, param: Any) -> None:
+        if isinstance(param, torch.nn.Parameter) and not zero3.is_sharded(param):
+            self._mark(param)
+
+    def _mark(self, param: Any) -> None:
+        zero3.shard_over(param, self._group)
+        param.zerosync_sharded_over = self._group
+
+
+def ranks_of(process_group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, in its order."""
+    return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
+
+
+def refuse_nested_init() -> None:
+    """From now on in this process, a ``zero.Init`` inside another one, over other ranks, raises a ``ValueError``.
+
+    DeepSpeed ignores the inner one, and leaves no trace of that on the parameters, so ``attach()`` would come too late.
+    """
+    zero3.wrap_zero_init(_refuse_other_ranks)
+
+
+def _refuse_other_ranks(inner: Any, outer: Any) -> None:
+    ranks, around = ranks_of(inner), ranks_of(outer)
+    if ranks != around:
+        raise ValueError(
+            f"zero.Init(data_parallel_group=...) over the ranks {list(ranks)} was entered inside another"
+            f" zero.Init, over {list(around)} (Lightning's configure_model runs in one). DeepSpeed would ignore"
+            " the inner one. Use 'with shard_over(group):' instead."
+        )
+
+
+def layout_problem(module: Any, everyone: Any) -> str:
+    """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and groups of it; empty if nothing."""
+    ranks_by_group: dict[Any, tuple[int, ...]] = {}
+    for name, param in module.named_parameters():
+        actual = zero3.process_group(param)
+        groups = everyone, actual, getattr(param, "zerosync_sharded_over", actual)
+        for group in groups:
+            if group not in ranks_by_group:
+                ranks_by_group[group] = ranks_of(group)
+        known, ranks, asked = (ranks_by_group[group] for group in groups)
+        if asked != ranks:
+            return (
+                f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
+                f" {list(asked)}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
+                " the two."
+            )
+        if len(ranks) < len(known) and not zero3.has_own_group(param):
+            return (
+                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, which shard_over() has"
+                " not said: zero.Init(data_parallel_group=...) around a submodule shards all that is built elsewhere"
+                " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
+                " shard_over(group):'."
+            )
+        if len(ranks) < len(known) and zero3.has_secondary_shard(param):
+            return (
+                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, and"
+                " 'zero_hpz_partition_size' asks for a second copy of it over others. DeepSpeed cannot do both. Leave"
+                " 'zero_hpz_partition_size' out."
+            )
+    return ""
+
+
+def _group_of(process_group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"shard_over() takes a DeviceMesh of one dimension, got {process_group.ndim}:"
+                f" {process_group.mesh_dim_names}. Name one of them, as in mesh['expert']."
+            )
+        return process_group.get_group()
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"shard_over() got a process group that rank {dist.get_rank()} is not in. Make all groups on every rank,"
+            " and give each rank the one that it is in."
+        )
+    raise TypeError(
+        f"shard_over() takes a torch.distributed process group or a DeviceMesh, got {type(process_group).__name__}."
+    )

@@ -1,0 +1,355 @@
+"""ZeRO-3: a parameter that is read where no hook has gathered it is unsharded for its reader (rule E1).
+
+ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
+(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or still in flight, or gathered by chance and
+released before the backward. Here such a read returns a tensor of its own:
+
+==================================  ====================================================================
+who reads                           what it gets
+==================================  ====================================================================
+a module that runs, its own         the parameter
+a forward or backward, eagerly      the parameter's memory, if it is there; else ``zerosync::unshard(placeholder)``,
+                                    which waits, or gathers; once per module's forward
+a trace                             that call in its graph, as one opaque operator; nothing is gathered
+guards, and anyone else             the parameter as it is; nothing is gathered
+==================================  ====================================================================
+
+The tensor lives as long as something refers to it: the module's forward that read it, and autograd nodes that saved it.
+Its memory is then free, also where a backward never runs. No other reader shares it, because ranks must gather alike,
+and Python does not collect its garbage alike.
+
+A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
+guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own.
+
+The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are. With
+``trace_gathers`` it passes over them instead, and every read in it is of the third kind; a gather is then repeated in
+the compiled backward rather than saved for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerosync_strategy.core.engine import compilation, shared, zero3
+from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+
+_PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
+_RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
+_by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
+_Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
+
+
+class UnshardOnRead:
+    """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
+
+    Args:
+        engine: the engine.
+        scheduler: waits for a parameter in flight, and unshards one into memory of its own.
+        trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
+    """
+
+    def __init__(self, engine: Any, scheduler: GatherScheduler, trace_gathers: bool) -> None:
+        compilation.unwrap_compiled(engine)
+        compilation.allow_linear_in_graphs()
+        self._optimizer = engine.optimizer
+        self._module = engine.module
+        self.scheduler = scheduler
+        self._trace_gathers = trace_gathers
+        self._running = 0
+        self._frames: list[_Frame] = []
+        self._placeholders: dict[tuple[Any, bool], torch.Tensor] = {}  # by parameter, and whether it trains
+        self._trains: dict[Any, bool] = {}  # when the modules were given their placeholders last
+        self._gradient_hooks: list[Any] = []
+        self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
+        for module in engine.module.modules():
+            if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
+                continue
+            names = [name for name, param in module._parameters.items() if _is_sharded(param)]
+            vars(module).update({_PLACEHOLDERS: _Placeholders.fromkeys(names), _RUNS: False})
+            self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
+            module.__class__ = _readable(type(module), self._modules[module], _traced(trace_gathers))
+            compilation.make_passive(module)
+        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
+            module: [vars(held) for held in zero3.modules_of(module) if _RUNS in vars(held)]
+            for module in engine.module.modules()
+        }
+        self._make_placeholders()
+        self._coordinator = zero3.coordinator(engine.optimizer)
+        self._hooks = compilation.module_hooks(engine)
+        for hook in self._hooks:
+            extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
+            hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
+
+    @classmethod
+    def of(cls, engine: Any, scheduler: GatherScheduler, trace_gathers: bool) -> UnshardOnRead:
+        """Return that of this engine; engines over one module share one, with the option of the first."""
+        coordinator = zero3.coordinator(engine.optimizer)
+        return shared.acquire(coordinator, "unshard_on_read", lambda: cls(engine, scheduler, trace_gathers))
+
+    def detach(self) -> None:
+        """The engine needs it no longer. With the last, the modules have their classes and hooks back."""
+        if not shared.release(self._coordinator, "unshard_on_read"):
+            return
+        for hook in self._hooks:
+            hook.replace(hook.stock)
+        for module in self._modules:
+            module.__class__ = type(module).__bases__[0]
+            compilation.undo_passive(module)
+            del vars(module)[_PLACEHOLDERS], vars(module)[_RUNS]
+        for gradient_hook in self._gradient_hooks:
+            gradient_hook.remove()
+        for placeholder in self._placeholders.values():
+            del _by_address[placeholder.data_ptr()]
+        zero3.forget_order(self._optimizer)  # DeepSpeed will find parameters where it has seen none
+
+    def prepare_deepcompile(self) -> None:
+        """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
+        for hook in self._hooks:
+            hook.replace(hook.stock)
+        self._hooks = []
+        for module, names in self._modules.items():
+            module.__class__ = _readable(type(module).__bases__[0], names, _as_it_is)
+
+    @contextmanager
+    def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
+        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps`` says.
+
+        Not where ranks have lost each other: what is in flight will not arrive.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            zero3.release_leftovers(self._coordinator)  # of one that raised
+        if any(param.requires_grad != trains for param, trains in self._trains.items()):
+            self._make_placeholders()
+        if not self._running:
+            self._leave(0)
+        self._running += 1
+        frames, stack = len(self._frames), compilation.modules_running()
+        depth = len(stack)
+        try:
+            yield
+        except BaseException as error:
+            del stack[depth:]
+            self._leave(frames)
+            lost = isinstance(error, RankError)
+            if not lost and torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
+                self.release(keeps)
+            raise
+        finally:
+            self._running -= 1
+
+    def release(self, keeps: Callable[[Any], bool]) -> None:
+        """After an exception: release all that is gathered, but for what ``keeps`` says."""
+        zero3.release_all(self._optimizer, self._module, keeps)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, module: Any, param: Any) -> Any:
+        """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not (self._running or compilation.is_in_forward(module) or in_backward):
+            return param
+        self.scheduler.wait_for(param)
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        read = self._frames[-1][1] if self._frames and not in_backward else {}
+        key = (param, torch.is_inference_mode_enabled())
+        placeholder = self._placeholder(param)
+        if key not in read:
+            with torch.no_grad():  # DeepSpeed records the stream for memory that it releases, whoever else has it (L1)
+                read[key] = param.data if zero3.is_gathered(param) else torch.ops.zerosync.unshard(placeholder)
+        # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
+        return _Read.apply(placeholder if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
+
+    # ---- placeholders --------------------------------------------------------------------------------------------
+
+    def _make_placeholders(self) -> None:
+        for module in self._modules:
+            placeholders = vars(module)[_PLACEHOLDERS]
+            for name in placeholders:
+                param: Any = module._parameters[name]
+                placeholders[name] = self._placeholder(param)
+                self._trains[param] = param.requires_grad
+
+    def _placeholder(self, param: Any) -> torch.Tensor:
+        key = (param, param.requires_grad)
+        if key not in self._placeholders:
+            blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
+            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
+            torch._dynamo.mark_static(placeholder)
+            self._placeholders[key] = placeholder
+            _by_address[placeholder.data_ptr()] = (self, param)
+        return self._placeholders[key]
+
+    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
+        # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
+        # shape that it sees, and when the node stores one, for the layout.
+        def in_shape(_: Any) -> None:
+            if param.numel() == 0:
+                param.data = blank
+
+        def as_it_was(_: Any) -> None:
+            if zero3.is_released(param) and param.numel() > 0:
+                param.data = blank.new_empty(0)
+
+        with zero3.in_full_shape(param), torch.enable_grad():
+            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
+        node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._gradient_hooks += (
+            node.register_prehook(in_shape),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(as_it_was),
+        )
+        return placeholder
+
+    # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            self._frames.append((module, {}))
+            self._mark(module)
+            return stock(module, *args)
+
+        return hook
+
+    def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            own = [depth for depth, (running, _) in enumerate(self._frames) if running is module]
+            if not own:
+                return None  # the hook before it was passed over in a trace
+            self._leave(own[-1])
+            return stock(module, *args)
+
+        return hook
+
+    def _leave(self, depth: int) -> None:
+        left = self._frames[depth:]
+        del self._frames[depth:]
+        for module, _ in left:
+            self._mark(module)
+
+    def _mark(self, module: nn.Module) -> None:
+        runs = any(running is module for running, _ in self._frames)
+        for attributes in self._held_with.get(module, ()):
+            attributes[_RUNS] = runs
+
+
+def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return stock
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def eager_only(module: nn.Module, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, *args)
+
+    return eager_only
+
+
+# ---- placeholders ------------------------------------------------------------------------------------------------
+
+
+class _Placeholders(dict[str, Any]):
+    """By name of the parameter. A copy of the module has ordinary parameters and needs none."""
+
+    def __deepcopy__(self, memo: Any) -> _Placeholders:
+        return _Placeholders()
+
+
+class _Read(torch.autograd.Function):
+    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
+        ctx.param = param
+        return instead.view_as(instead)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return grad if ctx.param.requires_grad else None, None
+
+
+def _is_sharded(param: Any) -> bool:
+    return zero3.is_sharded(param) and zero3.full_numel(param) > 0
+
+
+# ---- modules that can be read ------------------------------------------------------------------------------------
+
+
+_Traced = Callable[[Any, str], torch.Tensor]  # what a trace reads, of a module and the name of a parameter
+
+
+def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
+    """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
+    key = (stock, names, traced)
+    if key not in _classes:
+        attributes: dict[str, Any] = {name: property(_reader(name, traced)) for name in names}
+        attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        _classes[key] = type(stock.__name__, (stock,), attributes)
+    return _classes[key]
+
+
+_classes: dict[tuple[type, tuple[str, ...], _Traced], type] = {}
+
+
+def _traced(gathers: bool) -> _Traced:
+    return _gathered_again if gathers else _gathered_once
+
+
+def _gathered_once(module: Any, name: str) -> torch.Tensor:
+    return torch.ops.zerosync.unshard(module._zerosync_placeholders[name])
+
+
+def _gathered_again(module: Any, name: str) -> torch.Tensor:
+    placeholder = module._zerosync_placeholders[name]
+    return checkpoint(torch.ops.zerosync.unshard, placeholder, use_reentrant=False, preserve_rng_state=False)
+
+
+def _as_it_is(module: Any, name: str) -> torch.Tensor:
+    return module._parameters[name]  # the compiler gathers it
+
+
+def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
+    from torch._dynamo.eval_frame import skip_code
+
+    read_eagerly = torch.compiler.disable(_read_eagerly)
+
+    def read(module: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            param = module._parameters.get(name)
+            return param if zero3.is_in_use(param) else read_eagerly(module, name, param)
+        # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
+        # which is there in full, would not have its shape.
+        if name not in module._zerosync_placeholders:
+            return module._parameters.get(name)
+        if module._zerosync_runs and module._parameters[name].numel() > 0:
+            return module._parameters[name]
+        return traced(module, name)
+
+    for function in (read, zero3.is_in_use, zero3.is_gathered):
+        skip_code(function.__code__)  # traced as part of what reads, never by itself
+    return read
+
+
+def _read_eagerly(module: Any, name: str, param: Any) -> Any:
+    placeholder = vars(module)[_PLACEHOLDERS].get(name)
+    return param if placeholder is None else _by_address[placeholder.data_ptr()][0].read(module, param)
+
+
+# ---- the operator ------------------------------------------------------------------------------------------------
+
+
+def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
+    frames, param = _by_address[placeholder.data_ptr()]
+    full: torch.Tensor = frames.scheduler.unshard(param)
+    return full
+
+
+torch.library.define("zerosync::unshard", "(Tensor placeholder) -> Tensor")
+torch.library.impl("zerosync::unshard", "default", _unshard)
+torch.library.register_fake("zerosync::unshard", lambda placeholder: placeholder.new_empty(placeholder.shape))
+torch.library.register_autograd("zerosync::unshard", lambda ctx, grad: grad)

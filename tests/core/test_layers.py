@@ -1,0 +1,110 @@
+"""What ZeroSync puts on live objects: layers that say whose they are, come off in order, and are shared by engines."""
+
+import os
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import EngineOverrides, GatherOverrides, ReleaseOverrides
+from zerosync_strategy.core.engine.several import part_of, restrict
+
+
+class Stock:
+    def call(self) -> str:
+        return "stock"
+
+
+class Inner:
+    def call(self) -> str:
+        return "inner " + super().call()  # type: ignore[misc]
+
+
+class Outer:
+    def call(self) -> str:
+        return "outer " + super().call()  # type: ignore[misc]
+
+
+def test_a_layer_is_named_and_only_the_outermost_comes_off() -> None:
+    target = Stock()
+    interpose(target, Inner)
+    interpose(target, Outer)
+    assert target.call() == "outer inner stock" and isinstance(target, Stock)
+    assert type(target).__name__ == "ZeroSyncStock" and type(target).__module__ == Outer.__module__
+    with pytest.raises(RuntimeError, match="take Inner off a ZeroSyncStock, whose outermost layer is Outer"):
+        restore(target, Inner)
+    restore(target, Outer)
+    restore(target, Inner)
+    assert type(target) is Stock
+    with pytest.raises(RuntimeError, match="take Inner off a Stock"):
+        restore(target, Inner)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x))).square().mean()
+        return out
+
+
+def data(k: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * k + rank))
+
+
+def test_what_engines_share_goes_with_the_last() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+
+    def run() -> list[float]:
+        prepare_cpu()
+        deepspeed.init_distributed("gloo")
+        module, plain, errors = Pair(), Pair(), []
+        parts = [part_of(module, set(layer.parameters())) for layer in (module.first, module.second)]
+        engines, handles = [], []
+        for model, part, layer in zip((module, parts[1]), parts, (module.first, module.second), strict=True):
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            engines.append(engine)
+            restrict(engine, part, engines[0])
+            handles.append(attach(engine, param_memory_budget="all"))
+        coordinator = zero3.coordinator(engines[0].optimizer)
+        assert type(engines[0]).__name__ == "ZeroSyncDeepSpeedEngine" and isinstance(engines[0], EngineOverrides)
+        oracles = [Oracle(plain, torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in (plain.first, plain.second)]
+
+        def step(k: int) -> None:
+            engines[0].backward(engines[0](data(k, int(os.environ["RANK"]))))
+            backward_all(oracles, lambda rank: plain(data(k, rank)))
+            for engine, oracle in zip(engines, oracles, strict=True):
+                engine.step()
+                oracle.step()
+            errors.append(distance(full_parameters(module), full_parameters(plain)))
+
+        step(0)
+        handles[0].detach()
+        # The second still holds, orders and unshards; the first is DeepSpeed's again.
+        assert isinstance(coordinator, ReleaseOverrides) and isinstance(coordinator, GatherOverrides)
+        assert type(engines[0]) is deepspeed.DeepSpeedEngine and type(module.first) is not nn.Linear
+        step(1)
+        handles[1].detach()
+        assert type(coordinator).__bases__ == (object,) and type(module.first) is nn.Linear
+        assert not [name for name in vars(coordinator) if "zerosync" in name]
+        with torch.no_grad():  # stock gathers and releases as it did
+            assert torch.equal(engines[0](data(2, 0)), plain(data(2, 0)))
+        return errors
+
+    for errors in run_ranks(run):
+        assert errors[0] == 0.0 and max(errors) < 1e-6

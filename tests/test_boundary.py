@@ -1,0 +1,109 @@
+"""The boundary to DeepSpeed (rule C1): only ``core/engine`` touches its internals, and only those in the tables."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerosync_strategy
+from zerosync_strategy.core.engine import contract, overrides
+
+SOURCE = Path(zerosync_strategy.__file__).parent
+ENGINE = SOURCE / "core" / "engine"
+DECLARED = {internal.name for table in contract.EVERY_TABLE for internal in table}
+INTERNAL = {internal.name for table in contract.EVERY_TABLE for internal in table if not internal.public}
+# Parts of DeepSpeed whose modules are not its interface; zero_to_fp32 is a tool for users.
+PRIVATE_MODULES = ("deepspeed.runtime", "deepspeed.compile", "deepspeed.ops", "deepspeed.comm.comm", "deepspeed.utils")
+TOOLS = ("deepspeed.utils.zero_to_fp32",)
+
+# What an object of DeepSpeed has that is no internal: torch's own, and what DeepSpeed documents.
+OPEN = {
+    "engine": {"module", "optimizer", "device", "zero_optimization_stage", *dir(torch.nn.Module)},
+    "optimizer": {"module", "param_groups", "zerosync_stock_finalize"},
+    "offload": {"module"},
+    "param": set(dir(torch.nn.Parameter)),
+    "config": {"zero_config"},
+}
+
+
+def outside() -> Iterator[Path]:
+    """Every file but those of the boundary, and of the race checker, which imports nothing of the rest."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if ENGINE not in path.parents and SOURCE / "racecheck" not in path.parents:
+            yield path
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Attributes, methods and texts that are names, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.FunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def imports_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def breaches(source: str) -> list[str]:
+    tree = ast.parse(source)
+    found = [f"{line}: {name}" for line, name in names_in(tree) if name in INTERNAL or name.startswith("ds_")]
+    imported = [name for name in imports_in(tree) if name.startswith(PRIVATE_MODULES) and not name.startswith(TOOLS)]
+    return found + imported
+
+
+@pytest.mark.parametrize("path", outside(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_other_file_touches_an_internal(path: Path) -> None:
+    assert breaches(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "param.ds_shape",
+        "getattr(param, 'ds_anything', None)",
+        "optimizer.averaged_gradients = {}",
+        "def _get_norm_groups(self): ...",
+        "from deepspeed.runtime.zero import linear",
+        "from deepspeed.comm import comm",
+    ],
+)
+def test_a_breach_is_found(source: str) -> None:
+    assert breaches(source)
+
+
+def test_every_internal_that_is_touched_is_in_a_table() -> None:
+    undeclared = []
+    for path in sorted(ENGINE.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or node.attr in DECLARED:
+                continue
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr.startswith("ds_") or (owner in OPEN and node.attr not in OPEN[owner]):
+                undeclared.append(f"{path.name}:{node.lineno} {owner}.{node.attr}")
+    assert [entry for entry in undeclared if "_zerosync" not in entry] == []
+
+
+def test_every_method_that_is_overridden_is_in_a_table() -> None:
+    for name, cls in vars(overrides).items():
+        if name.endswith("Overrides"):
+            methods = {method for method in vars(cls) if inspect.isfunction(vars(cls)[method])}
+            assert methods - DECLARED - {"forward", "zerosync_stock_finalize"} == set(), name
+
+
+def test_tables_are_by_release() -> None:
+    later = contract.Internal("a feature", "engine", "name", since="0.19.8")
+    earlier = contract.Internal("a feature", "engine", "name", until="0.19.8")
+    for release, is_later in (("0.18.4", False), ("0.19.8+unknown", True), ("0.19.8", True), ("0.20.0", True)):
+        assert later.applies_to(release) is is_later and earlier.applies_to(release) is not is_later
