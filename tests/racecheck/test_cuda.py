@@ -26,7 +26,7 @@ class Device(Follower):
         self.stream, self.host = DEFAULT, set[int]()
 
     @property
-    def stream_in_use(self) -> Any:
+    def current_timeline(self) -> Any:
         return self.timeline(self.stream)
 
     def is_host_memory(self, tensor: torch.Tensor) -> bool:

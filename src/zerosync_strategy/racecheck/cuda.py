@@ -75,7 +75,7 @@ class Follower(Recorder):
         with self._lock:
             timeline = self.timeline(stream)
             timeline.wait(self._events.get(event, Clock()))
-            if self._launching is not None and timeline is not self.stream_in_use:
+            if self._launching is not None and timeline is not self.current_timeline:
                 launching, self._launching = self._launching, None
                 launching(timeline)
 
@@ -105,11 +105,11 @@ class Follower(Recorder):
         return self._timelines[stream]
 
     @property
-    def stream_in_use(self) -> Timeline:
+    def current_timeline(self) -> Timeline:
         return self.timeline(torch.cuda.current_stream().cuda_stream)
 
     @property
-    def owner_of_the_unknown(self) -> Timeline:
+    def default_timeline(self) -> Timeline:
         return self.timeline(0)
 
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
@@ -123,7 +123,7 @@ class Follower(Recorder):
         try:
             out = collective()
             if self._launching is not None:  # no other stream was made to wait
-                issue(self.stream_in_use)
+                issue(self.current_timeline)
             return out
         finally:
             self._launching = None

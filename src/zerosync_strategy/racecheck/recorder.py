@@ -126,12 +126,12 @@ class Recorder(ABC):
 
     @property
     @abstractmethod
-    def stream_in_use(self) -> Timeline:
+    def current_timeline(self) -> Timeline:
         """The current stream."""
 
     @property
     @abstractmethod
-    def owner_of_the_unknown(self) -> Timeline:
+    def default_timeline(self) -> Timeline:
         """The stream on which memory was allocated that is older than the recorder."""
 
     @abstractmethod
@@ -156,9 +156,9 @@ class Recorder(ABC):
             if self.is_host_memory(tensor):
                 block = Block(self.checker.host, nbytes)
             elif new:
-                block = self.checker.allocate(self.stream_in_use, nbytes)
+                block = self.checker.allocate(self.current_timeline, nbytes)
             else:
-                block = Block(self.owner_of_the_unknown, nbytes)
+                block = Block(self.default_timeline, nbytes)
             self._blocks[key] = (block, weakref.ref(storage, partial(self._free, key)))
         return self._blocks[key][0]
 
@@ -203,12 +203,12 @@ class Recorder(ABC):
             elif not on_host and (written := [tensor for tensor, writes in touched if writes]):
                 on_host = all(map(self.is_host_memory, written))
                 if on_host:
-                    self.checker.synchronize(self.stream_in_use)  # to read the device's values
+                    self.checker.synchronize(self.current_timeline)  # to read the device's values
             for tensor in new:
                 self.block(tensor, new=True)
             if name in _ALLOCATES:
                 return
-            timeline = self.checker.host if on_host else self.stream_in_use
+            timeline = self.checker.host if on_host else self.current_timeline
             self._issue(timeline, name, touched)
             if host_waits:
                 self.checker.synchronize(timeline)
