@@ -6,6 +6,7 @@ A subclass says on which stream things run and what orders them: :mod:`simulatio
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -31,13 +32,9 @@ _READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "uniq
 _COPIES = {"copy_", "_to_copy"}
 _TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
 # Where a place in the code is of no use to the reader: layers of communication and tracing, and torch's own.
-_LAYERS = (
-    "/torch/",
-    "/zerosync_strategy/racecheck/",
-    "/deepspeed/comm/",
-    "/deepspeed/utils/nvtx",
-    "/core/traffic",
-    "contextlib.py",
+_LAYERS = re.compile(
+    r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py"
+    r"|/zerosync_strategy/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
 )
 
 
@@ -289,7 +286,7 @@ def _site() -> str:
     places: list[str] = []
     while frame is not None and len(places) < 2:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _LAYERS):
+        if not _LAYERS.search(path):
             places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     node = None if places else torch._C._current_autograd_node()
