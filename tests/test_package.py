@@ -15,6 +15,48 @@ def loaded_after(statement: str) -> set[str]:
     return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
 
 
+def import_graph(folder: Path, root: Path = SOURCE.parent) -> dict[str, set[str]]:
+    """The modules under `folder`, each with those of them that it imports, anywhere in its file.
+
+    `root` is the folder from which module names start. That a module loads the packages that it is in does not count.
+    """
+    files = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                inside = {f"{source}.{alias.name}" for alias in node.names}
+                names |= {name if name in files else source for name in inside}
+        graph[module] = names & files.keys()
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import one another, directly or through others."""
+
+    def reachable(module: str) -> set[str]:
+        seen: set[str] = set()
+        pending = [module]
+        while pending:
+            new = graph[pending.pop()] - seen
+            seen |= new
+            pending += new
+        return seen
+
+    reach = {module: reachable(module) for module in graph}
+    groups = {frozenset(other for other in reach[module] if module in reach[other]) for module in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
 def test_importing_the_package_loads_no_framework() -> None:
     heavy = {"torch", "deepspeed", "lightning", "accelerate", "pytorch_lightning"}
     assert not loaded_after("import zerosync_strategy") & heavy
@@ -39,6 +81,32 @@ def test_the_race_checker_imports_nothing_of_the_rest() -> None:
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             ours = module.startswith("zerosync_strategy")
             assert not ours or module.startswith("zerosync_strategy.racecheck"), f"{path.name} imports {module}"
+
+
+def test_imports_of_the_race_checker_have_no_cycle() -> None:
+    assert cycles(import_graph(SOURCE / "racecheck")) == []
+
+
+def test_the_import_graph_has_every_import(tmp_path: Path) -> None:
+    files = {
+        "__init__.py": "from p.a import name",
+        "a.py": "import torch\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p import b, name",
+        "b.py": "def f():\n    import p.sub.c",
+        "sub/__init__.py": "",
+        "sub/c.py": "from .. import b\nfrom . import d\nfrom ..sub.d import name",
+        "sub/d.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / "p" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graph = import_graph(tmp_path / "p", tmp_path)
+    assert graph == {
+        "p": {"p.a"}, "p.a": {"p", "p.b"}, "p.b": {"p.sub.c"},
+        "p.sub": set(), "p.sub.c": {"p.b", "p.sub.d"}, "p.sub.d": set(),
+    }  # fmt: skip
+    assert cycles(graph) == [["p", "p.a"], ["p.b", "p.sub.c"]]
+    assert cycles(import_graph(tmp_path / "p" / "sub", tmp_path)) == []
 
 
 def test_the_frameworks_do_not_need_each_other() -> None:

@@ -1,4 +1,4 @@
-"""The simulated device as DeepSpeed sees it."""
+"""DeepSpeed's accelerator for the simulated device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from zerosync_strategy.racecheck import simulation
+from zerosync_strategy.racecheck import device
 
 
 class SimulatedAccelerator(CPU_Accelerator):
-    """DeepSpeed's CPU accelerator, but with streams."""
+    """DeepSpeed's CPU accelerator, with the streams and the pinned memory of ``simulated``."""
 
-    def __init__(self, running: simulation.Simulation) -> None:
+    def __init__(self, simulated: device.Device) -> None:
         super().__init__()
-        self._simulation = running
+        self._device = simulated
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -30,27 +30,27 @@ class SimulatedAccelerator(CPU_Accelerator):
         return False
 
     @property
-    def Stream(self) -> type[simulation.Stream]:
-        return simulation.Stream
+    def Stream(self) -> type[device.Stream]:
+        return device.Stream
 
     @property
-    def Event(self) -> type[simulation.Event]:
-        return simulation.Event
+    def Event(self) -> type[device.Event]:
+        return device.Event
 
-    def stream(self, stream: simulation.Stream | None) -> AbstractContextManager[None]:
-        return self._simulation.stream(stream)
+    def stream(self, stream: device.Stream | None) -> AbstractContextManager[None]:
+        return self._device.stream(stream)
 
-    def current_stream(self, device_index: int | None = None) -> simulation.Stream:
-        return self._simulation.current
+    def current_stream(self, device_index: int | None = None) -> device.Stream:
+        return self._device.current
 
-    def default_stream(self, device_index: int | None = None) -> simulation.Stream:
-        return self._simulation.default
+    def default_stream(self, device_index: int | None = None) -> device.Stream:
+        return self._device.default
 
     def synchronize(self, device_index: int | None = None) -> None:
-        self._simulation.synchronize()
+        self._device.synchronize()
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        return self._simulation.to_host_memory(tensor)
+        return self._device.to_host_memory(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return self._simulation.is_host_memory(tensor)
+        return self._device.is_host_memory(tensor)

@@ -1,11 +1,11 @@
-"""The happens-before checker: finds accesses to the same bytes that nothing orders.
+"""The happens-before checker: finds unordered accesses to the same bytes.
 
-It knows nothing of torch: it is told of operations, of the bytes that they read and write, of memory that is allocated
-and freed. Two accesses *race* if they overlap, one of them writes, and neither happens before the other. Memory is
-*reused* too early if an allocation may be given bytes that an operation on another stream may still use: the allocator
-is taken to be adversarial, and to give an allocation any block that was freed on its stream before. As in PyTorch's
-caching allocator, a block that was recorded on a stream (``record_stream``) comes back only once that stream's uses of
-it are complete.
+It is independent of torch. Its input is a sequence of operations, their accesses to bytes, allocations and frees.
+
+Two accesses *race* if they overlap, at least one of them writes, and neither happens before the other. Memory is
+*reused* too early if an allocation may receive bytes that an operation on another stream may still use. The allocator
+is adversarial: an allocation may receive any block that was freed on its stream before. As in PyTorch's caching
+allocator, a block that was recorded on a stream (``record_stream``) is reused only after that stream's uses of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from enum import Enum
 from zerosync_strategy.racecheck.clocks import Timeline
 
 LIMIT = 512
-"""Accesses that are kept per block before those are dropped that a later write covers."""
+"""Accesses kept per block. Beyond it, a write drops the ordered accesses that it covers."""
 
 
 class Kind(Enum):
-    """What two accesses do to each other."""
+    """The kind of a finding."""
 
     RACE = "race"
     REUSE = "reuse"
@@ -28,10 +28,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that ran on a timeline, as the ``time``-th there.
+    """The ``time``-th operation of a timeline.
 
     Attributes:
-        site: the place in the code that issued it.
+        site: the source location that issued it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Operation:
     site: str
 
     def happens_before(self, timeline: Timeline) -> bool:
-        """Whether it is complete before whatever was issued last on ``timeline``."""
+        """Whether it is complete before the last operation of ``timeline``."""
         return timeline.clock.get(self.timeline.id, 0) >= self.time
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Access:
-    """Bytes from ``start`` up to ``stop`` that an operation reads or writes."""
+    """A read or write of the bytes from ``start`` up to ``stop`` by an operation."""
 
     start: int
     stop: int
@@ -65,14 +65,14 @@ class Access:
 
 @dataclass
 class Block:
-    """Memory from its allocation until it is freed.
+    """Memory between its allocation and its free.
 
     Attributes:
-        timeline: where it was allocated, and where its bytes return to.
+        timeline: the stream of its allocation, whose allocations may reuse it after the free.
         nbytes: its size.
-        accesses: those that a later one could race with.
-        recorded: timelines that the allocator waits for, as they are when it is freed, before it gives the bytes away.
-        before: accesses to what its bytes may have been before.
+        accesses: the accesses that a later one could race with.
+        recorded: timelines whose operations at the time of the free are complete before the allocator reuses the bytes.
+        before: accesses to earlier blocks at its bytes.
     """
 
     timeline: Timeline
@@ -84,7 +84,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Finding:
-    """Two accesses that nothing orders, the earlier issued first."""
+    """Two unordered accesses, in the order of their issue."""
 
     kind: Kind
     first: Access
@@ -92,7 +92,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for findings that say the same: the same two kinds of access at the same places on the same streams."""
+        """Equal for findings of the same accesses: same kinds, operators, sites and streams."""
         return (self.kind, *(part for access in (self.first, self.second) for part in _describe(access)))
 
     def __str__(self) -> str:
@@ -102,47 +102,47 @@ class Finding:
 
 
 class Checker:
-    """Takes note of a program's operations as they are issued, and finds what is not ordered.
+    """Finds unordered accesses in a program, whose operations it receives in the order of their issue.
 
     Attributes:
         host: the timeline of the host.
-        findings: one for each ``Finding.key``, with how often it was found.
+        findings: the first finding of each ``Finding.key``, and the number of findings with that key.
     """
 
     def __init__(self) -> None:
         self.host = Timeline("host")
         self.findings: dict[tuple[object, ...], tuple[Finding, int]] = {}
-        self._freed: dict[int, list[Access]] = {}  # by timeline: uses of what was freed there, not known to be complete
+        self._freed: dict[int, list[Access]] = {}  # by timeline: uses of its freed memory that may be incomplete
 
     # ---- order -----------------------------------------------------------------------------------------------------
 
     def issue(self, timeline: Timeline, name: str, site: str = "") -> Operation:
-        """An operation begins on ``timeline``, after everything before it there."""
+        """Issue an operation to ``timeline``."""
         return Operation(name, timeline, timeline.issue(self.host), site)
 
     def synchronize(self, timeline: Timeline) -> None:
-        """The host waits for everything issued on ``timeline`` so far."""
+        """Make the host wait for all operations issued to ``timeline``."""
         self.host.wait(timeline.clock)
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, timeline: Timeline, nbytes: int) -> Block:
-        """New memory, in whose place anything may have been that was freed on ``timeline``."""
+        """Allocate memory, which may reuse any memory that was freed on ``timeline``."""
         freed = [use for use in self._freed.get(timeline.id, ()) if not use.operation.happens_before(self.host)]
         if timeline.id in self._freed:
             self._freed[timeline.id] = freed
         return Block(timeline, nbytes, before=list(freed))
 
     def free(self, block: Block) -> None:
-        """Nothing refers to the memory any more."""
-        # Whoever is given the memory next comes after what its own timeline had, and the recorded ones.
+        """Free the memory of ``block``."""
+        # Reuse comes after the operations that the block's own timeline, the recorded ones and the host have now.
         waited = (self.host, block.timeline, *block.recorded)
         uses = [use for use in block.accesses if not any(map(use.operation.happens_before, waited))]
         if uses:
             self._freed.setdefault(block.timeline.id, []).extend(uses)
 
     def access(self, block: Block, start: int, stop: int, writes: bool, operation: Operation) -> None:
-        """``operation``, the last one on its timeline, reads or writes these bytes."""
+        """Check and keep an access by ``operation``, which must be the last one of its timeline."""
         if start >= stop:
             return
         access = Access(start, stop, writes, operation)
@@ -151,7 +151,7 @@ class Checker:
             if not use.operation.happens_before(timeline):
                 self._found(Kind.REUSE, use, access)
         if writes and start <= 0 and stop >= block.nbytes:
-            block.before = []  # what follows is ordered after this write, or races with it
+            block.before = []  # a later access is ordered after this write, or races with it
         kept = []
         for other in block.accesses:
             ordered = other.operation.happens_before(timeline)

@@ -1,18 +1,21 @@
-"""The streams and events of CUDA, followed through the hooks that PyTorch has for its own sanitizer.
+"""Follows the streams and events of CUDA through the hooks of PyTorch's own sanitizer (``torch.cuda._gpu_trace``).
 
-PyTorch says (``torch.cuda._gpu_trace``) when an event is recorded, when a stream waits for one, and when the host waits
-for a stream, an event or the device, whether Python asks for it, autograd's engine or the process group. Operators come
-through a dispatch mode, which autograd hands on to the threads that run a backward.
+The hooks report that an event is recorded, that a stream waits for an event, and that the host waits for a stream, an
+event or the device. They report calls from Python, from autograd's engine and from the process group. Operators are
+reported by a dispatch mode, which autograd passes to the threads of a backward.
 
-A collective runs on the stream that was made to wait when it was called, which is the process group's, or else on the
-current one. Memory is freed to the stream that it was allocated on, and may go to the next allocation there: that is
-what the caching allocator promises, whatever it does this time.
+A collective runs on the stream that waits during its call, which is the process group's. If none waits, it runs on the
+current stream. Freed memory may go to the next allocation on the stream of its own allocation: that is the caching
+allocator's contract, whatever it does in this run.
 
-What it cannot see: kernels launched past torch's operators (``torch.compile``'s own among them, and what a graph
-replays), ``query()`` that was answered with yes, streams that wait without an event (CUDA's legacy default stream does
-where a foreign library makes blocking streams), and on which stream memory was allocated that is older: it is taken for
-the default stream's. PyTorch's hooks, once switched on, call into Python for the rest of the process, there with
-nothing to do.
+Limits:
+
+- Kernels launched outside of torch's operators are invisible: those of ``torch.compile``, and those that a CUDA graph
+  replays.
+- ``query()`` that returned true does not count as a synchronization.
+- A wait without an event is invisible. CUDA's legacy default stream waits so for a foreign library's blocking streams.
+- Memory that was allocated before the start counts as allocated on the default stream.
+- PyTorch's hooks cannot be disabled again. They call into Python for the rest of the process, with no callbacks left.
 """
 
 from __future__ import annotations
@@ -30,16 +33,16 @@ from zerosync_strategy.racecheck.recorder import Recorder
 
 
 class Follower(Recorder):
-    """Follows what this process does on its CUDA device. Start it in the thread that trains."""
+    """Records the operations of this process on its CUDA device. Start it in the thread that trains."""
 
     def __init__(self) -> None:
         super().__init__()
         self._timelines: dict[int, Timeline] = {}  # by cudaStream_t
         self._events: dict[int, Clock] = {}  # by cudaEvent_t, as of its last record
-        self._launching: Callable[..., None] | None = None  # a collective that is being called
+        self._launching: Callable[..., None] | None = None  # set during the call of a collective, until it is issued
 
     def _begin(self) -> None:
-        torch.cuda.synchronize()  # all that is older is complete
+        torch.cuda.synchronize()  # earlier operations count as complete
         torch._C._activate_gpu_trace()
         callbacks: list[tuple[Any, Callable[..., None]]] = [
             (_gpu_trace.EventRecordCallbacks, self.event_recorded),
@@ -63,7 +66,7 @@ class Follower(Recorder):
     def _nodes(self) -> Nodes:
         return Nodes(self)
 
-    # ---- what PyTorch calls ------------------------------------------------------------------------------------------
+    # ---- callbacks of PyTorch ----------------------------------------------------------------------------------------
 
     def event_recorded(self, event: int, stream: int) -> None:
         with self._lock:
@@ -75,7 +78,7 @@ class Follower(Recorder):
         with self._lock:
             timeline = self.timeline(stream)
             timeline.wait(self._events.get(event, Clock()))
-            if self._launching is not None and timeline is not self.stream_in_use:
+            if self._launching is not None and timeline is not self.current_timeline:
                 launching, self._launching = self._launching, None
                 launching(timeline)
 
@@ -96,20 +99,20 @@ class Follower(Recorder):
             for timeline in self._timelines.values():
                 self.checker.synchronize(timeline)
 
-    # ---- where things run --------------------------------------------------------------------------------------------
+    # ---- streams and memory ------------------------------------------------------------------------------------------
 
     def timeline(self, stream: int) -> Timeline:
-        """That of a ``cudaStream_t``."""
+        """The timeline of a ``cudaStream_t``."""
         if stream not in self._timelines:
             self._timelines[stream] = Timeline(f"stream {stream:#x}" if stream else "default stream")
         return self._timelines[stream]
 
     @property
-    def stream_in_use(self) -> Timeline:
+    def current_timeline(self) -> Timeline:
         return self.timeline(torch.cuda.current_stream().cuda_stream)
 
     @property
-    def owner_of_the_unknown(self) -> Timeline:
+    def default_timeline(self) -> Timeline:
         return self.timeline(0)
 
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
@@ -122,8 +125,8 @@ class Follower(Recorder):
         self._launching = issue
         try:
             out = collective()
-            if self._launching is not None:  # no other stream was made to wait
-                issue(self.stream_in_use)
+            if self._launching is not None:  # no other stream waited
+                issue(self.current_timeline)
             return out
         finally:
             self._launching = None

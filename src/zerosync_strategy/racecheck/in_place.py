@@ -1,8 +1,8 @@
-"""``racecheck=K``: the first optimizer steps of a training, checked where they run.
+"""``racecheck=K``: checks the first optimizer steps of a training in place.
 
-On CUDA the device's own streams are followed. A CPU has none, so it is given simulated ones, and the engines are told
-that their device has changed, now and again at the end. What was built before is taken as it is: complete, and device
-memory of the default stream, the memory of an optimizer on the host included.
+On CUDA the check follows the device's own streams. On CPU it simulates streams, and notifies the engines at its start
+and at its end that the device has changed. Operations from before the check count as complete. Memory from before it
+counts as device memory of the default stream, even that of an offloaded optimizer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from zerosync_strategy.racecheck.simulation import Simulation
 
 
 class RaceWarning(UserWarning):
-    """Two accesses to the same memory that nothing orders."""
+    """Two unordered accesses to the same memory."""
 
 
 class Member(Protocol):
-    """An engine whose steps are checked, or that only runs beside them."""
+    """An engine of this process, with or without steps to check."""
 
     def device_changed(self) -> None:
-        """The device has gained streams or lost them: make anew what was made of them."""
+        """The device has gained or lost its streams: recreate the engine's own streams and events."""
 
 
 class InPlaceCheck:
-    """A check of all engines of this process, until each has taken its steps. Ends by itself, and reports.
+    """Checks all engines of this process until each has taken its steps, then reports.
 
     Attributes:
-        running: the first engine has joined, and the check has not ended.
+        running: whether the check has started, with the first engine, and not ended.
 
     Raises:
         ValueError: DeepSpeed runs on neither CUDA nor CPU.
@@ -57,33 +57,36 @@ class InPlaceCheck:
         self._recorder: Recorder = Follower() if device == "cuda" else Simulation()
         self._thread = threading.get_ident()
         self._members: list[Member] = []
-        self._due: dict[Member, int] = {}  # steps that are still to be checked
+        self._steps_left: dict[Member, int] = {}
         self._steps = 0
         self.running = False
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found until now, each pair of accesses once."""
+        """The findings so far, each pair of accesses once."""
         return self._recorder.findings
 
     def join(self, member: Member, steps: int) -> None:
-        """Check that many steps of ``member``; with 0, it only runs beside the others."""
+        """Add ``member`` to the check, with that many ``steps`` to check.
+
+        With 0 steps it runs on the same device, and the check does not wait for it.
+        """
         if not self.running:
             self._recorder.start()
             atexit.register(self._at_exit)
             self.running = True
         self._members.append(member)
         if steps:
-            self._due[member] = steps
-        self._tell(member)
+            self._steps_left[member] = steps
+        self._notify(member)
 
     def stepped(self, member: Member) -> None:
-        """``member`` has taken an optimizer step.
+        """Count an optimizer step of ``member``.
 
         Raises:
-            RuntimeError: in another thread than the one that is followed.
+            RuntimeError: this is not the thread of the check.
         """
-        if not self.running or member not in self._due:
+        if not self.running or member not in self._steps_left:
             return
         if threading.get_ident() != self._thread:
             raise RuntimeError(
@@ -91,19 +94,19 @@ class InPlaceCheck:
                 " another one. Attach in the thread that trains, or leave racecheck out."
             )
         self._steps += 1
-        self._due[member] -= 1
-        if not self._due[member]:
-            del self._due[member]
-        if not self._due:
+        self._steps_left[member] -= 1
+        if not self._steps_left[member]:
+            del self._steps_left[member]
+        if not self._steps_left:
             self._end("")
 
     def leave(self, member: Member, why: str) -> None:
-        """``member`` will take no more steps because of ``why``."""
-        due = self._due.pop(member, 0)
-        if self.running and not self._due:
-            self._end(f" It ended {due} step(s) early: {why}." if due else "")
+        """Remove the remaining steps of ``member``, for the reason ``why``."""
+        left = self._steps_left.pop(member, 0)
+        if self.running and not self._steps_left:
+            self._end(f" It ended {left} step(s) early: {why}." if left else "")
 
-    def _tell(self, member: Member) -> None:
+    def _notify(self, member: Member) -> None:
         if isinstance(self._recorder, Simulation):
             member.device_changed()
 
@@ -112,15 +115,15 @@ class InPlaceCheck:
         self._recorder.stop()
         atexit.unregister(self._at_exit)
         for member in self._members:
-            self._tell(member)
+            self._notify(member)
         self._members.clear()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        over = f"{len(self._recorder.operations)} operations in {self._steps} optimizer step(s).{early}"
+        scope = f"{len(self._recorder.operations)} operations in {self._steps} optimizer step(s).{early}"
         for finding, times in self._recorder.checker.findings.values():
-            warnings.warn(f"Race check, rank {rank}: {finding}; {times} times, of {over}", RaceWarning, stacklevel=4)
+            warnings.warn(f"Race check, rank {rank}: {finding}; {times} times, of {scope}", RaceWarning, stacklevel=4)
         if not self.findings:
-            print(f"ZeroSync race check, rank {rank}: nothing found in {over}", file=sys.stderr, flush=True)
-        self._recorder.operations.clear()  # there may be many, and the findings stay
+            print(f"ZeroSync race check, rank {rank}: nothing found in {scope}", file=sys.stderr, flush=True)
+        self._recorder.operations.clear()  # large, and the findings do not need it
 
     def _at_exit(self) -> None:
-        self._end(f" It ended {max(self._due.values())} step(s) early: the process did.")
+        self._end(f" It ended {max(self._steps_left.values())} step(s) early: the process did.")

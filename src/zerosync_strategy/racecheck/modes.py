@@ -1,7 +1,7 @@
-"""Modes of torch that come and go at any time, not as a block of code.
+"""Torch modes that are entered and exited at any time, not as a ``with`` block.
 
-Torch keeps modes on a stack, and whoever leaves one takes off whatever lies on top. A mode that is put below all others
-and taken out from there does not disturb those who come and go in the meantime.
+Torch keeps modes on a stack, and exiting a mode pops the top of it. A mode at the bottom of the stack is never on top
+when another one exits, so that any order of entries and exits is safe.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.utils import _python_dispatch
 
 
 def put_below(mode: Any) -> None:
-    """Let ``mode`` see what all other modes of this thread have left of a call."""
+    """Enter ``mode`` at the bottom of this thread's stack, where it sees calls after all other modes."""
     others = _take_off(mode)
     for other in [mode, *others]:
         _stack_of(mode)._push_mode(other)
 
 
 def take_out(mode: Any) -> None:
-    """Undo :func:`put_below`; nothing if it was undone."""
+    """Exit ``mode``, wherever it is on the stack. Does nothing if it is not there."""
     for other in _take_off(mode):
         if other is not mode:
             _stack_of(mode)._push_mode(other)
@@ -32,7 +32,7 @@ def _stack_of(mode: Any) -> Any:
 
 
 def _take_off(mode: Any) -> list[Any]:
-    """Empty the stack of ``mode``'s kind; what was on it, the lowest first."""
+    """Pop all modes from the stack of ``mode``'s kind, and return them from the bottom to the top."""
     stack = _stack_of(mode)
     if stack is overrides:
         others = overrides._get_current_function_mode_stack()

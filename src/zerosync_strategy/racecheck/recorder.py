@@ -1,11 +1,12 @@
-"""What runs, told to the checker: operators, collectives, memory. The same for simulated streams and for CUDA's.
+"""Tells the checker of operators, collectives and memory, for simulated streams and for CUDA's.
 
-A subclass says on which stream things run and what orders them: :mod:`simulation` makes the streams itself,
-:mod:`cuda` follows those of the device.
+A subclass determines the stream of each operation, and the order between streams: :mod:`device` and :mod:`simulation`
+simulate both, :mod:`cuda` follows the real ones.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -25,19 +26,15 @@ from zerosync_strategy.racecheck.autograd import Nodes
 from zerosync_strategy.racecheck.checker import Block, Checker, Finding, Operation
 from zerosync_strategy.racecheck.clocks import Clock, Timeline
 
-# Operators that only allocate, and those that read a value back to the host.
+# Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
 _ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
 _READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2"}
 _COPIES = {"copy_", "_to_copy"}
 _TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
-# Where a place in the code is of no use to the reader: layers of communication and tracing, and torch's own.
-_LAYERS = (
-    "/torch/",
-    "/zerosync_strategy/racecheck/",
-    "/deepspeed/comm/",
-    "/deepspeed/utils/nvtx",
-    "/core/traffic",
-    "contextlib.py",
+# The paths of frames that a site leaves out: torch, and layers of communication and tracing.
+_LAYERS = re.compile(
+    r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py"
+    r"|/zerosync_strategy/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
 )
 
 
@@ -45,25 +42,25 @@ _running: Recorder | None = None
 
 
 def running() -> Recorder | None:
-    """The recorder that has been started and not stopped, if there is one."""
+    """The recorder between its start and its stop, if there is one."""
     return _running
 
 
 class Recorder(ABC):
-    """Tells a checker what this thread, and the backwards that it calls, run on a device.
+    """Records the device operations of this thread, and of the backwards that it calls, for a checker.
 
     Attributes:
-        checker: has the findings.
-        operations: all that were issued, in order, each with the clock of its timeline.
+        checker: holds the findings.
+        operations: the operations in the order of their issue, each with its timeline's clock at that time.
     """
 
     def __init__(self) -> None:
         self.checker = Checker()
         self.operations: list[tuple[Operation, Clock]] = []
-        self._blocks: dict[int, tuple[Block, Any]] = {}
+        self._blocks: dict[int, tuple[Block, Any]] = {}  # by storage, with a weak reference to it
         self._silent = 0
         self._undo: list[Callable[[], Any]] = []
-        self._lock = threading.RLock()  # on CUDA, backward's threads and the allocator's callers take turns
+        self._lock = threading.RLock()  # on CUDA, the threads of a backward and callers of the allocator enter at once
 
     @property
     def findings(self) -> list[Finding]:
@@ -71,10 +68,10 @@ class Recorder(ABC):
         return [finding for finding, _ in self.checker.findings.values()]
 
     def start(self) -> None:
-        """From here on, take note of what this thread runs.
+        """Record from here on what this thread runs.
 
         Raises:
-            RuntimeError: a recorder runs already.
+            RuntimeError: another recorder is running.
         """
         global _running
         if _running is not None:
@@ -93,7 +90,7 @@ class Recorder(ABC):
             raise
 
     def stop(self) -> None:
-        """Leave everything as it was before :meth:`start`."""
+        """Undo :meth:`start`."""
         global _running
         while self._undo:
             self._undo.pop()()
@@ -101,13 +98,13 @@ class Recorder(ABC):
         _running = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        stock = vars(owner).get(name)  # absent where it is inherited
+        stock = vars(owner).get(name)  # absent if it is inherited
         setattr(owner, name, value)
         self._undo.append(partial(delattr, owner, name) if stock is None else partial(setattr, owner, name, stock))
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Tell the checker nothing of what runs here."""
+        """Ignore operators that run inside. Collectives are recorded all the same."""
         self._silent += 1
         try:
             yield
@@ -118,37 +115,41 @@ class Recorder(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Look out for streams and events, and say in ``_undo`` how to stop that."""
+        """Start to follow streams and events, and append to ``_undo`` what stops it."""
 
     @abstractmethod
     def _nodes(self) -> Nodes:
-        """How this device's autograd is followed."""
+        """The follower of autograd for this device."""
 
     @property
     @abstractmethod
-    def stream_in_use(self) -> Timeline:
+    def current_timeline(self) -> Timeline:
         """The current stream."""
 
     @property
     @abstractmethod
-    def owner_of_the_unknown(self) -> Timeline:
-        """The stream on which memory was allocated that is older than the recorder."""
+    def default_timeline(self) -> Timeline:
+        """The default stream. Memory that was allocated before the start counts as allocated on it."""
 
     @abstractmethod
     def is_host_memory(self, tensor: torch.Tensor) -> bool: ...
 
     @abstractmethod
     def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
-        """Whether an operator that was given ``inputs`` and made ``new`` ran on the host."""
+        """Whether an operator with arguments ``inputs`` and newly allocated results ``new`` ran on the host."""
 
     @abstractmethod
     def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
-        """Run ``collective`` and return what it does; call ``issue`` where it begins, with its timeline and a name."""
+        """Run ``collective`` and return its result. At its start, call ``issue`` with its timeline and maybe a name."""
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def block(self, tensor: torch.Tensor, *, new: bool = False) -> Block:
-        """The memory of ``tensor`` until nothing refers to it; ``new``: an operator has just allocated it."""
+        """The block of the tensor's storage, which lives until the storage is freed.
+
+        Args:
+            new: an operator has just allocated the storage.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._blocks:
@@ -156,9 +157,9 @@ class Recorder(ABC):
             if self.is_host_memory(tensor):
                 block = Block(self.checker.host, nbytes)
             elif new:
-                block = self.checker.allocate(self.stream_in_use, nbytes)
+                block = self.checker.allocate(self.current_timeline, nbytes)
             else:
-                block = Block(self.owner_of_the_unknown, nbytes)
+                block = Block(self.default_timeline, nbytes)
             self._blocks[key] = (block, weakref.ref(storage, partial(self._free, key)))
         return self._blocks[key][0]
 
@@ -169,17 +170,19 @@ class Recorder(ABC):
                 self.checker.free(block)
 
     def record(self, tensor: torch.Tensor, timeline: Timeline) -> None:
-        """The memory of ``tensor`` is given to nobody before what ``timeline`` has by the time it is freed."""
+        """Record a use, as ``record_stream`` does: freed memory of ``tensor`` is reused only after the operations that
+        ``timeline`` has at the time of the free.
+        """
         with self._lock:
             self.block(tensor).recorded.append(timeline)
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """An operator of torch has run; tell the checker what it does on the device."""
+        """Issue an operator of torch that has run to the checker, with its accesses."""
         schema = getattr(func, "_schema", None)
         if schema is None or self._silent or any(isinstance(value, FakeTensor) for value in _tensors([args, out])):
-            return  # a higher-order operator, which is not seen; or a compiler looks at what would run
+            return  # higher-order operators have no schema, and a compiler's fake tensors have no memory
         name = schema.name.split("::")[1]
         aliases = [value.alias_info for value in schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -197,26 +200,26 @@ class Recorder(ABC):
             on_host = self.runs_on_host([tensor for tensor, _ in inputs], new)
             host_waits = name in _READS_BACK
             if not on_host and name in _COPIES:
-                # Between host and device, the host waits for a copy, unless told not to.
+                # A copy between host and device is synchronous by default.
                 asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
                 host_waits = not asynchronous and any(self.is_host_memory(tensor) for tensor, _ in touched)
             elif not on_host and (written := [tensor for tensor, writes in touched if writes]):
                 on_host = all(map(self.is_host_memory, written))
                 if on_host:
-                    self.checker.synchronize(self.stream_in_use)  # to read the device's values
+                    self.checker.synchronize(self.current_timeline)  # the host reads values of the device
             for tensor in new:
                 self.block(tensor, new=True)
             if name in _ALLOCATES:
                 return
-            timeline = self.checker.host if on_host else self.stream_in_use
+            timeline = self.checker.host if on_host else self.current_timeline
             self._issue(timeline, name, touched)
             if host_waits:
                 self.checker.synchronize(timeline)
 
     def collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch.distributed's own operators, inside of what is silent too."""
+        """Run and issue one of torch.distributed's operators, inside :meth:`silent` too."""
         name = func._schema.name.split("::")[1]
-        # The schema does not say what is written; the names do.
+        # The schema does not mark written arguments. All but inputs are written.
         touched = [
             (tensor, name != "send" and not argument.name.startswith("input"))
             for argument, value in _arguments(func._schema, args, kwargs)
@@ -226,7 +229,7 @@ class Recorder(ABC):
         def issue(timeline: Timeline, name: str = name) -> None:
             with self._lock:
                 for tensor, _ in touched:
-                    self.block(tensor).recorded.append(timeline)  # the backend keeps them alive
+                    self.block(tensor).recorded.append(timeline)  # the backend keeps its tensors alive
                 self._issue(timeline, name, touched)
 
         if touched and all(self.is_host_memory(tensor) for tensor, _ in touched):
@@ -247,7 +250,7 @@ class Recorder(ABC):
 
 
 class Operators(TorchDispatchMode):
-    """Shows a recorder every operator that runs, also in the threads of a backward, which inherit it."""
+    """Passes every operator to a recorder. The threads of a backward inherit this mode."""
 
     supports_higher_order_operators = True
 
@@ -257,7 +260,7 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would run eagerly under it
+        return True  # otherwise torch.compile falls back to eager execution under this mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -274,7 +277,7 @@ def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument or a result; sparse ones have no memory of their own."""
+    """The strided tensors in an argument or a result. A sparse tensor has no storage of its own."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
@@ -284,13 +287,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _site() -> str:
-    """The place in the code that is not torch's, nor a layer of communication or tracing, and its caller."""
+    """The innermost two frames of this thread outside of ``_LAYERS``."""
     frame: FrameType | None = sys._getframe(1)
     places: list[str] = []
     while frame is not None and len(places) < 2:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _LAYERS):
+        if not _LAYERS.search(path):
             places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     node = None if places else torch._C._current_autograd_node()
-    return " < ".join(places) if node is None else f"the backward of {node.name()}"  # a thread without other frames
+    return " < ".join(places) if node is None else f"the backward of {node.name()}"  # in the engine's own thread

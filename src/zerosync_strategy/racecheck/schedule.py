@@ -1,4 +1,4 @@
-"""When each operation of a simulated program would run, if it took so long and started as soon as the order allows."""
+"""A simulated program in simulated time: operations have given costs, and start as early as the order allows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zerosync_strategy.racecheck.clocks import Clock
 
 @dataclass(frozen=True)
 class Span:
-    """One operation in time.
+    """An operation with its start and its end.
 
     Attributes:
-        waited: the operations of other timelines that this one is the first on its own to come after, as (``id`` of the
-            timeline, end).
+        waited: its new dependencies on other timelines, which no earlier operation of its own timeline had, as (``id``
+            of the timeline, end).
     """
 
     operation: Operation
@@ -30,18 +30,18 @@ def schedule(
     cost: Callable[[Operation], float],
     link: Callable[[Operation], Hashable] = lambda operation: None,
 ) -> list[Span]:
-    """Run ``operations``, as :class:`Simulation` lists them, on a device that waits for nothing but what it must.
+    """Schedule ``operations``, in the form of :attr:`Simulation.operations`, each as early as its dependencies allow.
 
     Args:
-        cost: how long an operation takes, in any unit.
-        link: what operations share that cannot run at once, though on several timelines, such as a network interface:
-            those of one link run in the order of their issue. ``None``: nothing.
+        cost: the duration of an operation, in any unit.
+        link: the resource that an operation occupies, such as a network interface. Operations of one link run one after
+            the other, in the order of their issue, on whatever timelines. ``None``: no resource.
     """
     spans = []
-    ended: dict[int, tuple[list[int], list[float]]] = {}  # by timeline: the numbers of its operations, and their ends
+    ended: dict[int, tuple[list[int], list[float]]] = {}  # by timeline: the times of its operations, and their ends
     known: dict[int, Clock] = {}  # by timeline: the clock of its last operation
     nothing = Clock()
-    free: dict[Hashable, float] = {}  # by link: when its last operation ends
+    free: dict[Hashable, float] = {}  # by link: the end of its last operation
     for operation, clock in operations:
         here = operation.timeline.id
         start, waited = 0.0, []

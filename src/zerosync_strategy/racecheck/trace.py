@@ -1,4 +1,4 @@
-"""A picture of what waited for what: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Writes a simulation as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zerosync_strategy.racecheck.schedule import schedule
 from zerosync_strategy.racecheck.simulation import Simulation
 
 STEP = 10
-"""Microseconds that every operation takes in the picture."""
+"""The duration of every operation in the trace, in microseconds."""
 
 
 def write_trace(simulation: Simulation, path: str | Path) -> None:
-    """One track per stream, and an arrow for every wait that an operation was the first to come after.
+    """Write a track per stream, and an arrow for each new dependency between streams.
 
-    Times are not measured: each operation takes as long as any other, and starts as soon as the order allows.
+    Times are not measured: all operations have the same duration, and start as early as the order allows.
     """
     events: list[dict[str, Any]] = []
     for number, span in enumerate(schedule(simulation.operations, lambda operation: STEP)):
