@@ -63,7 +63,7 @@ def breaches(source: str) -> list[str]:
     return found + imported
 
 
-@pytest.mark.parametrize("path", outside(), ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", list(outside()), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_other_file_touches_an_internal(path: Path) -> None:
     assert breaches(path.read_text()) == []
 

@@ -65,7 +65,7 @@ def test_importing_the_package_loads_no_framework() -> None:
 
 
 def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> None:
-    for path in (SOURCE / "core").glob("*.py"):
+    for path in (SOURCE / "core").rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -76,15 +76,36 @@ def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> 
 
 
 def test_the_race_checker_imports_nothing_of_the_rest() -> None:
-    for path in (SOURCE / "racecheck").glob("*.py"):
+    for path in (SOURCE / "racecheck").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             ours = module.startswith("zerosync_strategy")
             assert not ours or module.startswith("zerosync_strategy.racecheck"), f"{path.name} imports {module}"
 
 
-def test_imports_of_the_race_checker_have_no_cycle() -> None:
-    assert cycles(import_graph(SOURCE / "racecheck")) == []
+def test_no_modules_import_one_another() -> None:
+    assert cycles(import_graph(SOURCE)) == []
+
+
+ROOMS = {  # each with those that it may import; any of them may import the options, which import nothing
+    "engine": set(),
+    "comm": {"engine"},
+    "failures": {"engine", "comm"},
+    "gradients": {"engine", "comm", "failures"},
+    "params": {"engine", "comm", "failures"},
+}
+
+
+def test_rooms_of_the_core_import_one_way() -> None:
+    core = "zerosync_strategy.core."
+    graph = import_graph(SOURCE / "core")
+    assert {room.name for room in (SOURCE / "core").iterdir() if (room / "__init__.py").exists()} == ROOMS.keys()
+    for room, below in ROOMS.items():
+        for module, imported in graph.items():
+            if module.startswith(f"{core}{room}."):
+                allowed = tuple(f"{core}{name}" for name in (f"{room}.", "config", *(f"{other}." for other in below)))
+                assert [name for name in imported if not name.startswith(allowed)] == [], module
+    assert graph[f"{core}config"] == set()
 
 
 def test_the_import_graph_has_every_import(tmp_path: Path) -> None:
