@@ -10,6 +10,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import Finding, Stream, simulate
 
 WIDTH = 32
@@ -18,8 +19,11 @@ WIDTH = 32
 class Branches(nn.Module):
     """Branches side by side, each on a stream: their gradients are completed in no order."""
 
-    def __init__(self, streams: list[Stream], widths: tuple[int, ...], *, experts: bool, compiled: bool) -> None:
+    def __init__(
+        self, streams: list[Stream], widths: tuple[int, ...], *, experts: bool, compiled: bool, unused: bool
+    ) -> None:
         super().__init__()
+        self.unused = unused
         self.streams = streams
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
@@ -34,7 +38,7 @@ class Branches(nn.Module):
 
         caller = get_accelerator().current_stream()
         outputs = []
-        for index, branch in enumerate(self.branches):
+        for index, branch in enumerate(self.branches[:-1] if self.unused else self.branches):
             stream = self.streams[index % len(self.streams)] if self.streams else caller
             stream.wait_stream(caller)
             with get_accelerator().stream(stream):
@@ -61,17 +65,22 @@ class Experts(nn.Module):
 
 def train(
     stage: int, producers: int = 0, ours: dict[str, Any] | None = None, *, last: bool = False, oversized: bool = False,
-    experts: bool = False, compiled: bool = False, half: bool = False,
+    experts: bool = False, compiled: bool = False, half: bool = False, unused: bool = False, sgd: bool = False,
     before: Callable[[Any], None] = lambda engine: None, zero: dict[str, Any] | None = None, **config: Any,
 ) -> list[Finding]:  # fmt: skip
-    """What the checker finds in two optimizer steps of two micro-batches; `ours` has ZeroSync's options."""
+    """What the checker finds in two optimizer steps of two micro-batches; `ours` has ZeroSync's options.
+
+    Gradients are in several buckets. `unused`: a branch has none. `sgd`: nothing in a step waits for the host or for
+    other ranks: plain SGD, without clipping.
+    """
     prepare_cpu()
+    reducer.CHUNK_BYTES = 4 * WIDTH * (WIDTH + 1)  # a layer
     with simulate() as simulation:
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         torch.manual_seed(0)
         streams = [Stream(name=f"producer {index}") for index in range(producers)]
         widths = (WIDTH, 3 * WIDTH if oversized else WIDTH, WIDTH, WIDTH)
-        model = Branches(streams, widths, experts=experts, compiled=compiled)
+        model = Branches(streams, widths, experts=experts, compiled=compiled, unused=unused)
         groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "name": "all"}]
         if experts:
             groups = split_params_into_different_moe_groups_for_optimizer(groups[0])
@@ -84,11 +93,11 @@ def train(
         accumulate = 1 if ours is not None else 2
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=torch.optim.AdamW(groups),
+            optimizer=torch.optim.SGD(groups, lr=0.1) if sgd else torch.optim.AdamW(groups),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": accumulate,
-                "gradient_clipping": 1.0,
+                "gradient_clipping": 0.0 if sgd else 1.0,
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
                 "zero_optimization": {

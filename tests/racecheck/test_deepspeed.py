@@ -79,6 +79,16 @@ def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
     assert run_ranks(run, world_size=4) == [[[]] * 4] * 4
 
 
+UNUSED: dict[str, Any] = {"ours": {"coalesce": False}, "unused": True, "sgd": True}
+
+
+@STAGES
+@pytest.mark.parametrize("ours", [{"coalesce": False}, {}], ids=["not coalesced", "coalesced"])
+def test_a_bucket_without_a_gradient_starts_after_the_step(stage: int, ours: dict[str, Any]) -> None:
+    """It has no event to wait for, and may be given the memory of the last window's gradient shards."""
+    assert findings(stage, 3, **{**UNUSED, "ours": ours}) == []
+
+
 # Each rule, how it is switched off, where that shows, and in which words.
 RULES = {
     "B1, producers": ("record_grad_ready", 2, SCENARIOS["not coalesced"], "race", "reducer.py"),
@@ -93,6 +103,7 @@ RULES = {
     "B1, experts": ("record_grad_ready", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reducer.py"),
     "B3": ("wait_for_reductions", 2, SCENARIOS["coalesced"], "race", "step"),
     "L1, gradients": ("record_stream_for_reduction", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
+    "S2": ("reductions_wait_for_step", 2, UNUSED, "reuse", "_pack"),
     "S1": ("gathers_wait_for_step", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
 }
 

@@ -10,10 +10,11 @@ to the gradient shards there. The rules, each with its method:
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions.
 - **L1** :meth:`Streams.record_stream_for_reduction`: a gradient belongs to its producer's stream and is read by the
-  reduction stream, so it is recorded there before it is freed. What the reduction stream allocates, it frees: packed
-  chunks after the collective, which the backend keeps alive, and gradient shards after the step, which comes before all
-  that the reduction stream is told next.
+  reduction stream, so it is recorded there before it is freed. What the reduction stream allocates returns to it:
+  packed chunks after the collective, which the backend keeps alive, and gradient shards after the step (S2).
 - **S1** :meth:`Streams.gathers_wait_for_step`: ZeRO-3's gathers start after the step that wrote the shards they read.
+- **S2** :meth:`Streams.reductions_wait_for_step`: reductions start after the step that read the last window's gradient
+  shards, whose memory they may be given, and after whatever else the caller did with shards that it drops.
 - **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter starts after its gather, and waits for no
   other.
 - **W4** :meth:`Streams.copy_to_host`: the host reads an answer after its copy, and waits for nothing else.
@@ -90,6 +91,11 @@ class Streams:
         """Let the caller's stream wait for all reductions (B3)."""
         if self._reduction is not None:
             self._accelerator.current_stream().wait_stream(self._reduction)
+
+    def reductions_wait_for_step(self) -> None:
+        """Let the reduction stream wait for the caller's stream, which has used the gradient shards (S2)."""
+        if self._reduction is not None:
+            self._reduction.wait_stream(self._accelerator.current_stream())
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 

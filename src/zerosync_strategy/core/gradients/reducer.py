@@ -181,6 +181,7 @@ class Reducer(ABC):
 
     def end_window(self) -> None:
         """The step has used the shards."""
+        self.streams.reductions_wait_for_step()
         self.sent_floor = 0
         self.local.reset_peak()
 
@@ -263,6 +264,7 @@ class Reducer(ABC):
             self.local.discard(param)
         self._shards_ready = False
         self._discard_shards()
+        self.streams.reductions_wait_for_step()
 
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""
