@@ -564,9 +564,9 @@ def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
         zerosync, kept = attach(engine, trace_gathers=trace_gathers), []
         unsharded = zerosync._attached.scheduler.unsharded
-        are_in = unsharded.are_in
+        free_with = unsharded.free_with
         if until_the_end:  # the other policy: what was gathered stays until the end of the backward
-            unsharded.are_in = lambda full, size: (are_in(full, size), kept.append(full))
+            unsharded.free_with = lambda full, size: (free_with(full, size), kept.append(full))
         if backend:
             engine.compile(backend=backend)
         peaks = []
