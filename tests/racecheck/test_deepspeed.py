@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.core.test_attach import loss_of, make_engine, oracle, rank
+from tests.harness.copying import loss_of, make_engine, oracle
+from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
