@@ -27,14 +27,17 @@ import torch
 LATE = """
     deepspeed.comm.mori deepspeed.compile.backend deepspeed.module_inject.auto_ep_layer
     deepspeed.runtime.superoffload.superoffload_stage3 deepspeed.runtime.zero.muon.muon_optimizer
-    torch._dynamo.repro.after_dynamo torch._functorch._aot_autograd.subclass_parametrization
-    torch._inductor.compile_fx torch._subclasses.schema_check_mode torch.fx.experimental.optimization
-    torch.profiler._cupti_monitor lightning.pytorch fsspec.implementations.chained accelerate transformers.integrations
+    sympy.combinatorics sympy.tensor.tensor torch._dynamo.dce_extra_outputs torch._dynamo.repro.after_dynamo
+    torch._functorch._aot_autograd.subclass_codegen torch._functorch._aot_autograd.subclass_parametrization
+    torch._inductor.compile_fx torch._subclasses.schema_check_mode torch.distributed.tensor.experimental._attention
+    torch.export._trace torch.fx.experimental.optimization torch.fx.experimental.validator torch.profiler._cupti_monitor
+    lightning.pytorch fsspec.implementations.chained accelerate transformers.integrations
 """
 for name in LATE.split():
     with contextlib.suppress(ImportError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(name)
+torch._dynamo.list_backends()  # imports them
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # the probes of GPU operators call CUDA
     deepspeed.ops.__compatible_ops__  # noqa: B018  # probed once a process, with a compiler
 

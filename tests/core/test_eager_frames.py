@@ -536,7 +536,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gat
 def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
     def run(stock: bool, trace_gathers: bool = False, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)
-        engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(3))))
+        engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
         x = data(0, 0) if ahead else torch.ones(2, WIDTH)
         if not stock:
             attach(engine, trace_gathers=trace_gathers)
