@@ -59,15 +59,20 @@ def oracle(steps: int, ranks: int = 2, optimizer: Any = torch.optim.AdamW) -> di
 def test_the_gradient_budget(stage: int) -> None:
     """The peak of unreduced gradients stays within the budget plus one parameter; the less memory, the more bytes."""
 
-    def run(budget: int | None) -> Any:
-        engine = make_engine(stage)
-        zerosync = attach(engine, grad_memory_budget=budget)
-        train(engine, zerosync, 2)
-        return distance(full_parameters(engine.module), oracle(2)), zerosync.report
+    budgets = (None, 4 * LAYER, 2 * LAYER, 0)
+
+    def run() -> Any:
+        results = []
+        for budget in budgets:
+            engine = make_engine(stage)
+            zerosync = attach(engine, grad_memory_budget=budget)
+            train(engine, zerosync, 2)
+            results.append((distance(full_parameters(engine.module), oracle(2)), zerosync.report))
+            engine.destroy()
+        return results
 
     reports, sent = {}, []
-    for budget in (None, 4 * LAYER, 2 * LAYER, 0):
-        results = run_ranks(run, budget)
+    for budget, *results in zip(budgets, *run_ranks(run), strict=True):
         error, report = results[0]
         assert error < (2e-6 if budget is not None else 1e-30)
         assert budget is None or report.peak_unreduced_bytes <= budget + LAYER
