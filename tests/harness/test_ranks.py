@@ -34,6 +34,12 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_this_process_is_fit_to_be_forked() -> None:
+    """After all that conftest.py has imported, and tests before this one have done."""
+    assert len(os.listdir("/proc/self/task")) == 1
+    assert not dist.is_initialized() and not torch.cuda.is_initialized()
+
+
 def hang_here() -> None:
     time.sleep(3600)
 
