@@ -136,10 +136,11 @@ def test_a_hang_is_killed_and_its_stacks_are_shown() -> None:
 def test_a_rank_that_kills_itself_is_reported_with_the_signal() -> None:
     def job() -> None:
         dist.init_process_group("gloo")
+        memory = torch.zeros(50_000_000)  # takes longer to give back than the other rank needs to notice
         dist.barrier()
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(memory[:1])
 
     with pytest.raises(RanksFailed, match=f"rank 0 of 2 failed first: {DIED}: ended by SIGKILL"):
         run_ranks(job)
