@@ -22,6 +22,7 @@ import warnings
 import deepspeed
 import pytest
 import torch
+import tqdm
 
 # What would otherwise be imported anew on every rank: by deepspeed.initialize(), by frameworks, by a compilation.
 LATE = """
@@ -42,6 +43,7 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":  # the probes of GPU operators cal
     deepspeed.ops.__compatible_ops__  # noqa: B018  # probed once a process, with a compiler
 
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
