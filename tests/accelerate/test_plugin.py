@@ -20,7 +20,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import AccelerateConfig
-from zerosync_strategy.core.contract import ContractError
+from zerosync_strategy.core.engine.contract import ContractError
 
 LAUNCHED = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 

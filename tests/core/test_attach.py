@@ -1,6 +1,7 @@
 """Attaching to a plain DeepSpeed engine: the same window, everything given back, and errors with names."""
 
 import warnings
+from types import ModuleType
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import StepReport, ZeroSyncConfig, attach
-from zerosync_strategy.core import contract
-from zerosync_strategy.core.contract import ContractError
-from zerosync_strategy.core.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.engine import contract, zero
+from zerosync_strategy.core.engine.contract import ContractError
+from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -42,17 +43,17 @@ def test_detach_leaves_no_trace(stage: int) -> None:
         def train(with_zerosync: bool) -> Any:
             engine = make_engine(stage)
             before = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}.keys()
-            classes = type(engine), type(engine.optimizer), type(contract.backend())
+            classes = type(engine), type(engine.optimizer), type(zero.comm_backend())
             zerosync = attach(engine) if with_zerosync else None
             for k in range(4):
                 if k == 2 and zerosync is not None:
-                    assert (type(engine), type(engine.optimizer), type(contract.backend())) != classes
+                    assert (type(engine), type(engine.optimizer), type(zero.comm_backend())) != classes
                     zerosync.detach()
                     zerosync.detach()  # once is enough, twice does no harm
-                    assert (type(engine), type(engine.optimizer), type(contract.backend())) == classes
+                    assert (type(engine), type(engine.optimizer), type(zero.comm_backend())) == classes
                     after = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}
                     assert before == after.keys()
-                    assert not [name for name in vars(contract.backend()) if "zerosync" in name]
+                    assert not [name for name in vars(zero.comm_backend()) if "zerosync" in name]
                 engine.backward(loss_of(engine, k, rank()))
                 engine.step()
             return full_parameters(engine.module)
@@ -199,8 +200,11 @@ def test_refusals() -> None:
 def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage)
-        for internal in contract.internals(engine):
-            owner = engine if internal.owner == "engine" else engine.optimizer
+        for internal in (*contract.CONFIGURATION, *contract.internals(engine)):
+            if internal.optional:
+                continue
+            owner = contract._owner(engine, internal.owner)
+            where = internal.owner if isinstance(owner, ModuleType) else type(owner).__name__
             with pytest.MonkeyPatch.context() as patch:
                 for holder in (owner, *type(owner).__mro__):
                     if internal.name in vars(holder):
@@ -208,7 +212,7 @@ def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
                 with pytest.raises(ContractError) as error:
                     attach(engine)
             text = str(error.value)
-            assert internal.feature in text and f"{type(owner).__name__}.{internal.name} is missing" in text
+            assert internal.feature in text and f"{where}.{internal.name} is missing" in text
             assert deepspeed.__version__ in text and contract.TESTED_DEEPSPEED[0] in text
 
         with pytest.MonkeyPatch.context() as patch:

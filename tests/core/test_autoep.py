@@ -10,7 +10,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.params.shard_over import ranks_of
 
 transformers = pytest.importorskip("transformers")
 WORLD, BACKWARDS, STEPS, CLIP = 4, 2, 3, 0.1

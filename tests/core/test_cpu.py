@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core import contract
-from zerosync_strategy.core.cpu import prepare_cpu
-from zerosync_strategy.core.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.engine import zero
+from zerosync_strategy import prepare_cpu
+from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 
 
 def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extension, "load", None)  # what every DeepSpeed builder ends in
         prepare_cpu()
         deepspeed.init_distributed("gloo")
-        assert contract.backend().shm_comm_op is None
+        assert zero.comm_backend().shm_comm_op is None
         x = torch.ones(2)
         deepspeed.comm.inference_all_reduce(x)
         assert x.tolist() == [2.0, 2.0]

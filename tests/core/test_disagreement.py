@@ -17,8 +17,8 @@ from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core import reduction
-from zerosync_strategy.core.rollcall import RankError
+from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.failures.rank_status import RankError
 
 TIMEOUT = timedelta(seconds=4)
 
@@ -123,7 +123,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
     """Ranks raise at different places of a backward that reduces as it goes, and train on."""
 
     def run() -> float:
-        reduction.CHUNK_BYTES = 1  # a bucket per parameter
+        reducer.CHUNK_BYTES = 1  # a bucket per parameter
         engine = make_engine(stage)
         attach(engine, coalesce=False)
         for k in range(3):

@@ -24,7 +24,8 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.reads import BACKWARDS, WIDTH, WORDS, Block, LowRank, Model, adamw, data
 from zerosync_strategy import attach
-from zerosync_strategy.core import contract, gathers
+from zerosync_strategy.core.engine import compilation
+from zerosync_strategy.core.params import scheduler
 
 
 def make_engine(model: nn.Module, **zero: Any) -> Any:
@@ -80,18 +81,18 @@ def gathered(engine: Any) -> list[str]:
 def gathers_watched() -> Iterator[list[bool]]:
     """For each gather that is sent meanwhile, whether it is on behalf of the compiler."""
     found: list[bool] = []
-    stock = gathers._all_gather
+    stock = scheduler._all_gather
 
     def all_gather(*args: Any) -> Any:
         stack = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
         found.append(torch.compiler.is_compiling() or any(map(COMPILER.search, stack)))
         return stock(*args)
 
-    gathers._all_gather = all_gather
+    scheduler._all_gather = all_gather
     try:
         yield found
     finally:
-        gathers._all_gather = stock
+        scheduler._all_gather = stock
 
 
 COMPILER = re.compile(
@@ -219,7 +220,7 @@ def test_what_is_gathered_goes_with_its_last_claim(backend: str, trace_gathers: 
             second.compile(backend=backend)
             saved = 0 if trace_gathers and backend != "eager" else WEIGHT
         gc.freeze()  # what was there before is not looked through each time
-        unsharded = zerosync._gathers.unsharded
+        unsharded = zerosync._attached.scheduler.unsharded
         plain = Readers()
         mirror = Oracle(plain, adamw(plain))
 
@@ -357,9 +358,9 @@ def test_modules_inside_a_leaf_of_zero_3_read_their_parameters_themselves() -> N
             loss = engine(x).square().mean()
             assert gathered(engine) == []
             until = time.monotonic() + 5
-            while zerosync._gathers.unsharded.now and time.monotonic() < until:
+            while zerosync._attached.scheduler.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert zerosync._gathers.unsharded.now == 0  # the backward gathers anew
+            assert zerosync._attached.scheduler.unsharded.now == 0  # the backward gathers anew
             engine.backward(loss)
             engine.step()
             mirror.backward(lambda _: plain(x).square().mean())
@@ -418,8 +419,8 @@ class Slow:
 )
 def test_reads_of_what_is_prefetched_wait_for_it(backend: str, options: dict[str, Any]) -> None:
     def run() -> list[float]:
-        stock, errors = gathers._all_gather, []
-        gathers._all_gather = lambda tag, *args: Slow(partial(stock, tag), *args)
+        stock, errors = scheduler._all_gather, []
+        scheduler._all_gather = lambda tag, *args: Slow(partial(stock, tag), *args)
         for ahead in (WIDTH, 2 * WIDTH * WIDTH, 10**6):  # elements: of one parameter, some, and all
             model, plain = Ahead(), Ahead()
             engine, mirror = make_engine(model, stage3_prefetch_bucket_size=ahead), Oracle(plain, adamw(plain))
@@ -451,12 +452,12 @@ def test_an_exception_releases_what_hooks_have_gathered() -> None:
         inner.scale = nn.Parameter(torch.ones(WIDTH))
         engine = make_engine(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner))
         attach(engine)
-        running = len(contract.stage_3_modules_running())
+        running = len(compilation.modules_running())
         for _ in range(3):
             with pytest.raises(KeyError):
                 engine(torch.ones(2, WIDTH))
             assert gathered(engine) == []
-        assert len(contract.stage_3_modules_running()) == running
+        assert len(compilation.modules_running()) == running
 
     run_ranks(run)
 
@@ -480,10 +481,10 @@ def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool
     def run(until_the_end: bool) -> list[int]:
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
         zerosync, kept = attach(engine, trace_gathers=trace_gathers), []
-        unsharded = zerosync._gathers.unsharded
-        are_in = unsharded.are_in
+        unsharded = zerosync._attached.scheduler.unsharded
+        free_with = unsharded.free_with
         if until_the_end:  # the other policy: what was gathered stays until the end of the backward
-            unsharded.are_in = lambda full, size: (are_in(full, size), kept.append(full))
+            unsharded.free_with = lambda full, size: (free_with(full, size), kept.append(full))
         if backend:
             engine.compile(backend=backend)
         peaks = []
@@ -525,9 +526,9 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gat
         for _ in range(20):
             train(engine, forward, 1)
             until = time.monotonic() + 5
-            while zerosync._gathers.unsharded.now and time.monotonic() < until:
+            while zerosync._attached.scheduler.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert zerosync._gathers.unsharded.now == 0
+            assert zerosync._attached.scheduler.unsharded.now == 0
             assert gathered(engine) == []
 
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)

@@ -12,9 +12,9 @@ import torch
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import gathers
-from zerosync_strategy.core.gathers import Gathers
-from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.params import scheduler
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.shard_over import ranks_of
 
 Issued = tuple[tuple[int, ...], int, int]  # the ranks of a gather, its elements, and which it is
 DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two and four parameters ahead, and all
@@ -24,17 +24,17 @@ DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two 
 def recorded() -> Iterator[list[Issued]]:
     """The gathers that this rank issues, as they go to the backend, those of readers included."""
     issued: list[Issued] = []
-    stock = gathers.all_gather
+    stock = scheduler.all_gather
 
     def all_gather(parts: Sequence[torch.Tensor], group: Any, tag: int) -> Any:
         issued.append((ranks_of(group), sum(map(len, parts)), tag))
         return stock(parts, group, tag)
 
-    gathers.all_gather = all_gather
+    scheduler.all_gather = all_gather
     try:
         yield issued
     finally:
-        gathers.all_gather = stock
+        scheduler.all_gather = stock
 
 
 def run(
@@ -103,12 +103,12 @@ def test_reads_are_in_the_order_too() -> None:
 
 def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: rank 0 issues what it wants at once in the reverse order of its groups."""
-    stock = Gathers.in_order
+    stock = GatherScheduler.in_order
 
-    def in_order(self: Gathers, params: Iterable[Any]) -> Iterator[list[Any]]:
+    def in_order(self: GatherScheduler, params: Iterable[Any]) -> Iterator[list[Any]]:
         found = list(stock(self, params))
         yield from reversed(found) if os.environ["RANK"] == "0" else found
 
-    monkeypatch.setattr(Gathers, "in_order", in_order)
+    monkeypatch.setattr(GatherScheduler, "in_order", in_order)
     ranks = run_ranks(run, 10**6, world_size=WORLD)
     assert not one_order_for_all([issued for _, issued in ranks])

@@ -11,7 +11,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import reduction
+from zerosync_strategy.core.gradients import reducer
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
 LAYER = WIDTH * WIDTH * 4  # bytes
@@ -89,19 +89,19 @@ def test_the_gradient_budget(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "CHUNK_BYTES", 2 * LAYER)
+    monkeypatch.setattr(reducer, "CHUNK_BYTES", 2 * LAYER)
 
     def run(overlap: bool) -> Any:
         engine = make_engine(stage, zero={"round_robin_gradients": stage < 3})
         zerosync = attach(engine, overlap_last=overlap)
         events = []
-        finish = zerosync._reducer.gradient_ready
+        finish = zerosync._attached.reducer.gradient_ready
 
         def ready(param: Any) -> None:
             finish(param)
-            events.append(zerosync._reducer.sent_floor)
+            events.append(zerosync._attached.reducer.sent_floor)
 
-        zerosync._reducer.gradient_ready = ready
+        zerosync._attached.reducer.gradient_ready = ready
         train(engine, zerosync, 2, promise=True)
         during = max(events[-LAYERS:])
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report.reductions, during
@@ -119,12 +119,12 @@ def test_what_one_rank_keeps_waits_for_the_close(stage: int) -> None:
     def run() -> Any:
         engine = make_engine(stage)
         zerosync = attach(engine)
-        assert [bucket.balanced for bucket in zerosync._reducer.buckets] == [True]  # one bucket holds this small model
-        assert zerosync._reducer.buckets[0].shipment.widths == [LAYERS * LAYER // 8] * 2
+        (bucket,) = zerosync._attached.reducer.buckets  # one holds this small model
+        assert bucket.evenly_sharded and bucket.input.widths == [LAYERS * LAYER // 8] * 2
         zerosync.detach()
-        reduction.CHUNK_BYTES = LAYER
+        reducer.CHUNK_BYTES = LAYER
         zerosync = attach(engine)
-        assert not any(bucket.balanced for bucket in zerosync._reducer.buckets)
+        assert not any(bucket.evenly_sharded for bucket in zerosync._attached.reducer.buckets)
         train(engine, zerosync, 2, promise=True)
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report
 
@@ -137,7 +137,7 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     def run() -> Any:
         results = []
         for chunk, bucket in ((100, 10), (2**20, 10**6), (3000, 500)):
-            reduction.CHUNK_BYTES = chunk
+            reducer.CHUNK_BYTES = chunk
             engine = make_engine(stage, zero={"reduce_bucket_size": bucket})
             train(engine, zerosync := attach(engine, reduction="ordered"), 2)
             results.append(full_parameters(engine.module))

@@ -13,7 +13,7 @@ from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.groups import ROWS, WORLD
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.sharding import ranks_of
+from zerosync_strategy.core.params.shard_over import ranks_of
 
 CONFIG = configuration(stage=3)
 

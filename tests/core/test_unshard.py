@@ -11,7 +11,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import contract
+from zerosync_strategy.core.engine import zero3
 
 LAYERS, WIDTH, BACKWARDS = 4, 32, 4
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -64,9 +64,9 @@ def test_all_parameters_held_reach_the_floor() -> None:
         engine = make_engine()
         zerosync = attach(engine, param_memory_budget="all")
         train(engine, 3)
-        coordinator, report = type(contract.stage_3_coordinator(engine.optimizer)), zerosync.report
+        coordinator, report = type(zero3.coordinator(engine.optimizer)), zerosync.report
         zerosync.detach()
-        assert type(contract.stage_3_coordinator(engine.optimizer)) is not coordinator
+        assert type(zero3.coordinator(engine.optimizer)) is not coordinator
         return distance(full_parameters(engine.module), oracle(3)), report
 
     error, report = run_ranks(run)[0]
@@ -82,7 +82,8 @@ def test_within_a_budget_the_most_gathered_are_held() -> None:
         engine = make_engine()
         zerosync = attach(engine, param_memory_budget=budget)
         train(engine, 3)
-        held = [index for index, layer in enumerate(engine.module.layers) if zerosync._held.holds(layer.weight)]
+        holds = zerosync._attached.cache.holds
+        held = [index for index, layer in enumerate(engine.module.layers) if holds(layer.weight)]
         return distance(full_parameters(engine.module), oracle(3)), held, zerosync.report
 
     results = {budget: run_ranks(run, budget)[0] for budget in (0, "6KB", 2 * LAYER_BYTES)}

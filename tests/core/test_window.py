@@ -1,4 +1,4 @@
-"""The state table of core/window.py, with a reducer that only writes down what it is asked for."""
+"""The state table of gradients/window.py, with a reducer that only writes down what it is asked for."""
 
 import contextlib
 import warnings
@@ -7,28 +7,29 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerosync_strategy.core.window import Window, WindowState
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.gradients.window import Window, WindowState
 
 CLOSED, OPEN, REDUCED = WindowState.CLOSED, WindowState.OPEN, WindowState.REDUCED
 
 
 class Notes:
-    """Stands in for a Reducer. What a backward streams, and what it leaves due, are set by the test."""
+    """Stands in for a Reducer. What a backward streams, and what it leaves to reduce, are set by the test."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fail = False
         self.streams = False
-        self.due = False
+        self.needs_reduce = False
 
     def begin_backward(self, last: bool) -> None:
         self.calls.append("begin" + " last" * last)
-        self.due = True
+        self.needs_reduce = True
 
     def end_backward(self) -> bool:
-        if self.streams and self.due:
+        if self.streams and self.needs_reduce:
             self.calls.append("stream")
-            self.due = False
+            self.needs_reduce = False
             return True
         return False
 
@@ -36,20 +37,24 @@ class Notes:
         if self.fail:
             raise OSError("connection lost")
         self.calls.append("reduce")
-        self.due = False
+        self.needs_reduce = False
 
-    def forget(self) -> None:
-        self.calls.append("forget")
-        self.due = False
+    def drop(self) -> None:
+        self.calls.append("drop")
+        self.needs_reduce = False
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
 
 
+def new_window(notes: Notes, overlap_last: bool = True) -> Window:
+    return Window(notes, overlap_last, EngineCounter(), lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
+
+
 def make(state: WindowState, streams: bool = False) -> tuple[Window, Notes]:
     notes = Notes()
     notes.streams = streams
-    window = Window(notes, overlap_last=True)  # type: ignore[arg-type]
+    window = new_window(notes)
     if state is not CLOSED:
         backward(window)
     if state is REDUCED:
@@ -73,10 +78,10 @@ def backward(window: Window) -> None:
         (OPEN, backward, OPEN, ["begin"]),
         (OPEN, Window.reduce, REDUCED, ["reduce", "close"]),
         (OPEN, Window.begin_step, CLOSED, ["reduce", "close"]),
-        (OPEN, Window.zero_grad, OPEN, ["forget"]),
+        (OPEN, Window.zero_grad, OPEN, ["drop"]),
         (REDUCED, Window.reduce, REDUCED, []),
         (REDUCED, Window.begin_step, CLOSED, []),
-        (REDUCED, Window.zero_grad, OPEN, ["forget"]),
+        (REDUCED, Window.zero_grad, OPEN, ["drop"]),
     ],
 )
 def test_transition(state: WindowState, event: Callable[[Window], None], after: WindowState, calls: list[str]) -> None:
@@ -145,7 +150,7 @@ def test_a_promise_holds_for_one_backward_of_one_window() -> None:
     backward(window)
     assert notes.calls == ["begin last", "begin", "reduce", "close", "end_window", "begin"]
 
-    window = Window(Notes(), overlap_last=False)  # type: ignore[arg-type]
+    window = new_window(Notes(), overlap_last=False)
     window.expect_last()
     backward(window)
     assert window._reducer.calls == ["begin"]  # type: ignore[attr-defined]
@@ -165,7 +170,7 @@ def test_after_zero_grad_nothing_is_sent() -> None:
     window, notes = make(OPEN)
     window.zero_grad()
     window.begin_step()  # the step is made with zeros; no rank has anything to wait for
-    assert notes.calls == ["forget", "close"]
+    assert notes.calls == ["drop", "close"]
 
 
 @torch.enable_grad()
@@ -174,14 +179,14 @@ def raw_backward(window: Window, *inner: Callable[[], None], fail: bool = False)
     y = x * 2
 
     def hook(_: torch.Tensor) -> None:
-        window.inside_graph()
+        window.enter_graph()
         for run in inner:
             run()
         if fail:
             raise ValueError
 
     y.register_hook(hook)
-    x.register_hook(lambda _: window.inside_graph())  # type: ignore[no-untyped-call]
+    x.register_hook(lambda _: window.enter_graph())  # type: ignore[no-untyped-call]
     y.sum().backward()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.harness.engines import make_engine
 from tests.harness.oracle import full_parameters
 from zerosync_strategy import attach
-from zerosync_strategy.core.reduction import Reducer
+from zerosync_strategy.core.gradients.reducer import Reducer
 
 WIDTH = 512
 CYCLES = 20_000_000  # some 10 ms on a GPU
@@ -111,9 +111,9 @@ def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
     """Each chunk is packed late, on the reduction stream; ``ends`` gets an event after each."""
     stock = Reducer._pack
 
-    def pack(self: Reducer, shipment: Any) -> torch.Tensor:
+    def pack(self: Reducer, packing: Any) -> torch.Tensor:
         torch.cuda._sleep(CYCLES)
-        packed = stock(self, shipment)
+        packed = stock(self, packing)
         if ends is not None:
             ends.append(torch.cuda.current_stream().record_event())
         return packed

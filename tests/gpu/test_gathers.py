@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.comm.streams import Streams
 
 WORLD, WIDTH, LAYERS, ROUNDS = 4, 1024, 8, 8
 DELAY = {4: 1_000_000, 2: 800_000}  # cycles, by the size of the group
@@ -114,7 +114,7 @@ def test_delayed_gathers_are_waited_for(record_property: Callable[[str, object],
 
 @pytest.mark.gpu
 def test_without_the_wait_for_a_gather_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streams, "uses", lambda self, unsharded: None)
+    monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, event: None)
     losses, _ = run_ranks(train, "per_group", world_size=1)[0]
     assert not all(map(math.isfinite, losses))
 
@@ -125,6 +125,6 @@ def test_reads_of_what_is_prefetched_wait_for_it(backend: str, monkeypatch: pyte
     expected, _ = run_ranks(train, "shared", reads=True, world_size=1)[0]
     losses, _ = run_ranks(train, "per_group", reads=True, backend=backend, world_size=1, timeout=280)[0]
     assert all(map(math.isfinite, losses)) and losses == pytest.approx(expected, rel=1e-3 if backend else 0)
-    monkeypatch.setattr(Streams, "uses", lambda self, unsharded: None)
+    monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, event: None)
     losses, _ = run_ranks(train, "per_group", reads=True, backend=backend, world_size=1, timeout=280)[0]
     assert not all(map(math.isfinite, losses))

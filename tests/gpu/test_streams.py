@@ -16,7 +16,7 @@ import torch
 from tests.gpu.producers import CYCLES, backward, make, slow_reductions, train
 from tests.harness.oracle import full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.comm.streams import Streams
 
 pytestmark = pytest.mark.gpu
 DURING: dict[str, Any] = {"coalesce": False}  # reductions beside the backward
@@ -41,7 +41,9 @@ def off(method: str | None) -> Iterator[None]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("rule", "slow_producers"), [("produced", True), ("step_follows", False), ("keep", False)], ids=["B1", "B3", "L1"]
+    ("rule", "slow_producers"),
+    [("record_grad_ready", True), ("wait_for_reductions", False), ("record_stream_for_reduction", False)],
+    ids=["B1", "B3", "L1"],
 )
 def test_results_need_the_rule(rule: str, slow_producers: bool, stage: int) -> None:
     """B1: two slow producers into one reduction. B3: the step after it. L1: gradients that are freed and used again.
@@ -70,7 +72,7 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
 
     def job() -> Any:
         plain = train(1, 0, ours=DURING)
-        stock, ends = Streams.reducing, []
+        stock, ends = Streams.on_reduction_stream, []
 
         @contextmanager
         def reducing(self: Streams, events: Any = None) -> Iterator[None]:
@@ -80,7 +82,7 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
                 torch.cuda.current_stream().wait_stream(self._reduction)
 
         with pytest.MonkeyPatch.context() as patch, slow_reductions(ends):
-            patch.setattr(Streams, "reducing", reducing)
+            patch.setattr(Streams, "on_reduction_stream", reducing)
             engine = make(2, ours=DURING)
             for k in range(2):
                 ends.clear()
@@ -148,11 +150,12 @@ def test_the_host_reads_an_answer_after_its_copy(waits: bool) -> None:
 
     def job() -> tuple[bool, bool]:
         streams, answer = Streams(), torch.zeros(2, dtype=torch.int64, device="cuda")
-        assert streams.to_host(answer)() == [0, 0]  # the copy below is given this pinned memory: to get new one, CUDA
-        torch.cuda.synchronize()  # may wait for the device
+        # The copy below is given this pinned memory: to get new one, CUDA may wait for the device.
+        assert streams.copy_to_host(answer)() == [0, 0]
+        torch.cuda.synchronize()
         torch.cuda._sleep(CYCLES)
         answer.fill_(7)
-        read = streams.to_host(answer)
+        read = streams.copy_to_host(answer)
         torch.cuda._sleep(20 * CYCLES)
         (behind := torch.cuda.Event()).record()
         with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from zerosync_strategy.core.cpu import prepare_cpu
+from zerosync_strategy import prepare_cpu
 
 
 def rank() -> int:

@@ -12,7 +12,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw
 from tests.harness.ranks import KILLED, run_ranks
 from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, oracle, strategy
-from zerosync_strategy.core.window import WindowState
+from zerosync_strategy.core.gradients.window import WindowState
 
 
 class Failing(Module):

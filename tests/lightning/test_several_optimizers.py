@@ -18,7 +18,7 @@ from tests.harness.problem import WORLD, adamw, sgd
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveAfter, fit, make_trainer, strategy
 from zerosync_strategy import ZeroSyncMonitor
-from zerosync_strategy.core.traffic import CollectiveCounter
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 12

@@ -12,7 +12,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
 from zerosync_strategy import attach
-from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -86,13 +86,15 @@ def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
 
 # Each rule, how it is switched off, where that shows, and in which words.
 RULES = {
-    "B1, producers": ("produced", 2, SCENARIOS["not coalesced"], "race", "reduction.py"),
-    "B1, producers, stage 3": ("produced", 3, SCENARIOS["not coalesced"], "race", "reduction.py"),
-    "B1, compiled regions": ("produced", 2, {"ours": {"coalesce": False}, "compiled": True}, "race", "reduction.py"),
-    "B1, experts": ("produced", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reduction.py"),
-    "B3": ("step_follows", 2, SCENARIOS["coalesced"], "race", "step"),
-    "L1, gradients": ("keep", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
-    "S1": ("gathers_follow", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
+    "B1, producers": ("record_grad_ready", 2, SCENARIOS["not coalesced"], "race", "reducer.py"),
+    "B1, producers, stage 3": ("record_grad_ready", 3, SCENARIOS["not coalesced"], "race", "reducer.py"),
+    "B1, compiled regions": (
+        "record_grad_ready", 2, {"ours": {"coalesce": False}, "compiled": True}, "race", "reducer.py"
+    ),
+    "B1, experts": ("record_grad_ready", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reducer.py"),
+    "B3": ("wait_for_reductions", 2, SCENARIOS["coalesced"], "race", "step"),
+    "L1, gradients": ("record_stream_for_reduction", 2, SCENARIOS["not coalesced"], "reuse", "_pack"),
+    "S1": ("gathers_wait_for_step", 3, SCENARIOS["coalesced"], "race", "_all_gather"),
 }
 
 
@@ -105,8 +107,8 @@ def test_every_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = Streams.reducing
-    monkeypatch.setattr(Streams, "reducing", lambda self, events=None: stock(self, events or ()))
+    stock = Streams.on_reduction_stream
+    monkeypatch.setattr(Streams, "on_reduction_stream", lambda self, events=None: stock(self, events or ()))
     found = findings(2, 1, **SCENARIOS["coalesced"])
     assert any(kind is Kind.RACE and "_pack" in text for kind, text in found), found
 

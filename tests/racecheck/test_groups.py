@@ -8,8 +8,8 @@ import pytest
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, adamw, data, make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import gathers
-from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.params import scheduler
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.racecheck import Simulation, simulate
 
 
@@ -45,7 +45,7 @@ def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
 def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     zero: dict[str, Any] = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 10**6}
     assert findings("per_group", kind=Reads, **zero) == []
-    monkeypatch.setattr(Streams, "uses", lambda self, *args: None)
+    monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, *args: None)
     found = findings("per_group", kind=Reads, **zero)
     # A module of the model itself reads, and not a layer.
     assert any(text.startswith("race") and "groups.py" in text and "engine.py" in text for text in found), found
@@ -53,7 +53,11 @@ def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("method", "place", "backend"),
-    [("uses", "addmm", "nccl"), ("gathers_follow", "_all_gather", "nccl"), ("uses", "addmm", None)],
+    [
+        ("wait_for_unshard", "addmm", "nccl"),
+        ("gathers_wait_for_step", "_all_gather", "nccl"),
+        ("wait_for_unshard", "addmm", None),
+    ],
 )
 def test_every_rule_is_needed(method: str, place: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, method, lambda self, *args: None)
@@ -87,12 +91,12 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     def run(sharing: str) -> int:
         with simulate() as simulation:
             engine = train(simulation, sharing, steps=1)
-            stream_of = engine._zerosync._gathers.stream_of
+            stream_of = engine._zerosync._attached.scheduler.stream_of
             before = [stream_of(param.ds_process_group) for param in engine.module.parameters()]
             engine.backward(engine(data(0, int(os.environ["RANK"]))))
             engine.step()
             assert before == [stream_of(param.ds_process_group) for param in engine.module.parameters()]
             return len({stream.id for stream in before})
 
-    monkeypatch.setattr(gathers, "MAX_STREAMS", 2)
+    monkeypatch.setattr(scheduler, "MAX_STREAMS", 2)
     assert run_ranks(run, "per_group", world_size=WORLD) == [2] * WORLD

@@ -18,8 +18,8 @@ from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core import contract
-from zerosync_strategy.core.ordering import Streams
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.racecheck import simulate
 from zerosync_strategy.racecheck.in_place import RaceWarning
 
@@ -50,7 +50,7 @@ def traces() -> list[Any]:
 def streams_of(engine: Any) -> list[Any]:
     if engine.zero_optimization_stage() == 3:
         return [
-            contract.stage_3_gather_stream(contract.stage_3_coordinator(engine.optimizer)),
+            zero3.gather_stream(zero3.coordinator(engine.optimizer)),
             engine.optimizer.reduce_and_partition_stream,
         ]
     return [engine.optimizer.reduction_stream]
@@ -89,7 +89,7 @@ def test_checked_steps_are_the_same_and_leave_no_trace(stage: int) -> None:
 
 @STAGES
 def test_what_is_not_ordered_is_found_and_reported_once(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = "gathers_follow" if stage == 3 else "step_follows"
+    method = "gathers_wait_for_step" if stage == 3 else "wait_for_reductions"
     monkeypatch.setattr(Streams, method, lambda self, *args: None)
 
     def run() -> Any:
