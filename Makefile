@@ -31,7 +31,7 @@ help:
 	@echo "make test    install, then lint, check types and run the tests (PYTEST_ARGS=...)"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
-	@echo "make clean   remove $(VENV), caches and build output"
+	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
 
 demo: $(STAMP)
@@ -77,5 +77,5 @@ $(STAMP): pyproject.toml constraints.txt
 clean:
 	@if [ -d "$(VENV)" ] && [ ! -f "$(VENV)/pyvenv.cfg" ]; then \
 		echo "VENV=$(VENV) is not a virtual environment: not removed" >&2; exit 1; fi
-	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" build dist out .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

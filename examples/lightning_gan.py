@@ -2,8 +2,8 @@
 
     python examples/lightning_gan.py
 
-trains on 2 CPU ranks under ZeRO-2 and writes generated digits, a row per class, to digits.png. The discriminator steps
-at every batch; the generator accumulates over two, so its window has two backwards.
+trains on 2 CPU ranks under ZeRO-2 and writes generated digits, a row per class, to out/digits.png. The discriminator
+steps at every batch; the generator accumulates over two, so its window has two backwards.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zerosync_strategy import ZeroSyncStrategy
 
 CLASSES, LATENT, WIDTH, SIDE = 10, 32, 256, 8
 BATCH = 64  # per rank
+OUT = Path(__file__).resolve().parents[1] / "out"  # git ignores it
 
 
 class Generator(nn.Module):
@@ -129,6 +130,7 @@ def write_png(path: Path, gray: torch.Tensor, scale: int = 5) -> None:
 
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
 
 
@@ -147,7 +149,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=3000, help="batches (default: 3000)")
-    parser.add_argument("--out", type=Path, default=Path("digits.png"))
+    parser.add_argument("--out", type=Path, default=OUT / "digits.png", help="(default: %(default)s)")
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore", module="(lightning|torch|deepspeed)")

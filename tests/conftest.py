@@ -4,6 +4,8 @@ This process must stay fit to be forked: no process group, no backward pass, no 
 """
 
 import contextlib
+import gc
+import importlib
 import os
 
 # OpenMP reads this as torch loads. A pool of threads would not survive a fork.
@@ -15,19 +17,33 @@ if os.environ.get("ZEROSYNC_TEST_CUDA") != "1":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import logging
+import warnings
 
-import deepspeed.compile.backend  # noqa: F401  # deepspeed.initialize() would import it anew on every rank
+import deepspeed
 import pytest
 import torch
+import tqdm
 
-with contextlib.suppress(ImportError):
-    import lightning.pytorch  # noqa: F401
-with contextlib.suppress(ImportError):
-    import accelerate  # noqa: F401
-with contextlib.suppress(ImportError):
-    import transformers.integrations  # noqa: F401
+# What would otherwise be imported anew on every rank: by deepspeed.initialize(), by frameworks, by a compilation.
+LATE = """
+    deepspeed.comm.mori deepspeed.compile.backend deepspeed.module_inject.auto_ep_layer
+    deepspeed.runtime.superoffload.superoffload_stage3 deepspeed.runtime.zero.muon.muon_optimizer
+    sympy.combinatorics sympy.tensor.tensor torch._dynamo.dce_extra_outputs torch._dynamo.repro.after_dynamo
+    torch._functorch._aot_autograd.subclass_codegen torch._functorch._aot_autograd.subclass_parametrization
+    torch._inductor.compile_fx torch._subclasses.schema_check_mode torch.distributed.tensor.experimental._attention
+    torch.export._trace torch.fx.experimental.optimization torch.fx.experimental.validator torch.profiler._cupti_monitor
+    lightning.pytorch fsspec.implementations.chained accelerate transformers.integrations
+"""
+for name in LATE.split():
+    with contextlib.suppress(ImportError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(name)
+torch._dynamo.list_backends()  # imports them
+if os.environ.get("DS_ACCELERATOR") == "cpu":  # the probes of GPU operators call CUDA
+    deepspeed.ops.__compatible_ops__  # noqa: B018  # probed once a process, with a compiler
 
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
@@ -40,3 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--stock"):
         os.environ["ZEROSYNC_TEST_STOCK"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """What is here by now, no garbage collection of a rank looks through, which would copy the pages that it is in."""
+    gc.collect()
+    gc.freeze()

@@ -3,7 +3,7 @@ r"""Train the same small Llama with the Trainer of Hugging Face. Nothing in this
     accelerate launch --config_file examples/accelerate/zerosync_cpu.yaml \
         -m zerosync_strategy.accelerate.run examples/accelerate/hf_trainer.py
 
-With `--resume checkpoints/hf_trainer/checkpoint-50` behind it, a run goes on as if it had never stopped.
+With `--resume out/hf_trainer/checkpoint-50` behind it, a run goes on as if it had never stopped.
 
 What to look at: the command. `zerosync_strategy.accelerate.run` runs any script that trains with Accelerate underneath,
 and the options of ZeroSync are in the launch configuration.
@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 
 def main() -> None:
-    options = parse_options(__doc__, "checkpoints/hf_trainer")
+    options = parse_options(__doc__, "hf_trainer")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     set_seed(0)

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # text.py belongs to 
 from text import Windows, read_standard_library
 
 CONTEXT = 128  # bytes that the model sees
+OUT = Path(__file__).resolve().parents[2] / "out"  # git ignores it
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -35,7 +36,7 @@ def pieces(training: int, validation: int) -> tuple[Pieces, Pieces]:
     return Pieces(text, training, CONTEXT), Pieces(held_out, validation, CONTEXT)
 
 
-def parse_options(description: str | None, checkpoints: str) -> argparse.Namespace:
+def parse_options(description: str | None, name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: 100)")
     parser.add_argument("--accumulate", type=int, default=4, help="backwards per optimizer step (default: 4)")
@@ -43,6 +44,6 @@ def parse_options(description: str | None, checkpoints: str) -> argparse.Namespa
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: 1.0)")
     parser.add_argument("--pieces", type=int, default=3000, help="pieces of text per epoch (default: 3000)")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations and checkpoints (default: 50)")
-    parser.add_argument("--checkpoints", default=checkpoints, help="folder to make them in")
+    parser.add_argument("--checkpoints", default=str(OUT / name), help="folder to make them in (default: %(default)s)")
     parser.add_argument("--resume", help="a checkpoint to go on from")
     return parser.parse_args()

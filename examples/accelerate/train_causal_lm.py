@@ -2,7 +2,7 @@
 
     accelerate launch --config_file examples/accelerate/zerosync_cpu.yaml examples/accelerate/train_causal_lm.py
 
-With `--resume checkpoints/causal_lm/step_50` behind it, a run goes on as if it had never stopped.
+With `--resume out/causal_lm/step_50` behind it, a run goes on as if it had never stopped.
 
 What to look at: the loop in `main` is an ordinary Accelerate loop. The import of `zerosync_strategy.accelerate` and the
 "zerosync" block in the launch configuration make the backwards of an optimizer step one reduction of the gradients.
@@ -64,7 +64,7 @@ def sample(accelerator: Accelerator, model: Any) -> str:
 
 
 def main() -> None:
-    options = parse_options(__doc__, "checkpoints/causal_lm")
+    options = parse_options(__doc__, "causal_lm")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     # With the seedable sampler, the order of the text depends on the epoch alone: a resumed run finds its place in it.

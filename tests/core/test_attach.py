@@ -1,6 +1,5 @@
 """Attaching to a plain DeepSpeed engine: the same window, everything given back, and errors with names."""
 
-import os
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -8,56 +7,16 @@ from typing import Any
 
 import deepspeed
 import pytest
-import torch
-from torch import nn
 
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness import engines
+from tests.harness.copying import loss_of, make_engine, network, oracle
+from tests.harness.engines import rank
+from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import StepReport, ZeroSyncConfig, attach, prepare_cpu
+from zerosync_strategy import StepReport, ZeroSyncConfig, attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.engine.contract import ContractError
-
-
-def network() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
-
-
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.02)
-
-
-def make_engine(stage: int, **config: Any) -> Any:
-    if not deepspeed.comm.is_initialized():
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
-    module = network()
-    zero = {"stage": stage, "reduce_bucket_size": 300, **config.pop("zero_optimization", {})}
-    base = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-    config = {**base, **config, "zero_optimization": zero}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=config, dist_init_required=False)
-    return engine
-
-
-def loss_of(module: Any, k: int, rank: int) -> torch.Tensor:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * k + rank))
-    return (module(x) - x).square().mean()
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def oracle(steps: int, backwards: int, clip: dict[int, float] | None = None) -> dict[str, torch.Tensor]:
-    """`backwards` of data 0, 1, 2 ... to each of so many steps."""
-    module = network()
-    plain = Oracle(module, adamw(module))
-    for k in range(steps * backwards):
-        plain.backward(lambda r, k=k: loss_of(module, k, r) / backwards)
-        if (k + 1) % backwards == 0:
-            plain.step((clip or {}).get(k // backwards, 0.0))
-    return full_parameters(module)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -125,8 +84,7 @@ def test_clip_next_step_is_for_one_step(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
     def run(coalesce: bool) -> float:
-        offload = {"offload_optimizer": {"device": "cpu"}}
-        engine = make_engine(stage, zero_optimization=offload, zero_force_ds_cpu_optimizer=False)
+        engine = make_engine(stage, {"offload_optimizer": {"device": "cpu"}})
         attach(engine, coalesce=coalesce)
         for k in range(8):
             engine.backward(loss_of(engine, k, rank()) / 4)
@@ -232,11 +190,8 @@ def test_refusals() -> None:
             attach(make_engine(0))
         with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out"):
             attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
-        inference, *_ = deepspeed.initialize(
-            model=network(), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        )
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
-            attach(inference)
+            attach(engines.make_engine(network(), None))
 
     run_ranks(run)
 

@@ -1,16 +1,15 @@
 """DeepSpeed's own expert parallelism (AutoEP) under ZeRO-3: its groups are found, and the result is plain torch's."""
 
-import os
 from collections import Counter
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 
+from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 transformers = pytest.importorskip("transformers")
@@ -40,19 +39,11 @@ def test_losses_and_norms_are_those_of_one_process() -> None:
         registry = output_capturing._CanRecordRegistry
         stock = registry.get
         registry.get = lambda self, model, default=None: stock(self, model)
-        prepare_cpu()
-        deepspeed.init_distributed("gloo", verbose=False)
-        rank, model = int(os.environ["RANK"]), mixtral()
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1, "gradient_clipping": CLIP, "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True,
-                "expert_parallel": {
-                    "enabled": True, "autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": False,
-                },
-            },
+        model = mixtral()
+        experts = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": False}
+        engine = make_engine(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), zero={"stage3_param_persistence_threshold": 0},
+            gradient_clipping=CLIP, expert_parallel=experts,
         )  # fmt: skip
         attach(engine)
         groups = Counter(ranks_of(param.ds_process_group) for param in engine.module.parameters())
@@ -60,7 +51,7 @@ def test_losses_and_norms_are_those_of_one_process() -> None:
         oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5), WORLD)
         found = []
         for k in range(STEPS * BACKWARDS):
-            loss, theirs = loss_of(engine, k, rank), loss_of(plain, k, rank).item()
+            loss, theirs = loss_of(engine, k, rank()), loss_of(plain, k, rank()).item()
             engine.backward(loss)
             oracle.backward(lambda r, k=k: loss_of(plain, k, r))
             found.append((loss.item(), theirs))
@@ -69,7 +60,7 @@ def test_losses_and_norms_are_those_of_one_process() -> None:
                 found.append((float(engine.get_global_grad_norm()), oracle.step(CLIP)))
         return groups, found
 
-    for rank, (groups, found) in enumerate(run_ranks(run, world_size=WORLD)):
-        assert set(groups) == {(0, 1, 2, 3), (rank % 2, rank % 2 + 2)}  # those that have the same experts
+    for index, (groups, found) in enumerate(run_ranks(run, world_size=WORLD)):
+        assert set(groups) == {(0, 1, 2, 3), (index % 2, index % 2 + 2)}  # those that have the same experts
         for ours, theirs in found:
             assert ours == pytest.approx(theirs, rel=1e-5) and theirs > CLIP

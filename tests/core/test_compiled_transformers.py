@@ -1,15 +1,14 @@
 """Compiled transformers under ZeRO-3: a mixture of experts and a Llama, equal to uncompiled."""
 
-import os
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 
+from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
@@ -29,17 +28,14 @@ CONFIGS = {
 def train(name: str, backend: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]())
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), dist_init_required=False,
-        config={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero},
-    )  # fmt: skip
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    engine = make_engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), zero=zero)
     attach(engine, **options)
     if backend:
         engine.compile(backend=backend)
     losses = []
     for k in range(5):
-        seed = torch.Generator().manual_seed(10 * k + int(os.environ["RANK"]))
+        seed = torch.Generator().manual_seed(10 * k + rank())
         words = torch.randint(64, (2, 12), generator=seed)
         loss = engine(input_ids=words, labels=words).loss
         engine.backward(loss)
@@ -59,8 +55,6 @@ def train(name: str, backend: str, **options: Any) -> tuple[list[float], dict[st
 )
 def test_equal_to_uncompiled(name: str, trace_gathers: bool) -> None:
     def run() -> tuple[float, float]:
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
         losses, plain = train(name, "")
         ours, compiled = train(name, "aot_eager", trace_gathers=trace_gathers)
         return max(abs(a - b) for a, b in zip(ours, losses, strict=True)), distance(compiled, plain)

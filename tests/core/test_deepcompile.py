@@ -1,20 +1,19 @@
 """DeepCompile's graphs give their gradients to the window (rule E2). Its kernels are those of tests/harness."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.core.test_eager_frames import BACKWARDS, WIDTH, WORDS, Model, adamw, data
-from tests.harness import deepcompile
+from tests.harness import deepcompile, engines
+from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from tests.harness.reads import BACKWARDS, WIDTH, WORDS, Model, adamw, data
+from zerosync_strategy import attach
 
 STEPS = 3
 SCHEDULES = {  # of DeepCompile's passes, by step; the default of stage 3 begins its second part at the sixth
@@ -44,19 +43,13 @@ class Small(nn.Module):
 
 
 def make_engine(model: nn.Module, stage: int = 3) -> Any:
-    prepare_cpu()
-    deepspeed.init_distributed("gloo")
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
-    config["compile"] = {"deepcompile": True}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
-    return engine
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return engines.make_engine(model, adamw(model), stage, zero, compile={"deepcompile": True})
 
 
 def train(engine: Any, mirror: Oracle, plain: nn.Module) -> float:
-    rank = int(os.environ["RANK"])
     for k in range(STEPS * BACKWARDS):
-        engine.backward(engine(data(k, rank)) / BACKWARDS)
+        engine.backward(engine(data(k, rank())) / BACKWARDS)
         mirror.backward(lambda r, k=k: plain(data(k, r)) / BACKWARDS)
         if k % BACKWARDS == BACKWARDS - 1:
             engine.step()
@@ -103,7 +96,7 @@ def test_exceptions_leave_nothing() -> None:
 
     def interrupted() -> float:
         deepcompile.install()
-        model, plain, rank = Fails(), Fails(), int(os.environ["RANK"])
+        model, plain = Fails(), Fails()
         engine, mirror = make_engine(model), Oracle(plain, adamw(plain))
         attach(engine)
         engine.compile(backend="eager", schedule=[(0, ["zero3_compile"])])
@@ -111,15 +104,15 @@ def test_exceptions_leave_nothing() -> None:
             if k == 1:
                 Fails.fail = True
                 with pytest.raises(ArithmeticError):
-                    engine(data(k, rank))
+                    engine(data(k, rank()))
                 Fails.fail = False
             elif k == 2:
-                loss = engine(data(k, rank))
+                loss = engine(data(k, rank()))
                 loss.register_hook(lambda grad: 1 / 0)
                 with pytest.warns(UserWarning, match="dropped"), pytest.raises(ZeroDivisionError):
                     engine.backward(loss)
             assert not any(param.numel() for param in model.parameters())
-            engine.backward(engine(data(k, rank)))
+            engine.backward(engine(data(k, rank())))
             mirror.backward(lambda r, k=k: plain(data(k, r)))
             engine.step()
             mirror.step()

@@ -5,31 +5,27 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.core.test_attach import adamw, loss_of, make_engine, network
+from tests.harness import engines
+from tests.harness.copying import adamw, loss_of, make_engine, network
+from tests.harness.engines import rank, start
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
-from zerosync_strategy import attach, prepare_cpu, shard_over
+from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.gradients import reducer
 
 TIMEOUT = timedelta(seconds=4)
 
 
-def rank() -> int:
-    return int(os.environ["RANK"])
-
-
 def engine_with_timeout(stage: int, **zero: Any) -> Any:
-    prepare_cpu()
-    deepspeed.init_distributed("gloo", timeout=TIMEOUT)
-    return make_engine(stage, zero_optimization=zero)
+    start(TIMEOUT)
+    return make_engine(stage, zero)
 
 
 @pytest.mark.parametrize("promised", [True, False])
@@ -164,17 +160,10 @@ class Chooses(nn.Module):
 
 
 def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
-                "stage3_prefetch_bucket_size": 0, **zero,
-            },
-        },
-    )  # fmt: skip
-    return engine
+    nothing_ahead = dict.fromkeys(
+        ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
+    )
+    return engines.make_engine(model, torch.optim.SGD(model.parameters(), lr=1.0), zero={**nothing_ahead, **zero})
 
 
 @pytest.mark.parametrize(("world_size", "where"), [(2, "forward"), (2, "outside of the module"), (4, "backward")])
@@ -182,8 +171,7 @@ def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str
     """Of different sizes they would end the process on gloo. On four ranks, one of two groups disagrees."""
 
     def run() -> None:
-        prepare_cpu()
-        deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+        start(TIMEOUT)
         model = Chooses(8, 24)
         if world_size == 4:
             shard_over([dist.new_group(ranks) for ranks in ROWS][rank() // 2], model)
@@ -212,8 +200,6 @@ def test_gathers_of_different_parameters_that_have_met() -> None:
     """Each rank gets a mixture; the step says so and changes nothing. So it is on NCCL, and off it by all-reduce."""
 
     def run() -> float:
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
         engine = engine_that_chooses(Chooses(8, 8), use_all_reduce_for_fetch_params=True)
         attach(engine)
         before = full_parameters(engine.module)

@@ -1,16 +1,14 @@
 """The mixture of experts of examples/moe.py, its experts over sub-groups, against all experts in one process."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness.groups import start
+from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
@@ -44,28 +42,21 @@ def data(k: int, rank: int) -> torch.Tensor:
 def test_experts_on_groups_equal_all_experts_in_one_process() -> None:
     def run() -> Any:
         start()
-        rank = int(os.environ["RANK"])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "shards"))
         model = Model(exchange=mesh["experts"].get_group(), held_by=shard_over(mesh["shards"]))
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.1, "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True,
-            },
-        )  # fmt: skip
+        optimizer, zero = torch.optim.SGD(model.parameters(), lr=0.5), {"stage3_param_persistence_threshold": 0}
+        engine = make_engine(model, optimizer, zero=zero, gradient_clipping=0.1)
         attach(engine)
         plain = Model()
         oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5), WORLD)
         norms = []
         for k in range(STEPS * BACKWARDS):
-            engine.backward(engine(data(k, rank)) / BACKWARDS)
+            engine.backward(engine(data(k, rank())) / BACKWARDS)
             oracle.backward(lambda r, k=k: plain(data(k, r)) / BACKWARDS)
             if (k + 1) % BACKWARDS == 0:
                 engine.step()
                 norms.append((float(engine.get_global_grad_norm()), oracle.step(clip=0.1)))
-        first = rank // 2 * 2  # this rank's experts are numbered from here
+        first = rank() // 2 * 2  # this rank's experts are numbered from here
         errors = []
         for name, ours in full_parameters(model).items():
             parts = name.split(".")

@@ -1,24 +1,20 @@
 """Random programs on stages 1, 2, 3 equal plain torch: exactly when coalesced on two ranks (W1, W2)."""
 
-import os
-
-import deepspeed
 import pytest
 
+from tests.harness.engines import rank, start
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import prepare_cpu
 
 
 def failures(seeds: range, stage: int, ranks: int = 2) -> list[str]:
-    prepare_cpu()
-    deepspeed.init_distributed("gloo")
-    rank, wrong = int(os.environ["RANK"]), []
+    start()
+    wrong = []
     for seed in seeds:
         program = Program(seed, stage, ranks)
         try:
-            error = distance(full_parameters(run_attached(program, rank)), full_parameters(program.run_oracle()))
+            error = distance(full_parameters(run_attached(program, rank())), full_parameters(program.run_oracle()))
         except Exception as problem:
             problem.add_note(f"in {program}") if hasattr(problem, "add_note") else None
             raise

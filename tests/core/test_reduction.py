@@ -1,16 +1,16 @@
 """What is reduced when, and how: budget, last backward, order of summation, bytes, odd configurations."""
 
-import os
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from tests.harness import engines
+from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 from zerosync_strategy.core.gradients import reducer
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -28,27 +28,19 @@ def loss_of(module: Any, k: int, rank: int, dtype: torch.dtype = torch.float32) 
     return (module(x).float() - 0.1).square().mean() / BACKWARDS
 
 
-def make_engine(stage: int, optimizer: Any = torch.optim.AdamW, **config: Any) -> Any:
-    if not deepspeed.comm.is_initialized():
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
-    module = model()
-    zero = {"stage": stage, "reduce_scatter": False, **config.pop("zero_optimization", {})}
-    base = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
-    config = {**base, **config, "zero_optimization": zero}
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer(module.parameters(), lr=0.01), config=config, dist_init_required=False
-    )
-    return engine
+def make_engine(
+    stage: int, optimizer: Any = torch.optim.AdamW, zero: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    module, zero = model(), {"reduce_scatter": False, **(zero or {})}
+    return engines.make_engine(module, optimizer(module.parameters(), lr=0.01), stage, zero, **config)
 
 
 def train(engine: Any, zerosync: Any, steps: int, promise: bool = False, dtype: torch.dtype = torch.float32) -> None:
-    rank = int(os.environ["RANK"])
     for k in range(steps * BACKWARDS):
         last = (k + 1) % BACKWARDS == 0
         if last and promise:
             zerosync.window.expect_last()
-        engine.backward(loss_of(engine, k, rank, dtype))
+        engine.backward(loss_of(engine, k, rank(), dtype))
         if last:
             engine.step()
 
@@ -67,15 +59,20 @@ def oracle(steps: int, ranks: int = 2, optimizer: Any = torch.optim.AdamW) -> di
 def test_the_gradient_budget(stage: int) -> None:
     """The peak of unreduced gradients stays within the budget plus one parameter; the less memory, the more bytes."""
 
-    def run(budget: int | None) -> Any:
-        engine = make_engine(stage)
-        zerosync = attach(engine, grad_memory_budget=budget)
-        train(engine, zerosync, 2)
-        return distance(full_parameters(engine.module), oracle(2)), zerosync.report
+    budgets = (None, 4 * LAYER, 2 * LAYER, 0)
+
+    def run() -> Any:
+        results = []
+        for budget in budgets:
+            engine = make_engine(stage)
+            zerosync = attach(engine, grad_memory_budget=budget)
+            train(engine, zerosync, 2)
+            results.append((distance(full_parameters(engine.module), oracle(2)), zerosync.report))
+            engine.destroy()
+        return results
 
     reports, sent = {}, []
-    for budget in (None, 4 * LAYER, 2 * LAYER, 0):
-        results = run_ranks(run, budget)
+    for budget, *results in zip(budgets, *run_ranks(run), strict=True):
         error, report = results[0]
         assert error < (2e-6 if budget is not None else 1e-30)
         assert budget is None or report.peak_unreduced_bytes <= budget + LAYER
@@ -95,7 +92,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(reducer, "CHUNK_BYTES", 2 * LAYER)
 
     def run(overlap: bool) -> Any:
-        engine = make_engine(stage, zero_optimization={"round_robin_gradients": stage < 3})
+        engine = make_engine(stage, zero={"round_robin_gradients": stage < 3})
         zerosync = attach(engine, overlap_last=overlap)
         events = []
         finish = zerosync._attached.reducer.gradient_ready
@@ -141,7 +138,7 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
         results = []
         for chunk, bucket in ((100, 10), (2**20, 10**6), (3000, 500)):
             reducer.CHUNK_BYTES = chunk
-            engine = make_engine(stage, zero_optimization={"reduce_bucket_size": bucket})
+            engine = make_engine(stage, zero={"reduce_bucket_size": bucket})
             train(engine, zerosync := attach(engine, reduction="ordered"), 2)
             results.append(full_parameters(engine.module))
             zerosync.detach()
@@ -256,20 +253,15 @@ def test_deepspeed_mixture_of_experts(stage: int) -> None:
             groups = split_params_into_different_moe_groups_for_optimizer(
                 {"params": list(module.parameters()), "name": "all"}
             )
-            config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
-            engine, *_ = deepspeed.initialize(
-                model=module, optimizer=torch.optim.AdamW(groups, lr=0.01), dist_init_required=False,
-                config={**config, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}},
-            )  # fmt: skip
+            engine = engines.make_engine(module, torch.optim.AdamW(groups, lr=0.01), stage)
             if attached:
                 attach(engine)
             for k in range(4):
-                engine.backward(loss_of(engine, k, int(os.environ["RANK"])))
+                engine.backward(loss_of(engine, k, rank()))
                 engine.step()
             return full_parameters(module), len(engine.optimizer.bit16_groups)
 
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
+        engines.start()
         (ours, groups), (stock, _) = trained(True), trained(False)
         assert groups == 2
         return distance(ours, stock), distance(ours, full_parameters(Experts()))

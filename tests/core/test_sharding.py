@@ -1,6 +1,5 @@
 """How to say that parameters belong to a group of ranks, and what is refused."""
 
-import os
 from typing import Any
 
 import deepspeed
@@ -10,19 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness.groups import ROWS, WORLD, start
+from tests.harness.engines import configuration, make_engine, rank, start
+from tests.harness.groups import ROWS, WORLD
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.params.shard_over import ranks_of
 
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+CONFIG = configuration(stage=3)
 
 
 def engine_of(model: nn.Module, stage: int = 3, **zero: Any) -> Any:
-    config = {**CONFIG, "zero_optimization": {"stage": stage, **zero}}
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
+    return make_engine(model, torch.optim.AdamW(model.parameters()), stage, zero)
 
 
 def net(width: int = 4) -> nn.Sequential:
@@ -32,15 +29,14 @@ def net(width: int = 4) -> nn.Sequential:
 def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
     def run() -> None:
         start()
-        rank = int(os.environ["RANK"])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
         groups = [dist.new_group(ranks) for ranks in ROWS]
-        own = groups[rank // 2]
+        own = groups[rank() // 2]
 
         model = net()
         shard_over(mesh["expert"], model[0], model[1])
         engine = engine_of(model)
-        assert [ranks_of(param.ds_process_group) == tuple(ROWS[rank // 2]) for param in model.parameters()] == [
+        assert [ranks_of(param.ds_process_group) == tuple(ROWS[rank() // 2]) for param in model.parameters()] == [
             True, True, True, True, False, False,
         ]  # fmt: skip
         attach(engine).detach()
@@ -52,8 +48,8 @@ def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
 
         with pytest.raises(ValueError, match=r"of one dimension, got 2: \('replica', 'expert'\)"):
             shard_over(mesh)
-        with pytest.raises(ValueError, match=f"process group that rank {rank} is not in"):
-            shard_over(groups[1 - rank // 2])
+        with pytest.raises(ValueError, match=f"process group that rank {rank()} is not in"):
+            shard_over(groups[1 - rank() // 2])
         with pytest.raises(TypeError, match="process group or a DeviceMesh, got list"):
             shard_over([0, 1])
         with pytest.raises(TypeError, match="takes modules after the process group, got ProcessGroup"):
@@ -88,7 +84,7 @@ def test_a_dimension_of_a_mesh_and_what_is_refused() -> None:
         with pytest.raises(ValueError, match=r"'1.weight' is .* Leave 'zero_hpz_partition_size' out. on rank 0, 1;"):
             attach(engine_of(model, zero_hpz_partition_size=2))
 
-        model = net(width=4 + rank // 2)
+        model = net(width=4 + rank() // 2)
         shard_over(own, model)
         with pytest.raises(ValueError, match=r"parameter 0.weight: \(4, 4\).* on rank 0, 1; \(5, 4\).* on rank 2, 3"):
             attach(engine_of(model))

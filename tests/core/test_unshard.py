@@ -1,16 +1,16 @@
 """ZeRO-3 parameters held over the window: fewer bytes, the same result, within the budget."""
 
-import os
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from tests.harness import engines
+from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 from zerosync_strategy.core.engine import zero3
 
 LAYERS, WIDTH, BACKWARDS = 4, 32, 4
@@ -36,20 +36,14 @@ def data(k: int, rank: int) -> torch.Tensor:
 
 
 def make_engine(reuse: int = 0) -> Any:
-    prepare_cpu()
-    deepspeed.init_distributed("gloo")
     model = Model()
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse}
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse}
+    return engines.make_engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
 
 
 def train(engine: Any, steps: int, between: Any = lambda: None) -> None:
-    rank = int(os.environ["RANK"])
     for k in range(steps * BACKWARDS):
-        engine.backward(engine(data(k, rank)) / BACKWARDS)
+        engine.backward(engine(data(k, rank())) / BACKWARDS)
         between()
         if (k + 1) % BACKWARDS == 0:
             engine.step()
@@ -138,11 +132,8 @@ def test_an_early_evaluation_costs_no_gathers_later() -> None:
 
 def test_only_for_stage_3() -> None:
     def run() -> None:
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
         model = Model()
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        engine = engines.make_engine(model, torch.optim.AdamW(model.parameters()), stage=2)
         with pytest.raises(ValueError, match=r"'param_memory_budget' holds .* stage 3, found stage 2"):
             attach(engine, param_memory_budget="1MB")
         zerosync = attach(engine, param_memory_budget="0MB")

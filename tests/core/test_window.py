@@ -156,6 +156,16 @@ def test_a_promise_holds_for_one_backward_of_one_window() -> None:
     assert window._reducer.calls == ["begin"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_wrong_promise_costs_a_reduction(backwards: int) -> None:
+    window, _ = make(CLOSED, streams=True)
+    window.expect_last()
+    for _ in range(backwards):
+        backward(window)
+    window.begin_step()
+    assert (window.reductions, window.early_reductions) == (backwards, backwards)
+
+
 def test_after_zero_grad_nothing_is_sent() -> None:
     window, notes = make(OPEN)
     window.zero_grad()

@@ -9,16 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import full_parameters
 from tests.harness.problem import Data, adamw, loss_of, network
 from tests.lightning.runs import Data as LightningData
 from tests.lightning.runs import Module, PositionedLoader, Recorder, make_trainer, strategy
-from zerosync_strategy import ZeroSync, attach, prepare_cpu
+from zerosync_strategy import ZeroSync, attach
 
 STEPS, BACKWARDS, SAVE_EVERY = 6, 2, 2
 BATCHES = 2 * STEPS * BACKWARDS  # of two ranks: enough for four
@@ -70,24 +70,17 @@ def arm(zerosync: ZeroSync, net: torch.nn.Module, place: str, act: Callable[[], 
 
 def plain(stage: int, directory: Path, faulty: tuple[str, Callable[[], Any]] | None = None) -> dict[str, torch.Tensor]:
     """From the last checkpoint in ``directory``, if there is one, to the end; the parameters."""
-    prepare_cpu()
-    deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+    start(TIMEOUT)
     net = network()
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=adamw(net.parameters()), dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage},
-        },
-    )  # fmt: skip
-    zerosync, data, rank = attach(engine), Data(BATCHES), int(os.environ["RANK"])
+    engine = make_engine(net, adamw(net.parameters()), stage)
+    zerosync, data = attach(engine), Data(BATCHES)
     if (directory / "latest").exists():
         engine.load_checkpoint(str(directory))
     for step in range(engine.global_steps, STEPS):
         if faulty and step == FAULT_AT:
             arm(zerosync, net, *faulty)
         for k in range(BACKWARDS):
-            engine.backward(loss_of(engine, data.batch(step * BACKWARDS + k, rank)) / BACKWARDS)
+            engine.backward(loss_of(engine, data.batch(step * BACKWARDS + k, rank())) / BACKWARDS)
         engine.step()
         if engine.global_steps % SAVE_EVERY == 0:
             engine.save_checkpoint(str(directory), tag=f"step{engine.global_steps}")

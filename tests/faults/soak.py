@@ -7,14 +7,14 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, loss_of, network
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 
 WORLD = 2
 
@@ -33,30 +33,22 @@ def soak(stage: int, steps: int, directory: Path) -> dict[str, Any]:
 
     What it used half-way and at the end, and the parameters.
     """
-    prepare_cpu()
-    deepspeed.init_distributed("gloo")
-    net, rank = network(), int(os.environ["RANK"])
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=adamw(net.parameters()), dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        },
-    )  # fmt: skip
+    net = network()
+    engine = make_engine(net, adamw(net.parameters()), stage, {"stage3_param_persistence_threshold": 0})
     zerosync = attach(engine, param_memory_budget="all" if stage == 3 else 0)
     usage = []
     for step in range(steps):
         if step % 100 == 50:
-            fail(engine, step, rank)
+            fail(engine, step, rank())
         for k in range(backwards_of(step)):
             if k + 1 == backwards_of(step):
                 zerosync.window.expect_last()
-            engine.backward(loss_of(engine, batch(step, k, rank)) / backwards_of(step))
+            engine.backward(loss_of(engine, batch(step, k, rank())) / backwards_of(step))
         engine.step()
         if step % 50 == 0:
             engine.eval()
             with torch.no_grad():
-                loss_of(engine, batch(0, 0, rank))
+                loss_of(engine, batch(0, 0, rank()))
             engine.train()
         if step % 250 == 100:
             engine.save_checkpoint(str(directory), tag="last")

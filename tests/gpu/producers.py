@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.engines import make_engine
 from tests.harness.oracle import full_parameters
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 WIDTH = 512
@@ -66,18 +67,12 @@ def make(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        prepare_cpu()
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed("nccl")
     net = Producers([torch.cuda.Stream() for _ in range(streams)], cycles).to(device)
     for branch in net.branches if compiled else ():
         branch.compile()
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False,
-        config={**config, "zero_optimization": {"stage": stage, "overlap_comm": True, **zero}},
-    )  # fmt: skip
+    engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), stage, {"overlap_comm": True, **zero})
     if ours is not None:
         attach(engine, **ours)
     return engine

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.engines import make_engine
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -30,11 +31,7 @@ def train(stage: int, options: dict[str, Any], zero: dict[str, Any]) -> Any:
     torch.cuda.set_device(rank)
     deepspeed.init_distributed("nccl")
     net = model().cuda()
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False,
-        config={**config, "zero_optimization": {"stage": stage, **zero}},
-    )  # fmt: skip
+    engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), stage, zero)
     zerosync = attach(engine, **options)
     plain = model().cuda()
     oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world)
@@ -75,14 +72,8 @@ def start(compile_config: dict[str, Any], stage: int = 3, kind: type[nn.Module] 
     torch.cuda.set_device(int(os.environ["RANK"]))
     deepspeed.init_distributed("nccl")
     net = kind().cuda()
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "compile": compile_config,
-    }  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), dist_init_required=False, config=config
-    )
-    return engine
+    optimizer, zero = torch.optim.SGD(net.parameters(), lr=0.1), {"stage3_param_persistence_threshold": 0}
+    return make_engine(net, optimizer, stage, zero, compile=compile_config)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm.streams import Streams
@@ -79,13 +80,10 @@ def train(system: str, reads: bool = False, backend: str = "") -> tuple[list[flo
     model = nn.Sequential(*layers).cuda()
     shard_over(half, *model[::2])
     zero = {
-        "stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+        "overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": WIDTH * WIDTH,
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), dist_init_required=False,
-        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True},
-    )  # fmt: skip
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=0.0), zero=zero)
     if system != "stock":
         attach(engine, unshard_streams=system)
     if backend:

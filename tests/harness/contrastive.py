@@ -1,5 +1,6 @@
 """A contrastive problem whose backward runs further backwards inside itself: gradient caching, in two ways."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,7 @@ def function_loss(model: SentenceTransformer, features: list[dict[str, torch.Ten
     return nn.functional.cross_entropy(scores, torch.arange(BATCH))
 
 
+@functools.cache
 def plain_training(steps: int) -> dict[str, torch.Tensor]:
     """The parameters after that many steps of plain torch without caching, one batch per rank and step."""
     model = encoder()

@@ -1,6 +1,5 @@
 """A model whose layers belong to several process groups, its ZeRO-3 engine, and one process that holds all of it."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from tests.harness import engines
+from tests.harness.engines import configuration, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
-from zerosync_strategy import prepare_cpu, shard_over
+from zerosync_strategy import shard_over
 
 WORLD, WIDTH, BACKWARDS = 4, 8, 2
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -109,55 +110,43 @@ _made: dict[str, list[Any]] = {}
 
 def process_groups(layout: dict[str, list[list[int]]]) -> dict[str, Any]:
     """This rank's process group by layer; every rank makes all of them."""
-    rank, mine = int(os.environ["RANK"]), {}
+    mine: dict[str, Any] = {}
     for name, groups in layout.items():
         if str(groups) not in _made:
             _made[str(groups)] = [dist.new_group(group) for group in groups]
-        mine[name] = next(made for made, group in zip(_made[str(groups)], groups, strict=True) if rank in group)
+        mine[name] = next(made for made, group in zip(_made[str(groups)], groups, strict=True) if rank() in group)
     return mine
-
-
-def start() -> None:
-    prepare_cpu()
-    deepspeed.init_distributed("gloo", dist_init_required=not dist.is_initialized(), verbose=False)
 
 
 def make_engine(
     layout: dict[str, list[list[int]]], optimizer: Callable[[Any], Any], zero_init: bool = False, clip: float = 0.0,
     zero: dict[str, Any] | None = None, kind: type[Model] = Model,
 ) -> Any:  # fmt: skip
-    start()
-    rank, groups = int(os.environ["RANK"]), process_groups(layout)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 100, **(zero or {})}
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": clip, "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+    engines.start()
+    groups = process_groups(layout)
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 100, **(zero or {})}
 
     def built_over(name: str) -> Any:
         return shard_over(groups[name]) if name in groups else _Nothing()
 
     if zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=config):
+        with deepspeed.zero.Init(config_dict_or_path=configuration(3, zero)):
             model = kind(built_over)
     else:
-        torch.manual_seed(rank)  # a broadcast to all ranks would show
+        torch.manual_seed(rank())  # a broadcast to all ranks would show
         model = kind(built_over)
     for name, param in model.named_parameters():
-        group = next(g for g in layout.get(name.split(".")[0], [list(range(WORLD))]) if rank in g)
+        group = next(g for g in layout.get(name.split(".")[0], [list(range(WORLD))]) if rank() in g)
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero_init):
             param.data.copy_(values(name, group, param.data))
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer(model.parameters()), config=config, dist_init_required=False
-    )
-    return engine
+    return engines.make_engine(model, optimizer(model.parameters()), zero=zero, gradient_clipping=clip)
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
     """Optimizer steps `first` to `last`; the norms of their gradients."""
-    rank, norms = int(os.environ["RANK"]), []
+    norms = []
     for k in range(first * BACKWARDS, last * BACKWARDS):
-        engine.backward(engine(data(k, rank), skip=skips(k)) / BACKWARDS)
+        engine.backward(engine(data(k, rank()), skip=skips(k)) / BACKWARDS)
         if (k + 1) % BACKWARDS == 0:
             engine.step()
             norms.append(float(engine.get_global_grad_norm()))
@@ -174,5 +163,5 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def error_of(engine: Any, reference: Reference) -> float:
     """The largest difference of any parameter of this rank. A collective call."""
-    own = reference.of_rank(int(os.environ["RANK"]))
+    own = reference.of_rank(rank())
     return distance(full_parameters(engine.module), {name: param.detach() for name, param in own.items()})

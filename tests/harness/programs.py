@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.harness.engines import make_engine
 from tests.harness.oracle import Oracle
 
 WIDTH = 6
@@ -31,7 +32,6 @@ class Program:
         self.two_groups = draw.random() < 0.4
         self.options: dict[str, Any] = {}
         self.zero = {
-            "stage": self.stage,
             "reduce_bucket_size": draw.choice([7, 40, 100, 1000, 100000]),
             "contiguous_gradients": draw.random() < 0.7,
             "overlap_comm": draw.random() < 0.5,
@@ -96,11 +96,6 @@ class Program:
             return torch.optim.AdamW(groups, lr=0.02)
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9 if self.optimizer == "momentum" else 0.0)
 
-    def config(self) -> dict[str, Any]:
-        accumulation = {} if self.managed else {"managed_gradient_accumulation": False}
-        return {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
-                "zero_optimization": dict(self.zero), **accumulation}  # fmt: skip
-
     def run_oracle(self) -> nn.Module:
         model = self.model()
         oracle = Oracle(model, self.make_optimizer(model), self.world_size)
@@ -147,15 +142,12 @@ def data(seed: int, rank: int) -> torch.Tensor:
 
 def run_attached(program: Program, rank: int) -> nn.Module:
     """The program on this rank of a live process group, by an engine with ZeroSync attached."""
-    import deepspeed
-
     from zerosync_strategy import attach
     from zerosync_strategy.core.gradients import reducer
 
     model = program.model()
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=program.make_optimizer(model), config=program.config(), dist_init_required=False
-    )
+    accumulation = {} if program.managed else {"managed_gradient_accumulation": False}
+    engine = make_engine(model, program.make_optimizer(model), program.stage, program.zero, **accumulation)
     reducer.CHUNK_BYTES = program.chunk_bytes
     zerosync = attach(engine, **program.options)
     steps = 0

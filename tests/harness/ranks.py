@@ -34,6 +34,7 @@ KILLED = "RankKilled"  # the error of a rank that this module ended
 DIED = "RankDied"  # the error of a rank that ended without saying why
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
 _TAIL_LINES = 120
 # Below the entry of a rank, a stack holds only the pytest frames it was forked from.
 _BELOW_ENTRY = re.compile(r'(  File "[^"]*ranks\.py", line \d+ in _main\n)(?:  File .*\n|  \.\.\.\n)+')
@@ -167,7 +168,9 @@ class _Rank:
         looked_at = time.monotonic()
         # Not reaped yet, a rank keeps its pid from being reused while `end` kills its process group.
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            self.alive_at = looked_at
+            # One that ends has closed its connections, which other ranks notice, before it can be reaped.
+            if not _is_ending(self.pid):
+                self.alive_at = looked_at
             return True
         self.end()
         return False
@@ -282,6 +285,11 @@ def _signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_ending(pid: int) -> bool:
+    flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]
+    return bool(int(flags) & _PF_EXITING)
 
 
 def _free_port() -> int:

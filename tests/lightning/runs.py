@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,19 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.parameters = {name.removeprefix("net."): p for name, p in full_parameters(pl_module).items()}
+
+
+class SaveAfter(Callback):
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+        self.warnings: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == self.batch:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.save_checkpoint(self.path)
+            self.warnings = [str(warning.message) for warning in caught]
 
 
 def assert_one_reduction_per_step(recorder: Recorder, backwards: list[int]) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints: resume continues bit for bit, a checkpoint in mid-window says what it leaves out (W5)."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.lightning.runs import (
     Module,
     PositionedLoader,
     Recorder,
+    SaveAfter,
     accumulate,
     fit,
     make_trainer,
@@ -34,19 +34,6 @@ class Scheduled(Module):
         optimizer = adamw(self.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class SaveAfter(Callback):
-    def __init__(self, batch: int, path: Path) -> None:
-        self.batch, self.path = batch, path
-        self.warnings: list[str] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == self.batch:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                trainer.save_checkpoint(self.path)
-            self.warnings = [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

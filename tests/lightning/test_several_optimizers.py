@@ -16,8 +16,7 @@ from torch import nn
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, adamw, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, Recorder, fit, make_trainer, strategy
-from tests.lightning.test_checkpoints import PositionedLoader, SaveAfter
+from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveAfter, fit, make_trainer, strategy
 from zerosync_strategy import ZeroSyncMonitor
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from zerosync_strategy import attach, prepare_cpu
+from tests.harness.engines import make_engine, start
+from zerosync_strategy import attach
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import Finding, Stream, simulate
 
@@ -73,10 +73,9 @@ def train(
     Gradients are in several buckets. `unused`: a branch has none. `sgd`: nothing in a step waits for the host or for
     other ranks: plain SGD, without clipping.
     """
-    prepare_cpu()
     reducer.CHUNK_BYTES = 4 * WIDTH * (WIDTH + 1)  # a layer
     with simulate() as simulation:
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        start()
         torch.manual_seed(0)
         streams = [Stream(name=f"producer {index}") for index in range(producers)]
         widths = (WIDTH, 3 * WIDTH if oversized else WIDTH, WIDTH, WIDTH)
@@ -91,25 +90,12 @@ def train(
                 for dtype in (torch.float32, torch.bfloat16)
             ]
         accumulate = 1 if ours is not None else 2
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(groups, lr=0.1) if sgd else torch.optim.AdamW(groups),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": accumulate,
-                "gradient_clipping": 0.0 if sgd else 1.0,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": {
-                    "stage": stage,
-                    "overlap_comm": True,
-                    "reduce_bucket_size": 2 * WIDTH * WIDTH,
-                    "stage3_param_persistence_threshold": 0,
-                    **(zero or {}),
-                },
-                **config,
-            },
-        )
+        small = {"reduce_bucket_size": 2 * WIDTH * WIDTH, "stage3_param_persistence_threshold": 0}
+        optimizer = torch.optim.SGD(groups, lr=0.1) if sgd else torch.optim.AdamW(groups)
+        engine = make_engine(
+            model, optimizer, stage, {"overlap_comm": True, **small, **(zero or {})},
+            gradient_accumulation_steps=accumulate, gradient_clipping=0.0 if sgd else 1.0, **config,
+        )  # fmt: skip
         before(engine)
         zerosync = None if ours is None else attach(engine, **ours)
         dtype = next(model.parameters()).dtype

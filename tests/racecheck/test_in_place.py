@@ -13,7 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.core.test_attach import loss_of, make_engine, oracle, rank
+from tests.harness.copying import loss_of, make_engine, oracle
+from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -92,7 +93,7 @@ def test_what_is_not_ordered_is_found_and_reported_once(stage: int, monkeypatch:
     monkeypatch.setattr(Streams, method, lambda self, *args: None)
 
     def run() -> Any:
-        engine = make_engine(stage, zero_optimization={"stage3_param_persistence_threshold": 0})
+        engine = make_engine(stage, {"stage3_param_persistence_threshold": 0})
         with reports() as said:
             zerosync = attach(engine, racecheck=3)
             for number in range(4):

@@ -1,0 +1,39 @@
+"""A small network that learns to copy its input, its engine, and its training by plain torch."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.harness import engines
+from tests.harness.oracle import Oracle, full_parameters
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.02)
+
+
+def make_engine(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> Any:
+    module = network()
+    return engines.make_engine(module, adamw(module), stage, {"reduce_bucket_size": 300, **(zero or {})}, **config)
+
+
+def loss_of(module: Any, k: int, rank: int) -> torch.Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * k + rank))
+    return (module(x) - x).square().mean()
+
+
+def oracle(steps: int, backwards: int, clip: dict[int, float] | None = None) -> dict[str, torch.Tensor]:
+    """`backwards` of data 0, 1, 2 ... to each of so many steps."""
+    module = network()
+    plain = Oracle(module, adamw(module))
+    for k in range(steps * backwards):
+        plain.backward(lambda r, k=k: loss_of(module, k, r) / backwards)
+        if (k + 1) % backwards == 0:
+            plain.step((clip or {}).get(k // backwards, 0.0))
+    return full_parameters(module)

@@ -1,0 +1,46 @@
+"""How tests make an engine of plain DeepSpeed on a rank: on CPU with gloo, unless there is a process group already."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+
+from zerosync_strategy import prepare_cpu
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def start(timeout: timedelta = default_pg_timeout) -> None:
+    if not deepspeed.comm.is_initialized():
+        prepare_cpu()
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def configuration(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
+    """DeepSpeed's, without the clipping that it has by default, and for any optimizer."""
+    defaults = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    return {**defaults, **config, "zero_optimization": {"stage": stage, **(zero or {})}}
+
+
+def make_engine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    stage: int = 3,
+    zero: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    """An engine that ZeroSync is not attached to. `zero` has the options of that block, `config` all others."""
+    start()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(stage, zero, **config), dist_init_required=False
+    )
+    return engine
