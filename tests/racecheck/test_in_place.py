@@ -148,9 +148,9 @@ def test_a_check_ends_with_what_it_checks() -> None:
 
     for ends in run_ranks(run):
         assert [said[0].partition("step(s).")[2] for said in ends.values()] == [
-            " It ended 1 step(s) early: the engine was let go.",
+            " It ended 1 step(s) early: the engine was detached.",
             " It ended 1 step(s) early: step() raised Stop.",
-            " It ended 1 step(s) early: the engine was let go.",
+            " It ended 1 step(s) early: the engine was detached.",
         ]
         assert all(len(said) == 1 and "nothing found" in said[0] for said in ends.values()), ends
 
