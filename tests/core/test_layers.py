@@ -1,15 +1,14 @@
 """What ZeroSync puts on live objects: layers that say whose they are, come off in order, and are shared by engines."""
 
-import os
-
 import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy import attach
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, GatherOverrides, ReleaseOverrides
@@ -62,22 +61,13 @@ def data(k: int, rank: int) -> torch.Tensor:
 
 
 def test_what_engines_share_goes_with_the_last() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-
     def run() -> list[float]:
-        prepare_cpu()
-        deepspeed.init_distributed("gloo")
         module, plain, errors = Pair(), Pair(), []
         parts = [part_of(module, set(layer.parameters())) for layer in (module.first, module.second)]
         engines, handles = [], []
         for model, part, layer in zip((module, parts[1]), parts, (module.first, module.second), strict=True):
             optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            engine = make_engine(model, optimizer, 3, {"stage3_param_persistence_threshold": 0})
             engines.append(engine)
             restrict(engine, part, engines[0])
             handles.append(attach(engine, param_memory_budget="all"))
@@ -86,8 +76,8 @@ def test_what_engines_share_goes_with_the_last() -> None:
         oracles = [Oracle(plain, torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in (plain.first, plain.second)]
 
         def step(k: int) -> None:
-            engines[0].backward(engines[0](data(k, int(os.environ["RANK"]))))
-            backward_all(oracles, lambda rank: plain(data(k, rank)))
+            engines[0].backward(engines[0](data(k, rank())))
+            backward_all(oracles, lambda r: plain(data(k, r)))
             for engine, oracle in zip(engines, oracles, strict=True):
                 engine.step()
                 oracle.step()

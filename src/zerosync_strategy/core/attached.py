@@ -24,6 +24,7 @@ from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_para
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
 from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.race_check import RaceCheckMember
@@ -54,8 +55,8 @@ class AttachedEngine:
         _check_stage(engine, config)
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
-        names = {param: name for name, param in engine.module.named_parameters()}
-        self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, names)
+        self._names = {param: name for name, param in engine.module.named_parameters()}
+        self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
         self.traffic = EngineCounter()
         self.window = Window(self.reducer, config.overlap_last, self.traffic, self._activity)
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
@@ -166,6 +167,7 @@ class AttachedEngine:
                 if self.scheduler is not None:
                     self.scheduler.before_step()
                 self.window.begin_step()
+            self._adopt_edits()
             try:
                 with phase("step"):
                     yield
@@ -227,6 +229,14 @@ class AttachedEngine:
         self._detach()
 
     # ---- helpers -------------------------------------------------------------------------------------------------
+
+    def _adopt_edits(self) -> None:
+        """Let the step start from the parameters as the program has left them (N1)."""
+        optimizer, reducer = self.engine.optimizer, self.reducer
+        if isinstance(reducer, Stage12Reducer):
+            adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names)
+        else:
+            adopt_edits_of_stage_3(optimizer, reducer.params, self._names)
 
     @property
     def _shards_over_groups(self) -> bool:

@@ -119,6 +119,8 @@ STAGE_1_2 = (
     Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",), since="0.19.8"),
     Internal("reduction", "optimizer", "cpu_offload"),
     Internal("gradient norm", "optimizer", "scaled_global_norm", ()),
+    Internal("edited parameters", "optimizer", "parallel_partitioned_bit16_groups"),
+    Internal("edited parameters", "optimizer", "single_partition_of_fp32_groups"),
     Internal(
         "parameter gather", _STAGE_1_2_MODULE, "all_gather_dp_groups",
         ("groups_flat", "partitioned_param_groups", "dp_process_group"),
@@ -127,7 +129,6 @@ STAGE_1_2 = (
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = (
     Internal("reduction with an offloaded optimizer", "optimizer", "params_in_partition"),
-    Internal("reduction with an offloaded optimizer", "optimizer", "single_partition_of_fp32_groups"),
     Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",)),
     Internal("reduction with an offloaded optimizer", "optimizer", "grad_position"),
     Internal("reduction with an offloaded optimizer", "optimizer", "norm_for_param_grads"),
@@ -145,6 +146,9 @@ STAGE_3 = (
     Internal("reduction", "parameter", "ds_numel"),
     Internal("reduction", "parameter", "partition_numel", ()),
     Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
+    Internal("edited parameters", "optimizer", "fp16_partitioned_groups_flat"),
+    Internal("edited parameters", "optimizer", "fp32_partitioned_groups_flat"),
+    Internal("edited parameters", "parameter", "ds_tensor"),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
@@ -185,7 +189,6 @@ UNSHARD_ON_READ = (
     Internal("unsharding on read", "coordinator", "is_invalid_trace", ()),
     Internal("unsharding on read", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("unsharding on read", "parameter", "partition", ("param_list",), public=True),
-    Internal("unsharding on read", "parameter", "ds_tensor"),
     Internal("unsharding on read", "parameter", "_ds_z3_gathered_param_context_depth", optional=True),
     Internal("unsharding on read", _OFFLOAD_MODULE, "ZeROOrderedDict"),
     Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", optional=True),

@@ -25,6 +25,7 @@ class FlatGroup:
         process_group: whose ranks each have one shard.
         params: those that have elements.
         offsets: of each parameter in the flat buffer, in elements.
+        shapes: of each parameter.
         shard_numel: elements of one shard, padding included.
     """
 
@@ -32,6 +33,7 @@ class FlatGroup:
     process_group: Any
     params: list[Any]
     offsets: list[int]
+    shapes: list[tuple[int, ...]]
     shard_numel: int
 
 
@@ -49,7 +51,8 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
             if not 0 <= offset <= flat.numel() - param.numel():
                 raise contract.changed("reduction", "the parameters do not lie in optimizer.bit16_groups_flat")
         shard_numel = int(optimizer.partition_size[index])
-        groups.append(FlatGroup(index, optimizer.real_dp_process_group[index], params, offsets, shard_numel))
+        shapes = [tuple(param.shape) for param in params]
+        groups.append(FlatGroup(index, optimizer.real_dp_process_group[index], params, offsets, shapes, shard_numel))
     return groups
 
 
@@ -89,6 +92,13 @@ def hand_over_gradients(optimizer: Any) -> None:
             part = shard.narrow(0, int(offset), int(numel))
             optimizer.norm_for_param_grads[key] = part.double().norm(2)
             optimizer.update_offload_overflow_tracker(part)
+
+
+def weights(optimizer: Any, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of one group, flat: the parameters, this rank's shard of them, and the shard's master weights."""
+    rank = dist.get_rank(optimizer.real_dp_process_group[index])
+    shard = optimizer.parallel_partitioned_bit16_groups[index][rank]
+    return optimizer.bit16_groups_flat[index], shard, optimizer.single_partition_of_fp32_groups[index].data
 
 
 def gradient_norm(optimizer: Any) -> torch.Tensor:

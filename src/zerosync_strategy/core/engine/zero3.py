@@ -323,6 +323,32 @@ def all_parameters(optimizer: Any) -> list[Any]:
     return list(optimizer.module.parameters())
 
 
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def own_part(param: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return this rank's shard of a gathered parameter, without padding, and the same part of its full values.
+
+    ``None`` where the shard is all padding, or is in no memory.
+    """
+    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
+    numel = min(shard_numel(param), full_numel(param) - start)
+    if numel <= 0 or param.ds_tensor.numel() == 0:
+        return None
+    return param.ds_tensor.data.narrow(0, 0, numel), param.data.reshape(-1).narrow(0, start, numel)
+
+
+def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
+
+    In fp32 the two may be one tensor, and are left out.
+    """
+    pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for shard, master in pairs:
+        if shard is not None and shard.numel() == master.numel() and shard.data_ptr() != master.data_ptr():
+            yield shard.data, master.data
+
+
 # ---- full parameters, checkpoints, several engines -------------------------------------------------------------------
 
 

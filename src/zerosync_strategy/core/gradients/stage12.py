@@ -14,9 +14,16 @@ from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
 
 
 class Stage12Reducer(Reducer):
-    """Reduces into one shard per parameter group."""
+    """Reduces into one shard per parameter group.
+
+    Attributes:
+        groups: the parameter groups.
+    """
+
+    groups: list[zero12.FlatGroup]
 
     def _read_layouts(self) -> list[ShardLayout]:
+        self.groups = zero12.flat_groups(self.optimizer)
         divisor, dtype = zero12.averaging_divisor(self.optimizer), self.optimizer.communication_data_type
         return [
             ShardLayout(
@@ -24,7 +31,7 @@ class Stage12Reducer(Reducer):
                 cut_flat(group.params, group.offsets, group.shard_numel, dist.get_world_size(group.process_group)),
                 divisor, dtype, group.index,
             )
-            for group in zero12.flat_groups(self.optimizer)
+            for group in self.groups
         ]  # fmt: skip
 
     def _zero_shards(self) -> None:

@@ -1,0 +1,84 @@
+"""Parameters that a program changes outside of the optimizer: the coming step starts from what it finds in them (N1).
+
+ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
+So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
+shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
+edit must be made alike on all ranks, as in plain data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import zero3, zero12
+
+
+@torch.no_grad()
+def adopt_edits_of_stage_1_2(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
+    """Adopt edits into the master weights of ZeRO-1 or ZeRO-2.
+
+    Args:
+        groups: of the optimizer.
+        names: of the parameters, for errors.
+
+    Raises:
+        ValueError: a parameter was given data of another shape.
+    """
+    for group in groups:
+        flat, shard, master = zero12.weights(optimizer, group.index)
+        begin, itemsize = flat.data_ptr(), flat.element_size()
+        for param, offset, shape in zip(group.params, group.offsets, group.shapes, strict=True):
+            if param.data_ptr() != begin + offset * itemsize:  # param.data = ...: no longer a view of the flat buffer
+                _check_shape(param, shape, names)
+                flat.narrow(0, offset, param.numel()).copy_(param.data.reshape(-1))
+        _adopt(shard, master)
+
+
+@torch.no_grad()
+def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping[Any, str]) -> None:
+    """Adopt edits into the shards and the master weights of ZeRO-3.
+
+    Args:
+        params: of the optimizer; those that are gathered may have been edited in full, the others in their shards.
+        names: of the parameters, for errors.
+
+    Raises:
+        ValueError: a parameter was given data of another shape, or any while it was not gathered.
+    """
+    gathered = []
+    for param in params:
+        if zero3.is_gathered(param):
+            _check_shape(param, zero3.full_shape(param), names)
+            gathered.append(param)
+        elif param.numel() > 0:
+            raise ValueError(
+                f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
+                " where it would be lost. Change it inside 'with deepspeed.zero.GatheredParameters([parameter],"
+                " modifier_rank=0)', on rank 0."
+            )
+    pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
+    if pairs:
+        torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
+    for shard, master in zero3.weights(optimizer):
+        _adopt(shard, master)
+
+
+def _adopt(shard: torch.Tensor, master: torch.Tensor) -> None:
+    """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype."""
+    if shard.dtype == master.dtype:
+        master.copy_(shard)
+    else:
+        shard = shard.to(master.device)
+        master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.to(master.dtype)))
+
+
+def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -> None:
+    if tuple(param.shape) != shape:
+        raise ValueError(
+            f"Parameter {names.get(param, 'of the optimizer')!r} has the shape {tuple(param.shape)}, where the engine"
+            f" was built with {shape}: its data was replaced. ZeRO cannot change shapes. Build the optimizer and the"
+            " engine anew."
+        )
