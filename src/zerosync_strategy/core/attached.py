@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,8 @@ from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.race_check import RaceCheckMember
+
+_engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
 
 
 class AttachedEngine:
@@ -69,6 +72,8 @@ class AttachedEngine:
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
+        # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
+        self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
@@ -81,6 +86,7 @@ class AttachedEngine:
             target._zerosync_hooks = self
             interpose(target, layer)
         self.race_check.join()
+        _engines.add(self)
 
     def detach(self) -> None:
         """Give the engine back as it was.
@@ -96,6 +102,7 @@ class AttachedEngine:
         self._detach()
 
     def _detach(self) -> None:
+        _engines.discard(self)
         self.race_check.detach()
         self._restore_clip_norm()
         self.traffic.stop()
@@ -154,6 +161,8 @@ class AttachedEngine:
             raise
 
     def backward_begins(self) -> None:
+        if thawed := [param for param in self._frozen if param.requires_grad]:
+            self._check_trained(thawed)
         if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
             self.window.enter_graph()
 
@@ -237,6 +246,19 @@ class AttachedEngine:
             adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names)
         else:
             adopt_edits_of_stage_3(optimizer, reducer.params, self._names)
+
+    def _check_trained(self, thawed: list[Any]) -> None:
+        """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""
+        trained = {id(param) for engine in _engines for param in engine.reducer.params}
+        names = [repr(self._names[param]) for param in thawed if id(param) not in trained]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"backward() found that {', '.join(names[:3])}{more} required no gradient when the DeepSpeed engine was"
+                " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine is"
+                " built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that is not"
+                " to be trained must stay frozen."
+            )
 
     @property
     def _shards_over_groups(self) -> bool:
