@@ -12,6 +12,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
 LAYER = WIDTH * WIDTH * 4  # bytes
@@ -268,3 +269,24 @@ def test_deepspeed_mixture_of_experts(stage: int) -> None:
 
     for error, moved in run_ranks(run, world_size=4):
         assert error < 1e-7 < 1e-3 < moved
+
+
+def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
+    """On the way that NCCL takes; gloo does not say whether a send or receive is complete."""
+
+    def run() -> tuple[bool, bool]:
+        reducer.CHUNK_BYTES = LAYER
+        with simulate():
+            engine = make_engine(2)
+            zerosync = attach(engine, coalesce=False)
+            first = next(engine.module.parameters())
+            handle = first.register_hook(lambda gradient: 1 / 0)
+            with pytest.warns(UserWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
+                engine.backward(loss_of(engine, 0, rank()))
+            handle.remove()
+            abandoned = bool(zerosync._attached.reducer._abandoned)
+            engine.backward(loss_of(engine, 0, rank()))
+            engine.step()
+            return abandoned, bool(zerosync._attached.reducer._abandoned)
+
+    assert run_ranks(run) == [(True, False)] * 2

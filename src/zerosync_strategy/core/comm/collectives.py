@@ -18,13 +18,24 @@ from torch.distributed.distributed_c10d import _get_default_timeout
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in flight. ``finish`` waits for it and returns this rank's result."""
+    """A collective in flight.
+
+    Attributes:
+        finish: waits for it and returns this rank's result.
+        works: of the process group.
+    """
 
     finish: Callable[[], torch.Tensor]
+    works: Sequence[Any]
 
     def wait(self) -> None:
         """As torch's works have it."""
         self.finish()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it needs its tensors no longer. gloo does not say it of a send or receive that nobody waits for."""
+        return all(work.is_completed() for work in self.works)
 
 
 def reduce_scatter(
@@ -54,22 +65,22 @@ def reduce_scatter(
         rows = [*received[:rank], parts[rank], *received[rank:]]
         works = _exchange(parts, rows, process_group, tag)
         timeout = timeout_of(process_group)
-        return Pending(lambda: _sum_when_done(works, rows, timeout))
+        return Pending(lambda: _sum_when_done(works, rows, timeout), works)
     if ordered:
         received_all = packed.new_empty(world_size * widths[rank])
         splits = [widths[rank]] * world_size
         work = comm.all_to_all_single(received_all, packed, splits, list(widths), group=process_group, async_op=True)
-        return Pending(lambda: _sum_when_done([work], list(received_all.view(world_size, -1))))
+        return Pending(lambda: _sum_when_done([work], list(received_all.view(world_size, -1))), [work])
     if len(set(widths)) == 1:
         result = packed.new_empty(widths[rank])
         work = comm.reduce_scatter_tensor(result, packed, group=process_group, async_op=True)
-        return Pending(lambda: _when_done([work], result))
+        return Pending(lambda: _when_done([work], result), [work])
     works = [
         comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
         for owner, part in enumerate(parts)
         if len(part)
     ]
-    return Pending(lambda: _when_done(works, parts[rank]))
+    return Pending(lambda: _when_done(works, parts[rank]), works)
 
 
 def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
@@ -86,7 +97,7 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
     own = parts[dist.get_rank(process_group)]
     works = _exchange([own] * len(parts), list(parts), process_group, tag)
     timeout = timeout_of(process_group)
-    return Pending(lambda: _when_done(works, own, timeout))
+    return Pending(lambda: _when_done(works, own, timeout), works)
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:

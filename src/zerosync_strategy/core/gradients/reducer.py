@@ -175,6 +175,7 @@ class Reducer(ABC):
         self._ready_shards()
         self._hand_over()
         self.norm = None
+        self._abandoned = [flight for flight in self._abandoned if not flight.pending.is_complete]
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
         self._windows_closed += 1
         self._streaming_backwards = 0
