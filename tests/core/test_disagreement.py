@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=4)
 
@@ -211,6 +213,22 @@ def test_gathers_of_different_parameters_that_have_met() -> None:
         return distance(full_parameters(engine.module), before)
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_a_checkpoint_of_a_mixture_is_refused(tmp_path: Path) -> None:
+    """Where the host does not wait for the answer, the step that used the mixture is taken, and not saved."""
+
+    def run() -> None:
+        with simulate(backend=None):
+            engine = engine_that_chooses(Chooses(8, 8), use_all_reduce_for_fetch_params=True)
+            attach(engine)
+            engine.backward(engine(torch.ones(2, 8), other=rank() == 1).sum())
+            engine.step()
+            with pytest.raises(RankError, match="gathered different parameters"):
+                engine.save_checkpoint(str(tmp_path))
+
+    run_ranks(run)
+    assert not list(tmp_path.iterdir())
 
 
 def test_models_and_options_that_are_not_alike() -> None:

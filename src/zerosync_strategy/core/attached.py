@@ -201,6 +201,8 @@ class AttachedEngine:
     def saving(self, path: Any) -> AbstractContextManager[None]:
         if self.engine.global_rank == 0:
             self.window.warn_if_open("save_checkpoint() was called")
+        if self.scheduler is not None:
+            self.scheduler.before_checkpoint()
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
     def loading(self, path: Any) -> AbstractContextManager[None]:

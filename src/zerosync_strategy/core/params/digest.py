@@ -61,13 +61,13 @@ class GatherDigest:
         Raises:
             RankError: on every rank of the group, with the first gather that differs.
         """
-        self._read_answer(name)
+        self.check(name)
         if not self.tagged:
             self._compare()
         self._step += 1
         self._gathers, self._digest = [], self._step
         if not self._streams.concurrent:
-            self._read_answer(name)
+            self.check(name)
 
     def _compare(self) -> None:
         from deepspeed import comm
@@ -76,7 +76,12 @@ class GatherDigest:
         comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
         self._unread = self._streams.copy_to_host(extremes), self._digest, self._gathers
 
-    def _read_answer(self, name: Callable[[int], str]) -> None:
+    def check(self, name: Callable[[int], str]) -> None:
+        """Read the answer of the last comparison, if that has not been done. Collective only where digests differ.
+
+        Raises:
+            RankError: as :meth:`end_window`.
+        """
         if self._unread is None:
             return
         (answer, digest, gathers), self._unread = self._unread, None

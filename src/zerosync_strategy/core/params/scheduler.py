@@ -95,6 +95,11 @@ class GatherScheduler:
         for digest in self._digests.values():
             digest.end_window(self.name)
 
+    def before_checkpoint(self) -> None:
+        """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
+        for digest in self._digests.values():
+            digest.check(self.name)
+
     def after_step(self) -> None:
         """The caller's stream has the step; gathers read what it writes (S1)."""
         for stream in self._gather_streams:
