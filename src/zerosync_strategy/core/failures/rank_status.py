@@ -26,6 +26,12 @@ from zerosync_strategy.core.failures.inquiry import Inquiries
 
 _LIBRARIES = ("/torch/", "/deepspeed/", "/lightning/", "/accelerate/", "/zerosync_strategy/", "/contextlib.py")
 
+# gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
+_OF_GLOO = re.compile(
+    r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
+    r"|Application timeout caused pair closure|Connection closed by peer \[|failed to pass monitoredBarrier in"
+)
+
 
 class RankError(RuntimeError):
     """Communication with other ranks failed or timed out; the message says what each rank was doing."""
@@ -137,9 +143,7 @@ def rank_status() -> RankStatus:
 
 def is_communication_error(error: BaseException) -> bool:
     """Return whether ``error`` was raised because other ranks did not take part."""
-    # gloo raises plain RuntimeErrors, which name one of its source files, but for a connection that it has given up.
-    of_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "caused pair closure" in str(error))
-    return of_gloo or isinstance(error, dist.DistError)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error))))
 
 
 def _first_sentence(error: BaseException) -> str:
