@@ -29,7 +29,8 @@ _LIBRARIES = ("/torch/", "/deepspeed/", "/lightning/", "/accelerate/", "/zerosyn
 # gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
 _OF_GLOO = re.compile(
     r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
-    r"|Application timeout caused pair closure|Connection closed by peer \[|failed to pass monitoredBarrier in"
+    r"|Application timeout caused pair closure|Connection closed by peer \["
+    r"|Gloo connectFullMesh failed with|failed to pass monitoredBarrier in"
 )
 
 
