@@ -107,6 +107,38 @@ def gather_objects(value: Any, process_group: Any) -> list[Any]:
     return values
 
 
+def broadcast_object(value: Any, rank: int, process_group: Any) -> Any:
+    """Return the ``value`` of the rank that ``process_group`` counts as ``rank``. Pickled: for rare messages."""
+    values = [value if dist.get_rank(process_group) == rank else None]
+    source = rank if process_group is None else dist.get_global_rank(process_group, rank)
+    dist.broadcast_object_list(values, src=source, group=process_group)
+    return values[0]
+
+
+def is_alike(words: Sequence[int], process_group: Any) -> bool:
+    """Return whether all ranks of ``process_group`` have the same ``words`` of 64 bits. The same on every rank."""
+    own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
+    extremes = torch.cat([own, ~own])  # the largest complement is the smallest word's
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
+    largest, complement = extremes.view(2, -1)
+    return torch.equal(largest, ~complement)
+
+
+def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:
+    """Return the ``words`` of 64 bits, as many on every rank, of all ranks of ``process_group``."""
+    own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(received, own, group=process_group)
+    return torch.stack(received).tolist()
+
+
+def _device_of(process_group: Any) -> torch.device:
+    """Return where tensors for ``process_group`` may be: on the CPU if it has a backend for it."""
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    devices = group._device_types
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+
+
 def timeout_of(process_group: Any) -> timedelta:
     """Return the timeout of ``process_group``."""
     group: Any = dist.group.WORLD if process_group is None else process_group

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.comm.collectives import broadcast_object, gather_words, is_alike
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.failures.answers import ranks_text
 
 _SHOWN = 5
+_KINDS = 4
+"""Of so many kinds of ranks, one sends what it has."""
+_MISSING = "missing"
 
 
 def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
-    """Compare ``facts`` over the ranks of ``process_group``. Collective: one digest from each rank if they agree.
+    """Compare ``facts`` over the ranks of ``process_group``. Collective: 64 bytes are reduced if they agree.
+
+    Else the first rank sends its facts, and one rank of each of the next kinds what it has otherwise.
 
     Raises:
-        ValueError: on every rank, naming the facts that differ and what each rank has; ``where`` leads the message.
+        ValueError: on every rank, naming the facts that differ and which ranks have what; ``where`` leads the message.
     """
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    if len(set(gather_objects(digest, process_group))) == 1:
+    digest = _digest(repr(sorted(facts.items())))
+    if is_alike(digest, process_group):
         return
-    differing = list(_differences(gather_objects(dict(facts), process_group)))
-    more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    by_name = _differences(facts, digest, process_group)
+    shown = [f"  {name}: {values}" for name, values in _described(facts, by_name, process_group).items()]
+    more = f"\n  and {len(by_name) - _SHOWN} more" if len(by_name) > _SHOWN else ""
     raise ValueError(
         f"{where} found ranks that are not alike:\n"
-        + "\n".join(differing[:_SHOWN])
+        + "\n".join(shown)
         + f"{more}\nBuild the same model with the same options on every rank."
     )
 
@@ -47,15 +55,42 @@ def _fact(param: Any) -> str:
     return f"{zero3.full_shape(param)} {param.dtype}{frozen}{persistent}{ranks}"
 
 
-def _differences(facts: list[dict[str, str]]) -> Iterator[str]:
-    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
-        by_value: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(facts):
-            by_value.setdefault(of_rank.get(name, "missing"), []).append(rank)
-        if len(by_value) > 1:
-            yield f"  {name}: " + "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in by_value.items())
+def _differences(facts: Mapping[str, str], digest: list[int], process_group: Any) -> dict[str, list[str]]:
+    """Return, by name, the values of facts that differ between the first ranks of the first kinds. Collective."""
+    first_of_kind: dict[tuple[int, ...], int] = {}
+    for rank, words in enumerate(gather_words(digest, process_group)):
+        first_of_kind.setdefault(tuple(words), rank)
+    first, *others = list(first_of_kind.values())[:_KINDS]
+    reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
+    own = {
+        name: facts.get(name, _MISSING)
+        for name in {**reference, **facts}
+        if facts.get(name, _MISSING) != reference.get(name, _MISSING)
+    }
+    values: dict[str, list[str]] = {}
+    for rank in others:
+        for name, value in broadcast_object(own, rank, process_group).items():
+            values.setdefault(name, [reference.get(name, _MISSING)]).append(value)
+    return values
+
+
+def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], process_group: Any) -> dict[str, str]:
+    """Return the first facts of ``by_name``, each with its values and their ranks. Collective."""
+    shown = list(by_name)[:_SHOWN]
+    of_ranks = gather_words([_digest(facts.get(name, _MISSING))[0] for name in shown], process_group)
+    described = {}
+    for index, name in enumerate(shown):
+        text = {_digest(value)[0]: value for value in by_name[name]}
+        ranks: dict[str, list[int]] = {}
+        for rank, words in enumerate(of_ranks):
+            ranks.setdefault(text.get(words[index], "something else"), []).append(rank)
+        described[name] = "; ".join(f"{value} on {_ranks(having)}" for value, having in ranks.items())
+    return described
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown}, ..." if len(ranks) > 8 else shown
+    return ranks_text(ranks) if len(ranks) > 8 else f"rank {', '.join(map(str, ranks))}"
+
+
+def _digest(text: str) -> list[int]:
+    return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))

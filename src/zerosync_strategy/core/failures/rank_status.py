@@ -1,32 +1,37 @@
-"""An error with a line per rank that says what each was doing when communication failed (W4).
+"""An error with lines that say what each rank was doing when communication failed (W4).
 
 Nothing is sent while communication works. Each process has a thread that sleeps on a key of the process group's store.
-A rank whose communication fails writes all keys. The threads wake and write what their own process is doing, and the
-error has these lines. A rank that raises another error writes it to the store first.
+A rank whose communication fails wakes all of them, and they write what their own process is doing (``inquiry``). A rank
+that raises another error writes it to the store first.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
+import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
-ANSWER_SECONDS = 5.0
-"""How long a rank in trouble waits for the answers of the others, unless they have recorded a failure."""
-_PREFIX = "zerosync/rank_status"
-_NEVER = timedelta(days=10_000)
+from zerosync_strategy.core.failures.answers import Answer, lines_of
+from zerosync_strategy.core.failures.inquiry import Inquiries
+
 _LIBRARIES = ("/torch/", "/deepspeed/", "/lightning/", "/accelerate/", "/zerosync_strategy/", "/contextlib.py")
+
+# gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
+_OF_GLOO = re.compile(
+    r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
+    r"|Application timeout caused pair closure|Connection closed by peer \["
+    r"|Gloo connectFullMesh failed with|failed to pass monitoredBarrier in"
+)
 
 
 class RankError(RuntimeError):
@@ -43,26 +48,13 @@ class RankStatus:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._world_size = world_size
         self._activities: list[tuple[str, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
         self._failure = ""  # why this rank has stopped, until it goes on
-        self._store: Any = None
-        self._ended = False
-        self._call = 0  # the number of the next inquiry; the same on every rank
         self._main = threading.main_thread().ident
-        try:
-            # One connection each: while one waits, nobody else can use it.
-            self._store, listening = (PrefixStore(_PREFIX, store.clone()) for _ in range(2))
-        except RuntimeError:
-            pass  # a store that cannot be shared; errors then speak of this rank alone
-        else:
-            self._write(f"failed/{rank}", "")  # a store that outlives a restart has the earlier failures
-            self._thread = threading.Thread(
-                target=self._listen, args=(listening,), name="zerosync-rank-status", daemon=True
-            )
-            self._thread.start()
-            atexit.register(self._end)
+        self._inquiries: Inquiries | None = None
+        with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
+            self._inquiries = Inquiries(store, rank, world_size, self._status)
 
     @contextmanager
     def activity(self, what: str, position: Callable[[], str] | None = None) -> Iterator[None]:
@@ -79,7 +71,7 @@ class RankStatus:
         self._position = position()
         if self._failure:
             self._failure = ""
-            self._write(f"failed/{self._rank}", "")
+            self._note_failure()
         self._activities.append((what, time.monotonic()))
         try:
             yield
@@ -100,16 +92,16 @@ class RankStatus:
         """Write to the store that this rank stops for a reason of its own, for the ranks that will miss it."""
         if not self._failure:  # the first, from the innermost activity, says most
             self._failure = f"has stopped: {why}"
-            self._write(f"failed/{self._rank}", self._failure)
+            self._note_failure()
 
-    def _write(self, key: str, text: str) -> None:
-        if self._store is not None:
+    def _note_failure(self) -> None:
+        if self._inquiries is not None:
             with suppress(RuntimeError):  # the store may be gone
-                self._store.set(key, text)
+                self._inquiries.note_failure(self._failure)
 
     def describe(self, what: str, error: BaseException) -> str:
-        """Return what each rank is doing after ``error`` of the communication in ``what``. Takes up to five seconds."""
-        lines = [f"  rank {rank}: {text}" for rank, text in sorted(self._ask().items())]
+        """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
+        lines = lines_of([self._status()]) if self._inquiries is None else self._inquiries.ask()
         return "\n".join([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
@@ -118,78 +110,41 @@ class RankStatus:
             " a longer timeout of the process group.",
         ])  # fmt: skip
 
-    # ---- asking ----------------------------------------------------------------------------------------------------
+    def end(self) -> None:
+        """Answer no more, and let go of the store."""
+        if self._inquiries is not None:
+            self._inquiries.end()
+            self._inquiries = None
 
-    def _ask(self) -> dict[int, str]:
-        """Return what each rank says that it is doing."""
-        answers = {self._rank: self._status()}
-        missing = set(range(self._world_size)) - answers.keys()
-        if self._store is None:
-            return answers
-        call, asked = self._call, time.monotonic()
-        stopped: set[int] = set()
-        answers |= dict.fromkeys(missing, "gave no answer: its process has ended, or cannot be reached")
-        with suppress(RuntimeError):  # the store ends with the rank that has it
-            for rank in range(self._world_size):
-                self._store.set(f"call/{call}/{rank}", "")
-            while missing and time.monotonic() < asked + (ANSWER_SECONDS if missing - stopped else 1):
-                for rank in tuple(missing):
-                    if answer := self._read(f"answer/{call}/{rank}"):
-                        missing.remove(rank)
-                    elif answer := self._read(f"failed/{rank}"):
-                        stopped.add(rank)
-                    answers[rank] = answer or answers[rank]
-                time.sleep(0.05)
-        return answers
-
-    def _read(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    # ---- answering -------------------------------------------------------------------------------------------------
-
-    def _listen(self, store: Any) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it the run
-            while True:
-                store.wait([f"call/{self._call}/{self._rank}"], _NEVER)
-                if self._ended:
-                    return
-                store.set(f"answer/{self._call}/{self._rank}", self._status())
-                self._call += 1
-
-    def _end(self) -> None:
-        # A thread that comes back from the store while Python ends would abort the process.
-        self._ended = True
-        self._write(f"call/{self._call}/{self._rank}", "")
-        self._thread.join(timeout=1.0)
-
-    def _status(self) -> str:
+    def _status(self) -> Answer:
         if self._activities:
             what, began = self._activities[-1]
-            activity = f"in {what} for {time.monotonic() - began:.0f} s"
+            activity, seconds = f"in {what}", f" for {time.monotonic() - began:.0f} s"
         else:
-            activity = self._failure or "outside of the engine"
+            activity, seconds = self._failure or "outside of the engine", ""
         place = _place(sys._current_frames().get(self._main or 0))
-        return f"{activity}, {self._position}{place} (pid {os.getpid()})"
+        position = f", {self._position}"
+        return Answer(self._rank, activity, seconds, position, place, os.getpid(), socket.gethostname())
 
 
-_current: tuple[Any, RankStatus] | None = None
+_current: tuple[Callable[[], Any], RankStatus] | None = None  # with a reference to its group that does not keep it
 
 
 def rank_status() -> RankStatus:
-    """Return the status of this process in its default process group."""
+    """Return the status of this process in its default process group. That of an earlier one ends."""
     global _current
-    group = dist.group.WORLD
-    if _current is None or _current[0] is not group:
+    group = dist.distributed_c10d._get_default_group()
+    if _current is None or _current[0]() is not group:
+        if _current is not None:
+            _current[1].end()
         store = dist.distributed_c10d._get_default_store()
-        _current = group, RankStatus(store, dist.get_rank(), dist.get_world_size())
+        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size())
     return _current[1]
 
 
 def is_communication_error(error: BaseException) -> bool:
     """Return whether ``error`` was raised because other ranks did not take part."""
-    # gloo raises plain RuntimeErrors, which name one of its source files, but for a connection that it has given up.
-    of_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "caused pair closure" in str(error))
-    return of_gloo or isinstance(error, dist.DistError)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error))))
 
 
 def _first_sentence(error: BaseException) -> str:
