@@ -223,3 +223,31 @@ def test_clipping_that_zero_cannot_do_is_refused() -> None:
 
     refused_on_every_rank(lambda: job(norm_type=1), "norm_type=2, got 1")
     refused_on_every_rank(lambda: job(first=2), "2 of 6 were not among those given")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor computes with the shape"),
+        (lambda model: sgd([*model.parameters(), torch.nn.Parameter(torch.ones(3))]), "number 6 of group 0"),
+        (lambda model: accelerate.utils.DummyOptim([torch.nn.Parameter(torch.ones(3))]), "number 0 of group 0"),
+    ],
+)
+def test_optimizers_that_zero_cannot_step_are_refused(make: Any, message: str) -> None:
+    def job() -> None:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))
+        model = network()
+        accelerator.prepare(model, make(model))
+
+    refused_on_every_rank(job, message)
+
+
+def test_an_optimizer_is_prepared_once() -> None:
+    def job() -> None:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=2))
+        model, optimizer = _model_and_optimizer()
+        accelerator.prepare(model, optimizer)
+        accelerator.free_memory()
+        accelerator.prepare(model, optimizer)
+
+    refused_on_every_rank(job, "SGD has been given to an engine before")

@@ -31,6 +31,7 @@ from zerosync_strategy.core.engine.several import as_frozen, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
@@ -174,6 +175,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        assert self.model is not None
+        if problem := dtype_problem(self.model):  # Lightning's precision would make them real
+            raise MisconfigurationException(f"ZeroSyncStrategy found that {problem}")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerOverrides):
                 interpose(callback, _SchedulerOverrides)

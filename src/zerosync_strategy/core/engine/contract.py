@@ -84,6 +84,7 @@ ALL_STAGES = (
     Internal("window", "engine", "destroy", (), public=True),
     Internal("window", "engine config", "_param_dict"),
     Internal("window", "optimizer", "step", public=True),
+    Internal("window", "optimizer", "optimizer", public=True),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
     Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", ()),
     Internal("window", "optimizer", "_backward_active_depth"),
