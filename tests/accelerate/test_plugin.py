@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, HfDeepSpeedConfig
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.accelerate.runs import start
@@ -41,6 +41,23 @@ def test_options_come_from_keywords_and_from_the_block() -> None:
     assert (plugin.zero_stage, plugin.transformer_moe_cls_names) == (3, "Block")
     assert ZeroSyncPlugin(1, gradient_clipping=0.5).deepspeed_config["gradient_clipping"] == 0.5
     assert ZeroSyncPlugin().zero_stage == 2
+
+
+def test_a_configuration_may_leave_the_stage_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def auto() -> Any:
+        return {"zero_optimization": {"stage": "auto"}, "zerosync": {}}
+
+    assert ZeroSyncPlugin(hf_ds_config=auto()).deepspeed_config["zero_optimization"]["stage"] == 2
+    for plugin in (
+        ZeroSyncPlugin(stage=3, hf_ds_config=auto()),
+        ZeroSyncPlugin(stage=3, hf_ds_config=HfDeepSpeedConfig(auto())),
+        DeepSpeedPlugin(zero_stage=3, hf_ds_config=auto()),
+        ZeroSyncPlugin(stage=3, hf_ds_config={"zerosync": {}}),
+    ):
+        assert plugin.zero_stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+        assert plugin.hf_ds_config.is_zero3() and plugin.zero3_init_flag
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert ZeroSyncPlugin(hf_ds_config=auto()).zero_stage == 1
 
 
 @pytest.mark.parametrize(

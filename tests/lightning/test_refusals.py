@@ -46,6 +46,35 @@ def test_configuration(tmp_path: Path) -> None:
         ZeroSyncStrategy(config={**given, "zerosync": 3})
 
 
+def test_a_configuration_may_leave_things_open(tmp_path: Path) -> None:
+    """Stage and all: then stage= has it, and Lightning or DeepSpeed everything else."""
+    auto = {"zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}, "gradient_clipping": "auto"}
+    auto |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    auto |= {dtype: {"enabled": "auto"} for dtype in ("fp16", "bf16")}
+    for config in ({"bf16": {"enabled": False}}, {"zerosync": {"coalesce": False}}, {}, auto):
+        assert ZeroSyncStrategy(config=config).stage == 3
+        strategy = ZeroSyncStrategy(stage=2, config=config)
+        assert strategy.stage == 2 and strategy.config["zero_optimization"] == {"stage": 2}
+
+    (path := tmp_path / "auto.json").write_text(json.dumps(auto))
+    enabled = {"32-true": (False, False), "bf16-mixed": (False, True)}
+    for precision, expected in enabled.items():
+        strategy = make_trainer(ZeroSyncStrategy(stage=1, config=path), precision=precision).strategy
+        strategy._format_config()
+        assert (strategy.config["fp16"]["enabled"], strategy.config["bf16"]["enabled"]) == expected
+        assert "auto" not in str(strategy.config)
+
+    def run() -> None:
+        trainer = make_trainer(ZeroSyncStrategy(stage=1, config=path), gradient_clip_val=1.0)
+        trainer.fit(Module(), Data(2).loader())
+        engine = trainer.strategy.deepspeed_engine
+        assert (engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu()) == (1, 2)
+
+    run_ranks(run)
+    with pytest.raises(MisconfigurationException, match=r"'optimizer\.params\.lr' = 'auto'.*Set it, or leave"):
+        ZeroSyncStrategy(config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+
+
 def test_options() -> None:
     with pytest.raises(TypeError, match=r"unknown option 'reduce_bucket'.* Did you mean 'reduce_bucket_size'"):
         ZeroSyncStrategy(stage=2, reduce_bucket=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -33,6 +34,7 @@ from zerosync_strategy.core.failures.rank_status import RankError, is_communicat
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.lightning.configuration import fill_in, fill_in_precision
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
@@ -64,7 +66,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3. Without it, the stage of ``config``, or 3.
         config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
-            block of ZeroSync options. It is not changed.
+            block of ZeroSync options. It is not changed. What it leaves to ``"auto"``, Lightning or DeepSpeed decides.
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Lightning's
             ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
 
@@ -102,6 +104,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         assert isinstance(self.config, dict)
         block = self.config.pop(BLOCK, None)
         self.zerosync_config = ZeroSyncConfig.resolve(block, ours)
+        if config is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            fill_in(self.config, 3 if stage is None else stage)
         configured = self.config.get("zero_optimization", {}).get("stage", 0)
         _check_stage(configured, "config['zero_optimization']['stage']")
         if stage is not None and configured != stage:
@@ -127,6 +131,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """``False``: Lightning counts batches, divides the loss, and steps the tail of an epoch."""
         return False
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        fill_in_precision(self.config, self.precision_plugin.precision)
+        super()._format_config()
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
