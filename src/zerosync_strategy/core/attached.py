@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,7 +17,12 @@ from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero12
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
-from zerosync_strategy.core.failures.checkpoint_errors import UNREADABLE, UNWRITABLE, wrap_checkpoint_errors
+from zerosync_strategy.core.failures.checkpoint_errors import (
+    UNREADABLE,
+    UNWRITABLE,
+    missing,
+    wrap_checkpoint_errors,
+)
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -192,10 +198,18 @@ class AttachedEngine:
             self.window.warn_if_open("save_checkpoint() was called")
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
-    def loading(self, path: Any) -> AbstractContextManager[None]:
+    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        return self._checkpointing(f"read the checkpoint in {path}", UNREADABLE)
+        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag) or UNREADABLE)
+
+    def nothing_loaded(self, path: Any) -> None:
+        if self.engine.global_rank == 0:
+            warnings.warn(
+                f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
+                " the directory that save_checkpoint() was called with, or a tag=.",
+                stacklevel=4,
+            )
 
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:

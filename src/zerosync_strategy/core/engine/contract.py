@@ -90,7 +90,7 @@ ALL_STAGES = (
     Internal("window", "optimizer", "_backward_active_depth"),
     Internal("window", "optimizer", "clear_backward_seen_flag", ()),
     Internal("checkpoints", "engine", "save_checkpoint", public=True),
-    Internal("checkpoints", "engine", "load_checkpoint", public=True),
+    Internal("checkpoints", "engine", "load_checkpoint", ("load_dir", "tag"), public=True),
     Internal("checkpoints", "engine", "global_rank", public=True),
     Internal("reduction", "optimizer", "averaged_gradients"),
     Internal("reduction", "optimizer", "dtype", public=True),

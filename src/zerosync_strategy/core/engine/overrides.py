@@ -37,8 +37,11 @@ class EngineHooks(Protocol):
     def saving(self, path: Any) -> AbstractContextManager[None]:
         """Around ``save_checkpoint``."""
 
-    def loading(self, path: Any) -> AbstractContextManager[None]:
+    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         """Around ``load_checkpoint``."""
+
+    def nothing_loaded(self, path: Any) -> None:
+        """``load_checkpoint`` has found no checkpoint in the directory."""
 
     def check_full_state_dict(self) -> None:
         """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
@@ -98,9 +101,12 @@ class EngineOverrides:
         with self._zerosync_hooks.saving(save_dir):
             return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_hooks.loading(load_dir):
-            return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.loading(load_dir, tag):
+            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+        if loaded[0] is None:
+            self._zerosync_hooks.nothing_loaded(load_dir)
+        return loaded
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_hooks.check_full_state_dict()
