@@ -147,6 +147,10 @@ def test_upstream_coalescing_and_no_sync_are_harmless_inside() -> None:
             for k in range(4):
                 with engine.no_sync():
                     engine.backward(loss_of(engine, k, rank()) / 4)
+                    with pytest.raises(RuntimeError, match=r"step\(\) was called inside of engine\.no_sync\(\).*after"):
+                        engine.step()
+            with pytest.raises(RuntimeError, match=r"inside of engine\.coalesce_grad_reduction\(\).*after"):
+                engine.step()
         engine.step()
         return distance(full_parameters(engine.module), oracle(1, 4))
 

@@ -77,6 +77,7 @@ class AttachedEngine:
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
         share_timeout({zero.data_parallel_group(optimizer), *groups})
@@ -164,6 +165,22 @@ class AttachedEngine:
 
     def zero_grad(self) -> None:
         self.window.zero_grad()
+
+    @contextmanager
+    def postponing_step(self, context: str) -> Iterator[None]:
+        self._postponing.append(context)
+        try:
+            yield
+        finally:
+            self._postponing.pop()
+
+    def check_step(self) -> None:
+        if self._postponing:
+            raise RuntimeError(
+                f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"
+                " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
+                " in any case."
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:

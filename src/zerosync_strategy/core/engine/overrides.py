@@ -31,6 +31,12 @@ class EngineHooks(Protocol):
     def zero_grad(self) -> None:
         """The gradients of the window are dropped."""
 
+    def postponing_step(self, context: str) -> AbstractContextManager[None]:
+        """Around what runs inside of DeepSpeed's ``context``, in which a step is illegal."""
+
+    def check_step(self) -> None:
+        """Raise where ``engine.step()`` is illegal."""
+
     def step(self) -> AbstractContextManager[None]:
         """Around the ZeRO optimizer's own step."""
 
@@ -85,13 +91,19 @@ class EngineOverrides:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is sent before the step in any case; legal on every stage."""
-        yield
+        """Nothing is sent before the step in any case; legal on every stage. A step inside is illegal, as in stock."""
+        with self._zerosync_hooks.postponing_step("no_sync()"):
+            yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """DeepSpeed's explicit window: ours is open already, and the step closes it."""
-        yield
+        """DeepSpeed's explicit window: ours is open already, and the step after the block closes it."""
+        with self._zerosync_hooks.postponing_step("coalesce_grad_reduction()"):
+            yield
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_hooks.check_step()
+        return super().step(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         self._zerosync_hooks.zero_grad()
