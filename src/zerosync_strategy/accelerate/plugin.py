@@ -13,6 +13,7 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
+from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
@@ -116,6 +117,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         # It tells transformers how to build models. ZeroSync does not need transformers.
         if importlib.util.find_spec("transformers") is not None:
             super().set_deepspeed_weakref()
+            trainer.install(ZeroSyncPlugin)
 
     @contextmanager
     def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:

@@ -19,6 +19,7 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
+from zerosync_strategy.accelerate.trainer import keeps_engine
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside
@@ -184,6 +185,15 @@ class _AcceleratorOverrides:
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
         return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def free_memory(self, *objects: Any) -> Any:
+        kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
+        if kept is not None:
+            kept.zerosync.abort("training began anew")
+            self.deepspeed_engine_wrapped = None  # or its engine would be destroyed
+        released = super().free_memory(*objects)  # type: ignore[misc]
+        self.deepspeed_engine_wrapped = kept
+        return released
 
     def end_training(self) -> None:
         if isinstance(self.deepspeed_engine_wrapped, ZeroSyncEngineWrapper):
