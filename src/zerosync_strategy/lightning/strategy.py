@@ -48,6 +48,7 @@ from zerosync_strategy.lightning.engines import (
 )
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
+from zerosync_strategy.lightning.signature import explicit_init
 
 _STOCK_OPTIONS = frozenset(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self", "stage", "config"}
 # The stock options that are no part of the DeepSpeed configuration, and so may stand beside config=.
@@ -68,7 +69,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
             block of ZeroSync options. It is not changed. What it leaves to ``"auto"``, Lightning or DeepSpeed decides.
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Lightning's
-            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
+            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``. The signature
+            names all of them, for LightningCLI; ``None`` is an option that is not given.
 
     In manual optimization, ``configure_optimizers`` may return several optimizers. Each has an engine of its own over
     its own parameters, and a window of its own.
@@ -84,7 +86,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     strategy_name = "zerosync"
 
+    @explicit_init(_BESIDE_CONFIG)
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
+        options = {name: value for name, value in options.items() if value is not None or name in _BESIDE_CONFIG}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
         for name in options:
             if name not in _STOCK_OPTIONS:
