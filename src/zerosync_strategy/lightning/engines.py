@@ -69,16 +69,22 @@ def _listed(indices: Sequence[int]) -> str:
 def show_parameters(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
     """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
 
-    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says.
+    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says. It
+    is an ``Optimizer``, too: a scheduler that is made during the training, as the learning-rate finder's, wants one.
     """
     optimizer._zerosync_groups = groups
-    interpose(optimizer, _ParamGroupsOverrides)
+    interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
 
 
 class _ParamGroupsOverrides:
-    """Overrides of a ZeRO optimizer: its ``param_groups``."""
+    """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
 
     _zerosync_groups: Sequence[Sequence[torch.nn.Parameter]]
+    optimizer: Optimizer
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
 
     @property
     def param_groups(self) -> list[Any]:
