@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
@@ -89,6 +90,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         super().__post_init__()
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
+        allow_scalars()
         if self.zero_stage == 3:
             refuse_nested_init()
 

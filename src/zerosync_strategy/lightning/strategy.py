@@ -28,6 +28,7 @@ from typing_extensions import override
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
@@ -101,6 +102,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
         if stage is not None:
             _check_stage(stage, "stage")
+        allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)

@@ -210,6 +210,10 @@ NESTED_ZERO_INIT = (
     Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "dp_world_size", optional=True),
     Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "enabled", public=True, optional=True),
 )
+SCALARS = (
+    Internal("parameters without dimensions", "engine", "_broadcast_model", (), optional=True),
+    Internal("parameters without dimensions", f"{_PARTITION_MODULE}.Init", "_zero_init_param", optional=True),
+)
 EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
 DEEPCOMPILE = (
     Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -231,7 +235,7 @@ _REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
-    NESTED_ZERO_INIT, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
+    NESTED_ZERO_INIT, SCALARS, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
 )  # fmt: skip
 
 
