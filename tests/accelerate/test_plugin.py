@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, HfDeepSpeedConfig
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.accelerate.runs import start
@@ -42,6 +42,23 @@ def test_options_come_from_keywords_and_from_the_block() -> None:
     assert (plugin.zero_stage, plugin.transformer_moe_cls_names) == (3, "Block")
     assert ZeroSyncPlugin(1, gradient_clipping=0.5).deepspeed_config["gradient_clipping"] == 0.5
     assert ZeroSyncPlugin().zero_stage == 2
+
+
+def test_a_configuration_may_leave_the_stage_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def auto() -> Any:
+        return {"zero_optimization": {"stage": "auto"}, "zerosync": {}}
+
+    assert ZeroSyncPlugin(hf_ds_config=auto()).deepspeed_config["zero_optimization"]["stage"] == 2
+    for plugin in (
+        ZeroSyncPlugin(stage=3, hf_ds_config=auto()),
+        ZeroSyncPlugin(stage=3, hf_ds_config=HfDeepSpeedConfig(auto())),
+        DeepSpeedPlugin(zero_stage=3, hf_ds_config=auto()),
+        ZeroSyncPlugin(stage=3, hf_ds_config={"zerosync": {}}),
+    ):
+        assert plugin.zero_stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+        assert plugin.hf_ds_config.is_zero3() and plugin.zero3_init_flag
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert ZeroSyncPlugin(hf_ds_config=auto()).zero_stage == 1
 
 
 @pytest.mark.parametrize(
@@ -226,3 +243,31 @@ def test_clipping_that_zero_cannot_do_is_refused() -> None:
 
     refused_on_every_rank(lambda: job(norm_type=1), "norm_type=2, got 1")
     refused_on_every_rank(lambda: job(first=2), "2 of 6 were not among those given")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor computes with the shape"),
+        (lambda model: sgd([*model.parameters(), torch.nn.Parameter(torch.ones(3))]), "number 6 of group 0"),
+        (lambda model: accelerate.utils.DummyOptim([torch.nn.Parameter(torch.ones(3))]), "number 0 of group 0"),
+    ],
+)
+def test_optimizers_that_zero_cannot_step_are_refused(make: Any, message: str) -> None:
+    def job() -> None:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3))
+        model = network()
+        accelerator.prepare(model, make(model))
+
+    refused_on_every_rank(job, message)
+
+
+def test_an_optimizer_is_prepared_once() -> None:
+    def job() -> None:
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=2))
+        model, optimizer = _model_and_optimizer()
+        accelerator.prepare(model, optimizer)
+        accelerator.free_memory()
+        accelerator.prepare(model, optimizer)
+
+    refused_on_every_rank(job, "SGD has been given to an engine before")

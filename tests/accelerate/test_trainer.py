@@ -32,19 +32,26 @@ def launched(stage: int) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}
 
 
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": loss_of(self.net, (x, y))}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+class Rows(Data):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
 def train_with_trainer(folder: Path, clip: float, resume: bool) -> Any:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": loss_of(self.net, (x, y))}
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
     class Reports(TrainerCallback):
         def __init__(self) -> None:
             self.reports: list[tuple[int, int]] = []
@@ -52,10 +59,6 @@ def train_with_trainer(folder: Path, clip: float, resume: bool) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             report = trainer.accelerator.deepspeed_engine_wrapped.zerosync.report
             self.reports.append((report.backwards, report.reductions))
-
-    class Rows(Data):
-        def __getitem__(self, index: int) -> Any:
-            return {"x": self.x[index], "y": self.y[index]}
 
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=MICRO, gradient_accumulation_steps=EVERY,
@@ -93,6 +96,60 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
     if clip:
         resumed = run_ranks(train_with_trainer, tmp_path, clip, True, env=launched(stage))
         assert distance(resumed[0][0], trained[0][0]) == 0.0
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=MICRO, num_train_epochs=1, max_grad_norm=0.0,
+        learning_rate=1e-2, lr_scheduler_type="linear", optim="adamw_torch", save_strategy="no", report_to=[],
+        disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, given: bool, tmp_path: Path) -> None:
+    """Two calls of ``train()``: as without DeepSpeed, moments and rates go on, and a scheduler that it makes is new."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        if given:
+            return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+
+    def job() -> Any:
+        model, optimizers = Model(), (None, None)
+        if given:
+            optimizer = made(model.parameters())
+            optimizers = (optimizer, _decay(optimizer))
+        trainer = InOrder(model, arguments(tmp_path), train_dataset=Rows(4), optimizers=optimizers)
+        trainer.train()
+        trainer.train()
+        assert trainer.accelerator.deepspeed_engine_wrapped.zerosync.report.step == 8
+        return {name.removeprefix("net."): value for name, value in full_parameters(model).items()}
+
+    module, data = network(), Data(4)
+    expected = Oracle(module, made(module.parameters()), WORLD)
+    scheduler = _decay(expected.optimizer) if given else None
+    for _ in range(2):
+        if not given:  # what the Trainer's linear schedule is
+            scheduler = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: max(0.0, (4 - step) / 4))
+        for batch in range(4):
+            expected.backward(lambda rank, batch=batch: loss_of(module, data.batch(batch, rank)))
+            expected.step()
+            scheduler.step()
+    for parameters in run_ranks(job, env=launched(stage)):
+        assert distance(parameters, full_parameters(module)) == 0.0
+
+
+def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None:
+    def job() -> None:
+        trainer = InOrder(model := Model(), arguments(tmp_path), train_dataset=Rows(4))
+        trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "AdamW"}
+        with pytest.raises(ValueError, match=r"Trainer got the optimizer SGD, and .* configuration has one, too"):
+            trainer.train()
+
+    run_ranks(job, env=launched(2))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -17,6 +17,7 @@ from zerosync_strategy import StepReport, ZeroSyncConfig, attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.engine.contract import ContractError
+from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -104,6 +105,10 @@ def test_upstream_coalescing_and_no_sync_are_harmless_inside() -> None:
             for k in range(4):
                 with engine.no_sync():
                     engine.backward(loss_of(engine, k, rank()) / 4)
+                    with pytest.raises(RuntimeError, match=r"step\(\) was called inside of engine\.no_sync\(\).*after"):
+                        engine.step()
+            with pytest.raises(RuntimeError, match=r"inside of engine\.coalesce_grad_reduction\(\).*after"):
+                engine.step()
         engine.step()
         return distance(full_parameters(engine.module), oracle(1, 4))
 
@@ -133,6 +138,30 @@ def test_loading_in_mid_window_drops_its_gradients(stage: int, tmp_path: Path) -
         engine.backward(loss_of(engine, 9, rank()))
         with pytest.warns(UserWarning, match=r"1 backward\(s\).*load_checkpoint"):
             engine.load_checkpoint(tmp_path)
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        return distance(full_parameters(engine.module), oracle(1, 1))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_that_is_not_there(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed's own error is an AssertionError without a text; without a tag, it returns (None, None)."""
+
+    def run() -> float:
+        engine = make_engine(stage)
+        attach(engine)
+        engine.save_checkpoint(tmp_path, tag="here", save_latest=False)
+        with pytest.raises(CheckpointError, match=rf"in {tmp_path}/nowhere: .*nowhere is no directory. Nothing was"):
+            engine.load_checkpoint(tmp_path / "nowhere", "here")
+        with pytest.raises(CheckpointError, match=r"has no tag 'there'. Nothing .* tag= that it has \('here'\)"):
+            engine.load_checkpoint(tmp_path, tag="there")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert engine.load_checkpoint(tmp_path) == (None, None)
+        found = [str(warning.message) for warning in caught if "loaded nothing" in str(warning.message)]
+        assert [f"no file 'latest' in {tmp_path}." in text for text in found] == [True] * (rank() == 0)
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
         return distance(full_parameters(engine.module), oracle(1, 1))

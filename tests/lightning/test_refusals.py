@@ -46,6 +46,35 @@ def test_configuration(tmp_path: Path) -> None:
         ZeroSyncStrategy(config={**given, "zerosync": 3})
 
 
+def test_a_configuration_may_leave_things_open(tmp_path: Path) -> None:
+    """Stage and all: then stage= has it, and Lightning or DeepSpeed everything else."""
+    auto = {"zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}, "gradient_clipping": "auto"}
+    auto |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    auto |= {dtype: {"enabled": "auto"} for dtype in ("fp16", "bf16")}
+    for config in ({"bf16": {"enabled": False}}, {"zerosync": {"coalesce": False}}, {}, auto):
+        assert ZeroSyncStrategy(config=config).stage == 3
+        strategy = ZeroSyncStrategy(stage=2, config=config)
+        assert strategy.stage == 2 and strategy.config["zero_optimization"] == {"stage": 2}
+
+    (path := tmp_path / "auto.json").write_text(json.dumps(auto))
+    enabled = {"32-true": (False, False), "bf16-mixed": (False, True)}
+    for precision, expected in enabled.items():
+        strategy = make_trainer(ZeroSyncStrategy(stage=1, config=path), precision=precision).strategy
+        strategy._format_config()
+        assert (strategy.config["fp16"]["enabled"], strategy.config["bf16"]["enabled"]) == expected
+        assert "auto" not in str(strategy.config)
+
+    def run() -> None:
+        trainer = make_trainer(ZeroSyncStrategy(stage=1, config=path), gradient_clip_val=1.0)
+        trainer.fit(Module(), Data(2).loader())
+        engine = trainer.strategy.deepspeed_engine
+        assert (engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu()) == (1, 2)
+
+    run_ranks(run)
+    with pytest.raises(MisconfigurationException, match=r"'optimizer\.params\.lr' = 'auto'.*Set it, or leave"):
+        ZeroSyncStrategy(config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+
+
 def test_options() -> None:
     with pytest.raises(TypeError, match=r"unknown option 'reduce_bucket'.* Did you mean 'reduce_bucket_size'"):
         ZeroSyncStrategy(stage=2, reduce_bucket=10)
@@ -113,6 +142,22 @@ class SecondOrder(Module):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Shapes(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class OneForeignParameter(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+class Complex(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
 class ClipsByValue(Module):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(super().training_step(batch, batch_idx))
@@ -156,7 +201,12 @@ def manual(module: Module) -> Module:
             MisconfigurationException,
             "and 2 optimizers.* Use 'bf16-mixed'",
         ),
-        (lambda: manual(ForeignParameter()), {}, MisconfigurationException, r"Optimizer 1 .* of shape \(3,\)"),
+        (
+            lambda: manual(ForeignParameter()),
+            {},
+            MisconfigurationException,
+            r"optimizer 1 .* not in the ForeignParameter: number 0 of group 0 with shape \(3,\)",
+        ),
         (lambda: manual(NothingToTrain()), {}, MisconfigurationException, "Optimizer 1 .* no parameter that requires"),
         (
             TwoSchedulers,
@@ -164,7 +214,20 @@ def manual(module: Module) -> Module:
             MisconfigurationException,
             "Both the DeepSpeed configuration and configure_optimizers",
         ),
-        (SecondOrder, {}, MisconfigurationException, "LBFGS.* Use a first-order optimizer"),
+        (
+            SecondOrder,
+            {},
+            MisconfigurationException,
+            "optimizer 0 .* LBFGS computes with all parameters at once.* Use AdamW",
+        ),
+        (Shapes, {}, MisconfigurationException, "optimizer 0 .* Adafactor computes with the shape.* Use AdamW"),
+        (
+            OneForeignParameter,
+            {},
+            MisconfigurationException,
+            r"not in the OneForeignParameter: number 6 of group 0 with shape \(3,\)",
+        ),
+        (Complex, {}, MisconfigurationException, "parameters are complex: phase.*view_as_complex"),
         (lambda: manual(StepsTwice()), {}, RuntimeError, "no backward ran since the last optimizer step"),
     ],
 )
@@ -173,5 +236,24 @@ def test_refused_in_a_run_on_every_rank(make: Any, options: Any, error: Any, nam
         config = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, **options.pop("config", {})}
         with pytest.raises(error, match=names):
             make_trainer(ZeroSyncStrategy(config=config), **options).fit(make(), Data(2).loader())
+
+    run_ranks(run, timeout=60)
+
+
+class KeepsItsOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        self.__dict__.setdefault("kept", torch.optim.SGD(self.parameters(), lr=0.1))
+        return self.__dict__["kept"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_serves_one_fit(stage: int) -> None:
+    def run() -> None:
+        module = KeepsItsOptimizer()
+        make_trainer(ZeroSyncStrategy(stage=stage)).fit(module, Data(2).loader())
+        with pytest.raises(MisconfigurationException, match=r"optimizer 0 .* SGD has been given to an engine before"):
+            make_trainer(ZeroSyncStrategy(stage=stage)).fit(module, Data(2).loader())
+        del module.__dict__["kept"]
+        make_trainer(ZeroSyncStrategy(stage=stage)).fit(module, Data(2).loader())  # the module is as it was
 
     run_ranks(run, timeout=60)

@@ -16,6 +16,7 @@ INTERNALS = (
     (Accelerator, Internal("preparation", "Accelerator", "_prepare_deepspeed", ("self",))),
     (Accelerator, Internal("gradient clipping", "Accelerator", "clip_grad_norm_", ("self", "parameters", "max_norm"))),
     (Accelerator, Internal("end of training", "Accelerator", "end_training", ("self",))),
+    (Accelerator, Internal("a second training", "Accelerator", "free_memory", ("self",))),
     (Accelerator, Internal("gradient accumulation", "Accelerator", "sync_gradients")),
     (DeepSpeedEngineWrapper, Internal("backward", "DeepSpeedEngineWrapper", "backward", ("self", "loss"))),
     (DeepSpeedEngineWrapper, Internal("gradient norm", "DeepSpeedEngineWrapper", "get_global_grad_norm", ("self",))),

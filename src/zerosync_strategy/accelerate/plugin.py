@@ -13,7 +13,9 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
+from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
@@ -41,7 +43,8 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     """A ``DeepSpeedPlugin`` that trains with one gradient reduction per optimizer step, taken in ``optimizer.step()``.
 
     Args:
-        stage: ZeRO stage 1, 2 or 3. Without it, the stage of the DeepSpeed or Accelerate configuration, or 2.
+        stage: ZeRO stage 1, 2 or 3. Without it, the stage of the DeepSpeed or Accelerate configuration, or 2 where
+            they have none or ``"auto"``.
         **options: any field of :class:`AccelerateConfig`, which may also stand in a ``"zerosync"`` block of the
             DeepSpeed configuration, and any field of Accelerate's ``DeepSpeedPlugin``.
 
@@ -74,9 +77,12 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         given = self.hf_ds_config
         self.hf_ds_config: HfDeepSpeedConfig | None = read_config(given)
         self.zero_stage = self._one_stage()
-        if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's is complete, and its own
+        if self.hf_ds_config is not None:
             config = self.hf_ds_config.config
-            config.setdefault("zero_optimization", {}).setdefault("stage", self.zero_stage)
+            zero = config.setdefault("zero_optimization", {})
+            if zero.get("stage", "auto") == "auto":
+                zero["stage"] = self.zero_stage
+        if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's has these
             # What the configuration leaves out, the Accelerator says.
             config.setdefault("gradient_accumulation_steps", "auto")
             if "train_batch_size" not in config:
@@ -84,6 +90,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         super().__post_init__()
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
+        allow_scalars()
         if self.zero_stage == 3:
             refuse_nested_init()
 
@@ -96,7 +103,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
             "'zero_optimization.stage' of the DeepSpeed configuration": self.hf_ds_config
             and self.hf_ds_config.get_value("zero_optimization.stage"),
         }
-        stages = {source: stage for source, stage in asked.items() if stage is not None}
+        stages = {source: stage for source, stage in asked.items() if stage not in (None, "auto")}
         found = ", ".join(f"{source} = {stage!r}" for source, stage in stages.items())
         if len(set(stages.values())) > 1:
             raise ValueError(f"ZeroSyncPlugin got different ZeRO stages: {found}. Give the stage in one place.")
@@ -112,6 +119,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         # It tells transformers how to build models. ZeroSync does not need transformers.
         if importlib.util.find_spec("transformers") is not None:
             super().set_deepspeed_weakref()
+            trainer.install(ZeroSyncPlugin)
 
     @contextmanager
     def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:

@@ -19,12 +19,14 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
+from zerosync_strategy.accelerate.trainer import keeps_engine
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.optimizers import optimizer_problem
 
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -41,13 +43,16 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
             " zerosync_strategy.accelerate first and name it in the launch configuration."
         )
+    optimizers = [item for item in args if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
     for model in (item for item in args if isinstance(item, torch.nn.Module)):
-        require_same("accelerator.prepare()", model_facts(model))
+        problem = next(filter(None, (optimizer_problem(model, optimizer) for optimizer in optimizers)), "")
+        require_same("accelerator.prepare()", {"optimizer": problem or "as asked"} | model_facts(model))
+        if problem:
+            raise ValueError(f"accelerator.prepare() found that {problem}")
     with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
         result = stock(accelerator, *args)
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
-    trains = any(isinstance(item, (torch.optim.Optimizer, DummyOptim)) for item in args)
-    if engine is None or not (trains or "optimizer" in plugin.deepspeed_config):
+    if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
         return result  # a data loader, or a model for evaluation
 
     accumulate_outside(engine)
@@ -180,6 +185,15 @@ class _AcceleratorOverrides:
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
         return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def free_memory(self, *objects: Any) -> Any:
+        kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
+        if kept is not None:
+            kept.zerosync.abort("training began anew")
+            self.deepspeed_engine_wrapped = None  # or its engine would be destroyed
+        released = super().free_memory(*objects)  # type: ignore[misc]
+        self.deepspeed_engine_wrapped = kept
+        return released
 
     def end_training(self) -> None:
         if isinstance(self.deepspeed_engine_wrapped, ZeroSyncEngineWrapper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,12 @@ from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero12
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
-from zerosync_strategy.core.failures.checkpoint_errors import UNREADABLE, UNWRITABLE, wrap_checkpoint_errors
+from zerosync_strategy.core.failures.checkpoint_errors import (
+    UNREADABLE,
+    UNWRITABLE,
+    missing,
+    wrap_checkpoint_errors,
+)
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -77,6 +83,7 @@ class AttachedEngine:
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
         share_timeout({zero.data_parallel_group(optimizer), *groups})
@@ -170,6 +177,22 @@ class AttachedEngine:
         self.window.zero_grad()
 
     @contextmanager
+    def postponing_step(self, context: str) -> Iterator[None]:
+        self._postponing.append(context)
+        try:
+            yield
+        finally:
+            self._postponing.pop()
+
+    def check_step(self) -> None:
+        if self._postponing:
+            raise RuntimeError(
+                f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"
+                " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
+                " in any case."
+            )
+
+    @contextmanager
     def step(self) -> Iterator[None]:
         with self._activity("the optimizer step"):
             with self._activity("the reduction"):
@@ -205,10 +228,18 @@ class AttachedEngine:
             self.scheduler.before_checkpoint()
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
-    def loading(self, path: Any) -> AbstractContextManager[None]:
+    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        return self._checkpointing(f"read the checkpoint in {path}", UNREADABLE)
+        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag) or UNREADABLE)
+
+    def nothing_loaded(self, path: Any) -> None:
+        if self.engine.global_rank == 0:
+            warnings.warn(
+                f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
+                " the directory that save_checkpoint() was called with, or a tag=.",
+                stacklevel=4,
+            )
 
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:

@@ -10,11 +10,12 @@ import torch
 
 from zerosync_strategy.core.attached import AttachedEngine
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
-from zerosync_strategy.core.engine import contract, zero
+from zerosync_strategy.core.engine import contract, zero, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used
 from zerosync_strategy.core.params.full_state import full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
@@ -48,6 +49,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     contract.verify(engine)
     if isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
+    optimizer = zero.stepping_optimizer(engine)
+    if problem := kind_problem(optimizer) or _parameters_problem(engine):
+        raise ValueError(f"attach() found that {problem}")
     if config is None:
         config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
     elif options:
@@ -58,7 +62,14 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
         if problem:
             raise ValueError(f"attach() found that {problem}")
+    mark_used(optimizer)
     return ZeroSync(engine, config)
+
+
+def _parameters_problem(engine: Any) -> str:
+    """Return what is wrong with the parameters that the engine trains and ``deepspeed.initialize`` let pass."""
+    trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
+    return dtype_problem(engine.module) or foreign_problem(engine.module, trained)
 
 
 def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:

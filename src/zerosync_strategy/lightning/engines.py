@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.several import part_of
+from zerosync_strategy.core.optimizers import optimizer_problem
 
 TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
@@ -29,16 +30,15 @@ def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[tor
     """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
 
     Raises:
-        MisconfigurationException: an optimizer that ZeRO cannot partition, one without a trainable parameter, or, of
-            several, parameters that two of them train or that are not in ``module``.
+        MisconfigurationException: an optimizer that ZeRO cannot partition, one without a trainable parameter or with
+            one that is not in ``module``, or parameters that two optimizers train.
     """
     owners: dict[torch.nn.Parameter, int] = {}
     shared: dict[torch.nn.Parameter, list[int]] = {}
     for index, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, LBFGS):
+        if problem := optimizer_problem(module, optimizer):
             raise MisconfigurationException(
-                "ZeroSyncStrategy got the optimizer LBFGS, which needs the whole model and several evaluations in one"
-                " step; ZeRO partitions both. Use a first-order optimizer such as AdamW."
+                f"ZeroSyncStrategy cannot train with optimizer {index} of configure_optimizers(): {problem}"
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(param.requires_grad for param in params):
@@ -54,17 +54,11 @@ def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[tor
 
     names = {param: name for name, param in module.named_parameters()}
     if shared:
-        found = "; ".join(f"{names.get(param, 'a parameter')} in {_listed(which)}" for param, which in shared.items())
+        found = "; ".join(f"{names[param]} in {_listed(which)}" for param, which in shared.items())
         raise MisconfigurationException(
             "ZeRO keeps the state of each parameter with one optimizer, but configure_optimizers() returned optimizers"
             f" that share some: {found}. Give each parameter to one of them."
         )
-    for param, index in owners.items():
-        if param not in names:
-            raise MisconfigurationException(
-                f"Optimizer {index} of configure_optimizers() has a parameter of shape {tuple(param.shape)} that is not"
-                " in the LightningModule. Make it an nn.Parameter of the module, or of a module in it."
-            )
     return [part_of(module, {p for p in names if owners.get(p, 0) == index}) for index in range(len(optimizers))]
 
 
@@ -75,16 +69,22 @@ def _listed(indices: Sequence[int]) -> str:
 def show_parameters(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
     """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
 
-    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says.
+    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says. It
+    is an ``Optimizer``, too: a scheduler that is made during the training, as the learning-rate finder's, wants one.
     """
     optimizer._zerosync_groups = groups
-    interpose(optimizer, _ParamGroupsOverrides)
+    interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
 
 
 class _ParamGroupsOverrides:
-    """Overrides of a ZeRO optimizer: its ``param_groups``."""
+    """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
 
     _zerosync_groups: Sequence[Sequence[torch.nn.Parameter]]
+    optimizer: Optimizer
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
 
     @property
     def param_groups(self) -> list[Any]:

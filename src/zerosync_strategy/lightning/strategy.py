@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -27,11 +28,14 @@ from typing_extensions import override
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.lightning.configuration import fill_in, fill_in_precision
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
     TAG,
@@ -45,6 +49,7 @@ from zerosync_strategy.lightning.engines import (
 )
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
+from zerosync_strategy.lightning.signature import explicit_init
 
 _STOCK_OPTIONS = frozenset(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self", "stage", "config"}
 # The stock options that are no part of the DeepSpeed configuration, and so may stand beside config=.
@@ -63,9 +68,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3. Without it, the stage of ``config``, or 3.
         config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
-            block of ZeroSync options. It is not changed.
+            block of ZeroSync options. It is not changed. What it leaves to ``"auto"``, Lightning or DeepSpeed decides.
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Lightning's
-            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
+            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``. The signature
+            names all of them, for LightningCLI; ``None`` is an option that is not given.
 
     In manual optimization, ``configure_optimizers`` may return several optimizers. Each has an engine of its own over
     its own parameters, and a window of its own.
@@ -81,7 +87,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     strategy_name = "zerosync"
 
+    @explicit_init(_BESIDE_CONFIG)
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
+        options = {name: value for name, value in options.items() if value is not None or name in _BESIDE_CONFIG}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
         for name in options:
             if name not in _STOCK_OPTIONS:
@@ -94,6 +102,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
         if stage is not None:
             _check_stage(stage, "stage")
+        allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
@@ -101,6 +110,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         assert isinstance(self.config, dict)
         block = self.config.pop(BLOCK, None)
         self.zerosync_config = ZeroSyncConfig.resolve(block, ours)
+        if config is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            fill_in(self.config, 3 if stage is None else stage)
         configured = self.config.get("zero_optimization", {}).get("stage", 0)
         _check_stage(configured, "config['zero_optimization']['stage']")
         if stage is not None and configured != stage:
@@ -126,6 +137,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """``False``: Lightning counts batches, divides the loss, and steps the tail of an epoch."""
         return False
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        fill_in_precision(self.config, self.precision_plugin.precision)
+        super()._format_config()
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -174,6 +191,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        assert self.model is not None
+        if problem := dtype_problem(self.model):  # Lightning's precision would make them real
+            raise MisconfigurationException(f"ZeroSyncStrategy found that {problem}")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerOverrides):
                 interpose(callback, _SchedulerOverrides)

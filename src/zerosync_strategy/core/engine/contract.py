@@ -84,12 +84,13 @@ ALL_STAGES = (
     Internal("window", "engine", "destroy", (), public=True),
     Internal("window", "engine config", "_param_dict"),
     Internal("window", "optimizer", "step", public=True),
+    Internal("window", "optimizer", "optimizer", public=True),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
     Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", ()),
     Internal("window", "optimizer", "_backward_active_depth"),
     Internal("window", "optimizer", "clear_backward_seen_flag", ()),
     Internal("checkpoints", "engine", "save_checkpoint", public=True),
-    Internal("checkpoints", "engine", "load_checkpoint", public=True),
+    Internal("checkpoints", "engine", "load_checkpoint", ("load_dir", "tag"), public=True),
     Internal("checkpoints", "engine", "global_rank", public=True),
     Internal("reduction", "optimizer", "averaged_gradients"),
     Internal("reduction", "optimizer", "dtype", public=True),
@@ -212,6 +213,10 @@ NESTED_ZERO_INIT = (
     Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "dp_world_size", optional=True),
     Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "enabled", public=True, optional=True),
 )
+SCALARS = (
+    Internal("parameters without dimensions", "engine", "_broadcast_model", (), optional=True),
+    Internal("parameters without dimensions", f"{_PARTITION_MODULE}.Init", "_zero_init_param", optional=True),
+)
 EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
 DEEPCOMPILE = (
     Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -233,7 +238,7 @@ _REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
-    NESTED_ZERO_INIT, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
+    NESTED_ZERO_INIT, SCALARS, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import atexit
 import functools
 import time
 
+from zerosync_strategy.core.engine.scalars import allow_scalars
+
 
 def prepare_cpu() -> None:
     """Make DeepSpeed run on CPU in this process. Call it before ``deepspeed.init_distributed`` or ``initialize``.
@@ -22,6 +24,7 @@ def prepare_cpu() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _pause_at_exit()
+    allow_scalars()
     if get_accelerator().device_name() != "cpu":
         if comm.is_initialized():
             raise RuntimeError(

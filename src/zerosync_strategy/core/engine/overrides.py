@@ -31,14 +31,23 @@ class EngineHooks(Protocol):
     def zero_grad(self) -> None:
         """The gradients of the window are dropped."""
 
+    def postponing_step(self, context: str) -> AbstractContextManager[None]:
+        """Around what runs inside of DeepSpeed's ``context``, in which a step is illegal."""
+
+    def check_step(self) -> None:
+        """Raise where ``engine.step()`` is illegal."""
+
     def step(self) -> AbstractContextManager[None]:
         """Around the ZeRO optimizer's own step."""
 
     def saving(self, path: Any) -> AbstractContextManager[None]:
         """Around ``save_checkpoint``."""
 
-    def loading(self, path: Any) -> AbstractContextManager[None]:
+    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         """Around ``load_checkpoint``."""
+
+    def nothing_loaded(self, path: Any) -> None:
+        """``load_checkpoint`` has found no checkpoint in the directory."""
 
     def check_full_state_dict(self) -> None:
         """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
@@ -82,13 +91,19 @@ class EngineOverrides:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is sent before the step in any case; legal on every stage."""
-        yield
+        """Nothing is sent before the step in any case; legal on every stage. A step inside is illegal, as in stock."""
+        with self._zerosync_hooks.postponing_step("no_sync()"):
+            yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """DeepSpeed's explicit window: ours is open already, and the step closes it."""
-        yield
+        """DeepSpeed's explicit window: ours is open already, and the step after the block closes it."""
+        with self._zerosync_hooks.postponing_step("coalesce_grad_reduction()"):
+            yield
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_hooks.check_step()
+        return super().step(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         self._zerosync_hooks.zero_grad()
@@ -98,9 +113,12 @@ class EngineOverrides:
         with self._zerosync_hooks.saving(save_dir):
             return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_hooks.loading(load_dir):
-            return super().load_checkpoint(load_dir, *args, **kwargs)  # type: ignore[misc]
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_hooks.loading(load_dir, tag):
+            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+        if loaded[0] is None:
+            self._zerosync_hooks.nothing_loaded(load_dir)
+        return loaded
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_hooks.check_full_state_dict()

@@ -33,6 +33,11 @@ def accumulate_outside(engine: Any) -> None:
     config.gradient_accumulation_steps = 1
 
 
+def stepping_optimizer(engine: Any) -> Any:
+    """Return the torch optimizer that steps this rank's flat shards."""
+    return engine.optimizer.optimizer
+
+
 def comm_backend() -> Any:
     """Return DeepSpeed's process-wide communication backend, through which all its collectives go.
 

@@ -93,7 +93,7 @@ def in_full_shape(param: Any) -> Iterator[None]:
     if param.numel() > 0 or not hasattr(param, "ds_shape"):
         yield
         return
-    data, param.data = param.data, param.data.new_empty(1).expand(param.ds_shape)
+    data, param.data = param.data, param.data.new_empty(()).expand(param.ds_shape)
     try:
         yield
     finally:

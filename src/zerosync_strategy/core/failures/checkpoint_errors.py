@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from zerosync_strategy.core.failures.rank_status import RankError
 
@@ -16,6 +18,19 @@ UNREADABLE = (
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; ``__cause__`` has DeepSpeed's own error."""
+
+
+def missing(path: Any, tag: Any) -> str:
+    """Return what is missing where DeepSpeed looks for the checkpoint ``tag``, and the remedy; empty if it is there."""
+    directory = Path(path)
+    if tag is None and (directory / "latest").is_file():
+        tag = (directory / "latest").read_text().strip()
+    if tag is None or (directory / str(tag)).is_dir():
+        return ""
+    if not directory.is_dir():
+        return f"{path} is no directory. Nothing was loaded: give the one that save_checkpoint() was called with."
+    tags = ", ".join(sorted(repr(entry.name) for entry in directory.iterdir() if entry.is_dir())) or "no checkpoint"
+    return f"It has no tag {str(tag)!r}. Nothing was loaded: give a tag= that it has ({tags}), or another directory."
 
 
 @contextmanager

@@ -179,7 +179,7 @@ class UnshardOnRead:
     def _placeholder(self, param: Any) -> torch.Tensor:
         key = (param, param.requires_grad)
         if key not in self._placeholders:
-            blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
+            blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
             placeholder = self._differentiable(param, blank) if param.requires_grad else blank
             torch._dynamo.mark_static(placeholder)
             self._placeholders[key] = placeholder

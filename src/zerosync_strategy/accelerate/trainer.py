@@ -1,0 +1,82 @@
+"""The Hugging Face Trainer: the optimizer and scheduler that it was given, and several calls of ``train()``.
+
+transformers drops both at the beginning of ``train()`` under DeepSpeed, and a second ``train()`` finds no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from zerosync_strategy.core.engine.contract import ContractError, Internal, problem
+
+_INIT = Internal(
+    "training with the Trainer", "transformers.integrations.deepspeed", "deepspeed_init",
+    ("trainer", "num_training_steps", "inference"),
+)  # fmt: skip
+_TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
+
+
+def install(plugin_class: type[Any]) -> None:
+    """Replace transformers' ``deepspeed_init``; without a plugin of ``plugin_class`` it does what it did.
+
+    Raises:
+        ContractError: the installed transformers has another one.
+    """
+    import transformers
+    from transformers.integrations import deepspeed
+
+    if found := problem(deepspeed, _INIT):
+        raise ContractError(
+            f"ZeroSync's {_INIT.feature} relies on {_INIT.owner}.{_INIT.name}, which {found}. Found transformers"
+            f" {transformers.__version__}. Install a version that constraints.txt names, or train without ZeroSync."
+        )
+    if not hasattr(deepspeed.deepspeed_init, "__wrapped__"):
+        deepspeed.deepspeed_init = _replace(deepspeed.deepspeed_init, plugin_class)
+    if (trainer := sys.modules.get("transformers.trainer")) is not None:
+        trainer.deepspeed_init = deepspeed.deepspeed_init  # type: ignore[attr-defined]
+
+
+def keeps_engine(accelerator: Any) -> bool:
+    """Return whether the Trainer that has ``accelerator`` goes on with its engine in a later ``train()``."""
+    trainer = getattr(accelerator, _TRAINER, lambda: None)()
+    wrapped = accelerator.deepspeed_engine_wrapped
+    if trainer is None or wrapped is None or trainer.model_init is not None or trainer.args.auto_find_batch_size:
+        return False
+    return trainer.model_wrapped is wrapped.engine
+
+
+def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+        plugin: Any = trainer.accelerator.state.deepspeed_plugin
+        if inference or not isinstance(plugin, plugin_class):
+            return stock(trainer, num_training_steps, inference)
+        setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
+        configured = [name for name in ("optimizer", "scheduler") if name in plugin.deepspeed_config]
+        optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+        if keeps_engine(trainer.accelerator):
+            if configured:
+                raise ValueError(
+                    f"A second Trainer.train() goes on with the engine of the first, but its {configured[0]!r} comes"
+                    " from the DeepSpeed configuration and is at its end. Leave it out of the configuration, or make a"
+                    " new Trainer."
+                )
+            return optimizer, scheduler
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None and name in configured:
+                raise ValueError(
+                    f"Trainer got the {name} {type(given).__name__}, and the DeepSpeed configuration has one, too."
+                    " Leave out one of them."
+                )
+        made, made_scheduler = stock(trainer, num_training_steps, inference)
+        if optimizer is not None:
+            trainer.optimizer = made = optimizer
+            if made_scheduler is not None:
+                made_scheduler.optimizer = made
+        return made, made_scheduler if scheduler is None else scheduler
+
+    return deepspeed_init

@@ -1,0 +1,46 @@
+"""Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed 0.19.8 fails when it starts with one.
+
+It broadcasts each parameter as bytes, on every device, and torch makes no bytes of a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def allow_scalars() -> None:
+    """Let the engines that are made in this process take parameters without dimensions; others are as they were."""
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    broadcast_model = getattr(DeepSpeedEngine, "_broadcast_model", None)
+    init_param = getattr(Init, "_zero_init_param", None)
+    if broadcast_model is not None:
+
+        @functools.wraps(broadcast_model)
+        def broadcast(engine: Any) -> None:
+            scalars = [param for param in engine.module.parameters() if param.dim() == 0]
+            for param in scalars:
+                param.data = param.data.view(1)
+            try:
+                broadcast_model(engine)
+            finally:
+                for param in scalars:
+                    param.data = param.data.view(())
+
+        DeepSpeedEngine._broadcast_model = broadcast
+    if init_param is not None:
+
+        @functools.wraps(init_param)
+        def shard(init: Any, param: Any) -> None:
+            if param.dim():
+                return init_param(init, param)
+            param.data = param.data.view(1)
+            init_param(init, param)
+            param.ds_shape = torch.Size(())  # that of every gather from now on
+
+        Init._zero_init_param = shard

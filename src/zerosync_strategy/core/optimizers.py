@@ -1,0 +1,124 @@
+"""What an optimizer must be for ZeRO, which lets it step flat shards of the parameters in place of the parameters."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import zero3
+
+_WHOLE_TENSORS = frozenset({
+    "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "lamb", "larc", "lars", "lomo",
+    "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam",
+})  # fmt: skip
+_ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
+_REMEDY = "Use AdamW, SGD or another first-order optimizer that updates each element by itself."
+# Those whose parameters are flat shards by now.
+_used: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def optimizer_problem(module: torch.nn.Module, optimizer: Any) -> str:
+    """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
+
+    Args:
+        optimizer: a torch optimizer; anything else with parameters in ``params``, such as Accelerate's ``DummyOptim``,
+            stands for one that DeepSpeed makes.
+    """
+    if any(inner in _used for inner in _unwrapped(optimizer)):
+        return (
+            f"the optimizer {type(optimizer).__name__} has been given to an engine before, and has ZeRO's flat shards"
+            " in place of its parameters. Make a new optimizer for each engine."
+        )
+    return kind_problem(optimizer) or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
+
+
+def kind_problem(optimizer: Any) -> str:
+    """Return why an optimizer of this class would step flat shards wrongly; empty if nothing is known against it."""
+    for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
+        words = _words(cls.__name__)
+        if words & _WHOLE_TENSORS:
+            return (
+                f"the optimizer {_named(optimizer, cls)} computes with the shape or the norm of each parameter, but"
+                f" ZeRO gives it flat shards of them, so that its steps would be wrong. {_REMEDY}"
+            )
+        if words & _ALL_PARAMETERS:
+            return (
+                f"the optimizer {_named(optimizer, cls)} computes with all parameters at once, of which ZeRO gives each"
+                f" rank a part, so that its steps would be wrong. {_REMEDY}"
+            )
+    return ""
+
+
+def dtype_problem(module: torch.nn.Module) -> str:
+    """Return which parameters of ``module`` have a dtype that ZeRO cannot train; empty if none."""
+    names = [name for name, param in module.named_parameters() if param.is_complex()]
+    if not names:
+        return ""
+    return (
+        f"parameters are complex: {_listed(names)}. ZeRO's flat shards are real and drop the imaginary parts, and"
+        " DeepSpeed makes a whole parameter group complex where one is. Keep them as real parameters with a last"
+        " dimension of 2, and use torch.view_as_complex() in forward()."
+    )
+
+
+def mark_used(optimizer: Any) -> None:
+    """Remember that an engine has replaced the parameters of ``optimizer``."""
+    _used.add(optimizer)
+
+
+def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) -> str:
+    """Return which parameters of an optimizer's ``groups`` are not in ``module``; empty if none."""
+    own = {id(param) for param in module.parameters()}
+    foreign = [
+        f"number {index} of group {group} with shape {zero3.full_shape(param)}"
+        for group, params in enumerate(groups)
+        for index, param in enumerate(params)
+        if id(param) not in own
+    ]
+    if not foreign:
+        return ""
+    return (
+        f"the optimizer has parameters that are not in the {type(module).__name__}: {_listed(foreign)}. Make"
+        " each an nn.Parameter of the module, or of a module in it, before the optimizer is made."
+    )
+
+
+def _listed(names: Sequence[str], shown: int = 5) -> str:
+    """Return the first ``names``, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _unwrapped(optimizer: Any) -> Iterator[Any]:
+    """Yield ``optimizer``, and those that it wraps."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _groups(optimizer: Any) -> Iterator[list[Any]]:
+    groups: Iterable[Any] | None = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        params = getattr(optimizer, "params", ())
+        if not isinstance(params, (list, tuple)):
+            return  # a generator is DeepSpeed's to read
+        groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    for group in groups:
+        params = group["params"]
+        yield [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _named(optimizer: Any, cls: type) -> str:
+    name = type(optimizer).__name__
+    return name if type(optimizer) is cls else f"{name}, a kind of {cls.__name__},"
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a class name, and what neighbouring ones make together, in lower case."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
+    return {text.lower() for first in range(len(words)) for text in accumulate(words[first:])}

@@ -1,0 +1,77 @@
+"""Optimizers and parameters that ZeRO's flat shards would train wrongly are refused by name."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.ops.lamb import FusedLamb
+from transformers import optimization
+
+from tests.core.test_attach import loss_of, make_engine, network, rank
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.optimizers import kind_problem, optimizer_problem
+
+
+def made(name: str, base: type = torch.optim.SGD) -> Any:
+    """An object of a class of that name, which another package might have."""
+    cls = type(name, (base,), {"__init__": lambda self: None})
+    return cls()
+
+
+def test_classes_that_need_whole_tensors() -> None:
+    for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon, FusedLamb, torch.optim.LBFGS):
+        problem = kind_problem(cls.__new__(cls))
+        assert f"the optimizer {cls.__name__} computes with" in problem and "Use AdamW, SGD" in problem
+    for name in ("LARS", "FusedLAMB", "OnebitLamb", "MuonWithAuxAdam", "DistributedShampoo", "SOAP", "Adam_mini"):
+        assert f"the optimizer {name} computes with the shape or the norm of each" in kind_problem(made(name))
+    assert "Mine, a kind of Adafactor, computes" in kind_problem(made("Mine", torch.optim.Adafactor))
+    for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
+        assert kind_problem(made(name)) == ""
+
+
+def initialize(stage: int, module: Any, optimizer: Any) -> Any:
+    config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    config |= {"train_micro_batch_size_per_gpu": 1}
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def test_attach_refuses_what_deepspeed_lets_pass() -> None:
+    def run() -> None:
+        make_engine(1)  # and with it the process group
+        module = network()
+        for stage in (1, 3):
+            engine = initialize(stage, module := network(), torch.optim.Adafactor(module.parameters()))
+            with pytest.raises(ValueError, match="Adafactor computes with the shape"):
+                attach(engine)
+        module = network().append(torch.nn.Linear(8, 8, dtype=torch.complex64))
+        engine = initialize(2, module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with pytest.raises(
+            ValueError, match=r"complex: 0\.weight, .*3\.weight and 1 more.* where one is.*view_as_complex"
+        ):
+            attach(engine)
+
+        optimizer = torch.optim.SGD((module := network()).parameters(), lr=0.1)
+        assert optimizer_problem(module, optimizer) == ""
+        attach(engine := initialize(1, module, optimizer))
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        assert "has been given to an engine before" in optimizer_problem(module, optimizer)
+
+    run_ranks(run)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_foreign_parameter_on_the_rank_where_deepspeed_starts(stage: int) -> None:
+    """DeepSpeed finds it on the rank that keeps it, the last, and nothing on the others, which would wait for that."""
+
+    def run() -> None:
+        make_engine(1)
+        optimizer = torch.optim.SGD([*(module := network()).parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        engine = initialize(stage, module, optimizer)
+        attach(engine)
+
+    first, last = run_ranks(run, expect="any")
+    assert (first.error, last.error) == ("ValueError", "KeyError")
+    assert "not in the Sequential: number 4 of group 0 with shape (3,)" in first.message
