@@ -70,9 +70,12 @@ def _adopt(shard: torch.Tensor, master: torch.Tensor) -> None:
     """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype."""
     if shard.dtype == master.dtype:
         master.copy_(shard)
-    else:
-        shard = shard.to(master.device)
-        master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.to(master.dtype)))
+        return
+    shard = shard.to(master.device)
+    written = master.to(shard.dtype)
+    # On the host, a look is cheaper than a copy. On a device, the host would wait for the answer.
+    if master.device.type != "cpu" or not torch.equal(shard, written):
+        master.copy_(torch.where(shard == written, master, shard.to(master.dtype)))
 
 
 def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -> None:
