@@ -275,10 +275,11 @@ class AttachedEngine:
     def _adopt_edits(self) -> None:
         """Let the step start from the parameters as the program has left them (N1)."""
         optimizer, reducer = self.engine.optimizer, self.reducer
+        concurrent = reducer.streams.concurrent
         if isinstance(reducer, Stage12Reducer):
-            adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names)
+            adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names, concurrent)
         else:
-            adopt_edits_of_stage_3(optimizer, reducer.params, self._names)
+            adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
 
     def _check_trained(self, thawed: list[Any]) -> None:
         """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""

@@ -17,12 +17,15 @@ from zerosync_strategy.core.engine import zero3, zero12
 
 
 @torch.no_grad()
-def adopt_edits_of_stage_1_2(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
+def adopt_edits_of_stage_1_2(
+    optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str], concurrent: bool
+) -> None:
     """Adopt edits into the master weights of ZeRO-1 or ZeRO-2.
 
     Args:
         groups: of the optimizer.
         names: of the parameters, for errors.
+        concurrent: the device runs beside the host, which must not wait for it.
 
     Raises:
         ValueError: a parameter was given data of another shape.
@@ -34,16 +37,17 @@ def adopt_edits_of_stage_1_2(optimizer: Any, groups: Iterable[zero12.FlatGroup],
             if param.data_ptr() != begin + offset * itemsize:  # param.data = ...: no longer a view of the flat buffer
                 _check_shape(param, shape, names)
                 flat.narrow(0, offset, param.numel()).copy_(param.data.reshape(-1))
-        _adopt(shard, master)
+        _adopt(shard, master, concurrent)
 
 
 @torch.no_grad()
-def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping[Any, str]) -> None:
+def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping[Any, str], concurrent: bool) -> None:
     """Adopt edits into the shards and the master weights of ZeRO-3.
 
     Args:
         params: of the optimizer; those that are gathered may have been edited in full, the others in their shards.
         names: of the parameters, for errors.
+        concurrent: the device runs beside the host, which must not wait for it.
 
     Raises:
         ValueError: a parameter was given data of another shape, or any while it was not gathered.
@@ -63,18 +67,17 @@ def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping
     if pairs:
         torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
     for shard, master in zero3.weights(optimizer):
-        _adopt(shard, master)
+        _adopt(shard, master, concurrent)
 
 
-def _adopt(shard: torch.Tensor, master: torch.Tensor) -> None:
+def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
     """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype."""
     if shard.dtype == master.dtype:
         master.copy_(shard)
         return
     shard = shard.to(master.device)
     written = master.to(shard.dtype)
-    # On the host, a look is cheaper than a copy. On a device, the host would wait for the answer.
-    if master.device.type != "cpu" or not torch.equal(shard, written):
+    if concurrent or not torch.equal(shard, written):  # on the host, a look is cheaper than a copy
         master.copy_(torch.where(shard == written, master, shard.to(master.dtype)))
 
 
