@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -255,6 +256,24 @@ def test_models_and_options_that_are_not_alike() -> None:
         assert "parameter 0.bias: (32,) torch.float32 persistent, sharded over 2 ranks on rank 0; " in models
         assert "(32,) torch.float32 frozen persistent, sharded over 2 ranks on rank 1" in models
         assert error == 0.0
+
+
+def test_parameters_that_are_numbered_otherwise() -> None:
+    """ZeRO-3 numbers what a process builds, and gathers in that order: another module on one rank only shifts it."""
+
+    def run() -> str:
+        start()
+        alone = [dist.new_group([index]) for index in range(2)][rank()]
+        if rank() == 1:
+            with deepspeed.zero.Init(data_parallel_group=alone):
+                nn.Linear(4, 4)
+        engine = make_engine(3)
+        with pytest.raises(ValueError) as error:
+            attach(engine)
+        return str(error.value)
+
+    for message in run_ranks(run):
+        assert "ZeRO-3's numbers of the parameters" in message and "0 to 3 on rank 0; 2 to 5 on rank 1" in message
 
 
 def test_a_rank_that_dies_is_missed() -> None:

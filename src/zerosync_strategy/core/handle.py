@@ -10,7 +10,7 @@ import torch
 
 from zerosync_strategy.core.attached import AttachedEngine
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
-from zerosync_strategy.core.engine import contract, zero, zero12
+from zerosync_strategy.core.engine import contract, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -77,6 +77,8 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     configured = zero.user_config(engine)
     facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
     facts |= {f"ZeroSync's {name!r}": repr(value) for name, value in vars(config).items()}
+    if zero.stage(engine) == 3:  # gathers are in the order of these
+        facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
     return facts | model_facts(engine.module)
 
 

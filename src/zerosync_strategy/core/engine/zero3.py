@@ -6,6 +6,7 @@ The first part works on any parameter: one that ZeRO-3 does not shard has its va
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -266,6 +267,13 @@ def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
     param.ds_active_sub_modules.clear()
     if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
         param.partition()
+
+
+def numbering(engine: Any) -> str:
+    """Return the ids of the parameters of ``engine``, in the order of its module, as ranges."""
+    ids = [param_id(param) for param in engine.module.parameters()]
+    breaks = [0, *(place for place in range(1, len(ids)) if ids[place] != ids[place - 1] + 1), len(ids)]
+    return ", ".join(f"{ids[first]} to {ids[end - 1]}" for first, end in itertools.pairwise(breaks) if first < end)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
