@@ -175,7 +175,7 @@ def test_new_data_of_a_released_parameter_is_an_error() -> None:
         attach(engine)
         engine.backward(engine(data(0, rank())))
         dict(engine.module.named_parameters())["layers.1.bias"].data = torch.zeros(6)
-        with pytest.raises(ValueError, match=r"'layers.1.bias' was given new data while .*GatheredParameters"):
+        with pytest.raises(ValueError, match=r"'layers.1.bias' was given new data while .*zerosync.full_parameters"):
             engine.step()
 
     run_ranks(run)

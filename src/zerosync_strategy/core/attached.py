@@ -67,7 +67,7 @@ class AttachedEngine:
         self._names = {param: name for name, param in engine.module.named_parameters()}
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
         self.traffic = EngineCounter()
-        self.window = Window(self.reducer, config.overlap_last, self.traffic, self._activity)
+        self.window = Window(self.reducer, config.overlap_last, self.traffic, self.activity)
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
@@ -124,7 +124,7 @@ class AttachedEngine:
 
     def reduce(self) -> None:
         """Reduce the window now. Collective."""
-        with self._activity("the reduction"):
+        with self.activity("the reduction"):
             self.window.reduce()
 
     def gradient_norm(self) -> torch.Tensor:
@@ -150,7 +150,7 @@ class AttachedEngine:
     @contextmanager
     def forward(self) -> Iterator[None]:
         unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
-        with self._activity("the forward"), unsharding:
+        with self.activity("the forward"), unsharding:
             yield
 
     @contextmanager
@@ -158,7 +158,7 @@ class AttachedEngine:
         if is_boundary:
             self.window.expect_last()
         try:
-            with self._activity("the backward"), self.window.engine_backward():
+            with self.activity("the backward"), self.window.engine_backward():
                 yield
         except RankError:
             raise  # what is in flight will not arrive
@@ -194,8 +194,8 @@ class AttachedEngine:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        with self._activity("the optimizer step"):
-            with self._activity("the reduction"):
+        with self.activity("the optimizer step"):
+            with self.activity("the reduction"):
                 if self.scheduler is not None:
                     self.scheduler.before_step()
                 self.window.begin_step()
@@ -243,7 +243,7 @@ class AttachedEngine:
 
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
-        with wrap_checkpoint_errors(what, remedy), self._activity(f"the attempt to {what}"):
+        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"):
             yield
 
     def check_full_state_dict(self) -> None:
@@ -301,7 +301,7 @@ class AttachedEngine:
     def _keeps(self, param: Any) -> bool:
         return self.cache is not None and self.cache.holds(param)
 
-    def _activity(self, what: str) -> AbstractContextManager[None]:
+    def activity(self, what: str) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
         return self._rank_status.activity(what, self._position)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used
-from zerosync_strategy.core.params.full_state import full_state, load_full_state
+from zerosync_strategy.core.params.full_state import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
 
@@ -153,6 +153,20 @@ class ZeroSync:
         if not max_norm >= 0:
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
         self._attached.clip_next_step(float(max_norm))
+
+    @contextmanager
+    def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
+        """Read and write parameters in full, on any stage: target networks, moving averages, clamps. Collective.
+
+        Inside, each parameter has its values, and what is written to it, alike on all ranks, stays: the coming step
+        starts from it. On stages 1 and 2 that holds outside too, and nothing is sent; on stage 3 the parameters are
+        gathered, and sharded again with the values of the first rank that shards each.
+
+        Args:
+            parameters: which; by default all of the engine's module.
+        """
+        with self._attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
+            yield
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.

@@ -1,11 +1,13 @@
-"""Full parameters where ZeRO-3 shards some over groups of ranks: each on the first rank that shards it.
+"""Full parameters: to read and write in place, and to save where ZeRO-3 shards some over groups of ranks.
 
-DeepSpeed collects full parameters on rank 0, whose model lacks those of other groups.
+DeepSpeed collects full parameters on rank 0, whose model lacks those of other groups. Here each is saved on the first
+rank that shards it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,23 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero, zero3
+
+
+@contextmanager
+def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
+    """While active, parameters of ``engine`` have their values, and keep what is written to them. Collective.
+
+    Args:
+        parameters: which; by default all of the engine's module.
+    """
+    from deepspeed import zero as deepspeed_zero
+
+    if zero.stage(engine) != 3:
+        yield
+        return
+    params = list(engine.module.parameters() if parameters is None else parameters)
+    with deepspeed_zero.GatheredParameters(params, modifier_rank=0):
+        yield
 
 
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
