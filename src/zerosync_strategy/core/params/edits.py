@@ -60,8 +60,8 @@ def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping
         elif param.numel() > 0:
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
-                " where it would be lost. Change it inside 'with zerosync.full_parameters():', on the handle that attach()"
-                " returned (in Lightning, trainer.strategy.zerosync)."
+                " where it would be lost. Change it inside 'with zerosync.full_parameters():', with the handle that"
+                " attach() returned (in Lightning, trainer.strategy.zerosync)."
             )
     pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
     if pairs:
