@@ -25,7 +25,7 @@ Change = Callable[[Any], None]
 def halve(params: Any) -> None:
     for param in params:
         if param.grad is not None:
-            param.grad.mul_(0.5)
+            param.grad *= 0.5
 
 
 def clip(params: Any) -> None:
@@ -182,7 +182,7 @@ def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
         assert after == expected and before == expected
 
 
-@pytest.mark.parametrize("order", ["clip, then halve", "halve, then clip"])
+@pytest.mark.parametrize("order", ["clip, then clamp", "clamp, then clip"])
 @STAGES
 def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> None:
     class Clipping(Module):
@@ -191,11 +191,11 @@ def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> No
                 if what == "clip":
                     self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
                 else:
-                    halve(self.parameters())
+                    clamp(self.parameters())
 
     def change(params: Any) -> None:
         for what in order.split(", then "):
-            {"clip": clip, "halve": halve}[what](params)
+            {"clip": clip, "clamp": clamp}[what](params)
 
     def run() -> float:
         recorder, _ = fit(Clipping(), small(stage), BATCHES)
@@ -207,10 +207,10 @@ def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> No
 @STAGES
 def test_the_trainers_clipping_comes_after_the_hook(stage: int) -> None:
     def run() -> float:
-        recorder = train("on_before_optimizer_step", halve, small(stage), gradient_clip_val=0.05)
+        recorder = train("on_before_optimizer_step", clamp, small(stage), gradient_clip_val=0.05)
 
         def change(params: Any) -> None:
-            halve(params)
+            clamp(params)
             clip(params)
 
         return distance(recorder.parameters, full_parameters(plain(change).module))
@@ -324,16 +324,16 @@ def test_bf16(stage: int) -> None:
         assert looked == 0.0 and halved < 0.02
 
 
-@pytest.mark.parametrize("change", [halve, clip], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [halve, clamp], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_offloaded_to_the_cpu(stage: int, change: Change) -> None:
     def run() -> float:
         offloaded = small(stage, offload_optimizer={"device": "cpu"})
-        recorder = train("on_before_optimizer_step", change, offloaded, gradient_clip_val=0.04)
+        recorder = train("on_before_optimizer_step", change, offloaded, gradient_clip_val=0.2)
 
         def expected_change(params: list[Any]) -> None:
             change(params)
-            torch.nn.utils.clip_grad_norm_(params, 0.04)
+            torch.nn.utils.clip_grad_norm_(params, 0.2)
 
         expected = plain(expected_change)
         return distance(recorder.parameters, full_parameters(expected.module))

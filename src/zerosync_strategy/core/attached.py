@@ -159,13 +159,18 @@ class AttachedEngine:
         try:
             if self._configured_clip_norm is not None:
                 self._clip_shown()  # it was asked for before
-            yield
+            with zero3.accepting_gradients(self.reducer.params):
+                yield
             if self._shows_gradients:
                 take_gradients_back(self.reducer)
         finally:
             if self._shows_gradients:
                 hide_gradients(self.reducer)
             self._shows_gradients = False
+
+    def local_gradients(self) -> AbstractContextManager[None]:
+        """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
+        return zero3.accepting_gradients(self.reducer.params)
 
     def _clip_shown(self) -> None:
         """Clip the gradients that the parameters show, instead of the coming step. Collective."""

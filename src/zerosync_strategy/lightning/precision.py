@@ -46,7 +46,13 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @override
     def post_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:  # type: ignore[override]
-        with self._gradients_for(module, self._closing, AFTER_BACKWARD):
+        strategy: Any = module.trainer.strategy
+        with ExitStack() as stack:
+            if self._closing is not None:
+                stack.enter_context(self._gradients_for(module, self._closing, AFTER_BACKWARD))
+            elif AFTER_BACKWARD in strategy.gradient_hooks:
+                for zerosync in strategy.zerosyncs:
+                    stack.enter_context(zerosync.local_gradients())
             return super().post_backward(tensor, module)
 
     @override
@@ -73,10 +79,10 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
         return zerosync.engine.step(**kwargs)
 
     @contextmanager
-    def _gradients_for(self, model: LightningModule, zerosync: ZeroSync | None, *hooks: str) -> Iterator[None]:
+    def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:
         """Around ``hooks``: where one is overridden, the parameters have their averaged gradients."""
         strategy: Any = model.trainer.strategy
-        if zerosync is None or strategy.gradient_hooks.isdisjoint(hooks):
+        if strategy.gradient_hooks.isdisjoint(hooks):
             yield
             return
         with zerosync.full_gradients(), others_unchanged(strategy.zerosyncs, zerosync):
