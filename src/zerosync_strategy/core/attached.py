@@ -26,6 +26,7 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
+from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -83,6 +84,7 @@ class AttachedEngine:
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
@@ -130,6 +132,8 @@ class AttachedEngine:
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the window's gradients; see :meth:`ZeroSync.gradient_norm`."""
         self.reduce()
+        if self._shows_gradients:
+            take_gradients_back(self.reducer)
         if self.window.state is WindowState.CLOSED:
             return torch.zeros((), device=self.engine.device)
         return self.reducer.compute_norm() / zero.loss_scale(self.engine.optimizer)
@@ -139,6 +143,41 @@ class AttachedEngine:
         before = zero.swap_clip_norm(self.engine.optimizer, max_norm)
         if self._configured_clip_norm is None:
             self._configured_clip_norm = before
+        if self._shows_gradients:
+            self._clip_shown()
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Around code that sees and changes averaged gradients; see :meth:`ZeroSync.full_gradients`."""
+        self.reduce()
+        if self._shows_gradients or self.window.state is WindowState.CLOSED:
+            yield
+            return
+        with self.activity("the gather of the gradients"):
+            show_gradients(self.reducer)
+        self._shows_gradients = True
+        try:
+            if self._configured_clip_norm is not None:
+                self._clip_shown()  # it was asked for before
+            with zero3.accepting_gradients(self.reducer.params):
+                yield
+            if self._shows_gradients:
+                take_gradients_back(self.reducer)
+        finally:
+            if self._shows_gradients:
+                hide_gradients(self.reducer)
+            self._shows_gradients = False
+
+    def local_gradients(self) -> AbstractContextManager[None]:
+        """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
+        return zero3.accepting_gradients(self.reducer.params)
+
+    def _clip_shown(self) -> None:
+        """Clip the gradients that the parameters show, instead of the coming step. Collective."""
+        if max_norm := zero.swap_clip_norm(self.engine.optimizer, 0.0):
+            coefficient = (max_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
+            for gradient in (param.grad for param in self.reducer.params if param.grad is not None):
+                gradient.mul_(coefficient.to(gradient.device))
 
     def _restore_clip_norm(self) -> None:
         if self._configured_clip_norm is not None:
@@ -174,6 +213,7 @@ class AttachedEngine:
             self.window.enter_graph()
 
     def zero_grad(self) -> None:
+        self._shows_gradients = False  # they are dropped with those in the shards
         self.window.zero_grad()
 
     @contextmanager

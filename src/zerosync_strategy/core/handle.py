@@ -144,6 +144,40 @@ class ZeroSync:
         """
         return self._attached.gradient_norm()
 
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Around code that looks at averaged gradients, or changes them: each parameter has its own in ``param.grad``.
+
+        Reduces the window, and gathers the gradients from all ranks' shards. They are in full, in the parameter's
+        dtype, and without the fp16 loss scale; zeros where no rank has one. The coming step uses what the code leaves
+        there, and a gradient of zero where it leaves none; change them alike on all ranks. ``clip_next_step()`` clips
+        them at once in here, and before where it was called before. Without a backward since the last step, there are
+        none. Collective.
+
+        Under ZeRO-3, a parameter that is not gathered reads as NaN in here, and torch refuses to
+        compute on it in place.
+        """
+        with self._attached.full_gradients():
+            yield
+
+    @contextmanager
+    def local_gradients(self) -> Iterator[None]:
+        """Around code that looks at this rank's own gradients between two backwards, or changes them.
+
+        Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
+        parameters of no shape, for which torch takes no new gradient; in it, they read as NaN.
+        """
+        with self._attached.local_gradients():
+            yield
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a backward leaves this rank's gradients in ``param.grad``, unless it is promised to be the last.
+
+        Not with ``coalesce=False``, a ``grad_memory_budget`` that they exceed, or accumulation in another dtype.
+        """
+        return self._attached.reducer.keeps_gradients
+
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming optimizer step, and only it, to this global gradient norm; 0 leaves it unclipped.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core.handle import ZeroSync
+from zerosync_strategy.lightning.hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged
 
 CLIP_BY_VALUE = (
     "ZeRO cannot clip gradients by value: each rank holds a partition. Got gradient_clip_algorithm='value'; use 'norm'."
@@ -23,7 +24,13 @@ CLIP_BY_VALUE = (
 
 
 class ZeroSyncPrecision(DeepSpeedPrecision):
-    """``DeepSpeedPrecision`` that reduces before ``on_before_optimizer_step`` and clips the coming step by norm."""
+    """``DeepSpeedPrecision`` that reduces before ``on_before_optimizer_step`` and clips the coming step by norm.
+
+    Hooks that the program has overridden find averaged gradients on the parameters, as under DDP (N1).
+    """
+
+    _closing: ZeroSync | None = None
+    """Of the window whose last backward runs, where Lightning knows it."""
 
     @override
     def backward(  # type: ignore[override]
@@ -38,21 +45,48 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
+    def post_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:  # type: ignore[override]
+        strategy: Any = module.trainer.strategy
+        with ExitStack() as stack:
+            if self._closing is not None:
+                stack.enter_context(self._gradients_for(module, self._closing, AFTER_BACKWARD))
+            elif AFTER_BACKWARD in strategy.gradient_hooks:
+                for zerosync in strategy.zerosyncs:
+                    stack.enter_context(zerosync.local_gradients())
+            return super().post_backward(tensor, module)
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         zerosync = _zerosync_of(optimizer)
         if model.automatic_optimization:
             zerosync.window.expect_last()  # the closure's backward, and Lightning accumulates no further
-        result = closure()
+            self._closing = zerosync
+        try:
+            result = closure()
+        finally:
+            self._closing = None
         zerosync.reduce()
-        self._after_closure(model, optimizer)
+        hooks = (BEFORE_STEP, CLIPPING) if model.automatic_optimization else (BEFORE_STEP,)
+        with self._gradients_for(model, zerosync, *hooks):
+            self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
             raise MisconfigurationException(
                 "training_step() returned None, so no backward ran, and DeepSpeed cannot leave out its step. Return a"
                 " loss, or use manual optimization and leave out optimizer.step()."
             )
         return zerosync.engine.step(**kwargs)
+
+    @contextmanager
+    def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:
+        """Around ``hooks``: where one is overridden, the parameters have their averaged gradients."""
+        strategy: Any = model.trainer.strategy
+        if strategy.gradient_hooks.isdisjoint(hooks):
+            yield
+            return
+        with zerosync.full_gradients(), others_unchanged(strategy.zerosyncs, zerosync):
+            yield
 
     @override
     def clip_gradients(

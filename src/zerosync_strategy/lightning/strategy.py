@@ -47,6 +47,7 @@ from zerosync_strategy.lightning.engines import (
     remove_others,
     show_parameters,
 )
+from zerosync_strategy.lightning.hooks import check_local_gradients, overridden_hooks
 from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
 from zerosync_strategy.lightning.registry import WRONG_TRAINER
 from zerosync_strategy.lightning.signature import explicit_init
@@ -104,6 +105,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             _check_stage(stage, "stage")
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
+        self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
 
@@ -215,6 +217,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         for engine in _engines.pop(model, ()):
             engine.destroy()  # else its hooks would reduce too
         self.zerosyncs, self._parts = [], [model]
+        self.gradient_hooks = overridden_hooks(self.lightning_module.trainer)
         if "optimizer" in self.config:
             super()._initialize_deepspeed_train(model)
         else:
@@ -228,6 +231,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]
             self._adopt_configured_schedulers()
         _engines[model] = [zerosync.engine for zerosync in self.zerosyncs]
+        check_local_gradients(self.lightning_module.trainer, self.zerosyncs, self.gradient_hooks)
 
     def _check_precision(self) -> None:
         assert isinstance(self.config, dict)
@@ -255,7 +259,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
-        require_same("ZeroSyncStrategy", model_facts(model))
+        # The gradients are gathered for hooks on all ranks, or on none.
+        hooks = {"overridden hooks on gradients": ", ".join(sorted(self.gradient_hooks)) or "none"}
+        require_same("ZeroSyncStrategy", hooks | model_facts(model))
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]] if optimizer else None
         engine, zero_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if groups is not None:

@@ -100,6 +100,16 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
     return Pending(lambda: _when_done(works, own, timeout), works)
 
 
+def all_gather_rows(rows: torch.Tensor, process_group: Any) -> None:
+    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend."""
+    from deepspeed import comm
+
+    if dist.get_backend(process_group) == "nccl":
+        comm.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(process_group)], group=process_group)
+    else:
+        all_gather(list(rows), process_group).wait()
+
+
 def gather_objects(value: Any, process_group: Any) -> list[Any]:
     """Return the ``value`` of every rank of ``process_group``, by rank. Pickled: for small and rare messages."""
     values: list[Any] = [None] * dist.get_world_size(process_group)

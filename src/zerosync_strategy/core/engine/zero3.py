@@ -101,6 +101,23 @@ def in_full_shape(param: Any) -> Iterator[None]:
         param.data = data
 
 
+@contextmanager
+def accepting_gradients(params: Iterable[Any]) -> Iterator[None]:
+    """While active, ``param.grad = ...`` and ``param.grad *= ...`` work on released parameters, which read as NaN."""
+    placeholders = []
+    for param in params:
+        if param.numel() == 0 and full_numel(param) > 0:
+            data = param.data
+            param.data = data.new_full((), torch.nan).expand(full_shape(param))  # torch refuses to add to it
+            placeholders.append((param, data, param.data.data_ptr()))
+    try:
+        yield
+    finally:
+        for param, data, placeholder in placeholders:
+            if param.data.data_ptr() == placeholder:  # not gathered meanwhile
+                param.data = data
+
+
 def gather(param: Any) -> torch.Tensor:
     """Return the values of a released parameter, which stays released, in memory of their own. Collective."""
     param.all_gather_coalesced([param]).wait()

@@ -26,6 +26,11 @@ class LocalGradients:
         self._bytes = 0
         self.peak_bytes = 0
 
+    @property
+    def on_parameters(self) -> bool:
+        """Whether ``param.grad`` is the local gradient, between two backwards too."""
+        return not self._converts
+
     def nbytes(self, param: Any) -> int:
         """Return the bytes of the gradient of ``param``."""
         return zero3.full_numel(param) * self._dtype.itemsize

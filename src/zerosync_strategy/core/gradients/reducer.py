@@ -86,11 +86,11 @@ class Reducer(ABC):
         """Make this rank's gradient shards, all zero."""
 
     @abstractmethod
-    def _shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
+    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
         """Return the flat tensors of this rank's shard with the offset where each begins, in order."""
 
     @abstractmethod
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Let DeepSpeed's step find the shards. Sends nothing."""
 
     @abstractmethod
@@ -149,6 +149,11 @@ class Reducer(ABC):
         return streamed
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether a backward leaves every gradient on its parameter, unless it is promised to be the last."""
+        return self.local.on_parameters and all(bucket.deferred for bucket in self.buckets)
+
+    @property
     def needs_reduce(self) -> bool:
         """Whether gradients must be reduced before the step; the same on every rank."""
         return any(bucket.needs_reduce for bucket in self.buckets)
@@ -173,7 +178,7 @@ class Reducer(ABC):
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
         self._ready_shards()
-        self._hand_over()
+        self.hand_over()
         self.norm = None
         self._abandoned = [flight for flight in self._abandoned if not flight.pending.is_complete]
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
@@ -230,7 +235,7 @@ class Reducer(ABC):
                 average = flight.pending.finish().mul_(self._scales(layout)[1])
                 self._ready_shards()
                 row = flight.packing.rows[dist.get_rank(layout.process_group)]
-                _add(average, row, self._shard_tensors(layout))
+                _add(average, row, self.shard_tensors(layout))
 
     def _mark_reduced(self, bucket: Bucket) -> None:
         bucket.mark_reduced()

@@ -38,10 +38,10 @@ class Stage12Reducer(Reducer):
         for layout in self.layouts:
             zero12.allocate_gradient_shard(self.optimizer, layout.group_index)
 
-    def _shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
+    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
         return [(0, zero12.gradient_shard(self.optimizer, layout.group_index))]
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         zero12.hand_over_gradients(self.optimizer)
 
     def compute_norm(self) -> torch.Tensor:

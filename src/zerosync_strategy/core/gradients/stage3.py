@@ -37,7 +37,7 @@ class Stage3Reducer(Reducer):
         for param in self.params:
             shards[zero3.param_id(param)].zero_()
 
-    def _shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
+    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
         shards, offset, tensors = zero3.gradient_shards(self.optimizer), 0, []
         for param in layout.params:
             shard = shards[zero3.param_id(param)]
@@ -45,7 +45,7 @@ class Stage3Reducer(Reducer):
             offset += shard.numel()
         return tensors
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         zero3.hand_over_gradients(self.optimizer, self.params)
 
     def compute_norm(self) -> torch.Tensor:

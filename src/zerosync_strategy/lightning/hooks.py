@@ -1,0 +1,71 @@
+"""Which of Lightning's hooks a program uses to see or change gradients, and what of it cannot be right (N1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from zerosync_strategy.core.handle import ZeroSync
+
+AFTER_BACKWARD = "on_after_backward"
+BEFORE_STEP = "on_before_optimizer_step"
+CLIPPING = "configure_gradient_clipping"
+
+
+def overridden_hooks(trainer: Trainer) -> frozenset[str]:
+    """Return the names of the hooks on gradients that the module, or for the first two a callback, overrides."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+    found = {name for name in (AFTER_BACKWARD, BEFORE_STEP, CLIPPING) if _overrides(module, LightningModule, name)}
+    for callback in callbacks:
+        found |= {name for name in (AFTER_BACKWARD, BEFORE_STEP) if _overrides(callback, Callback, name)}
+    return frozenset(found)
+
+
+def _overrides(target: Any, base: type, name: str) -> bool:
+    return getattr(getattr(target, name), "__func__", None) is not getattr(base, name)
+
+
+def check_local_gradients(trainer: Trainer, zerosyncs: Sequence[ZeroSync], hooks: frozenset[str]) -> None:
+    """Check that ``on_after_backward`` finds gradients, where a program overrides it and accumulates.
+
+    Raises:
+        MisconfigurationException: a backward leaves none on the parameters.
+    """
+    if AFTER_BACKWARD not in hooks or all(zerosync.keeps_gradients for zerosync in zerosyncs):
+        return
+    scheduled = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1 and not scheduled:
+        return  # every backward is the last of its window
+    raise MisconfigurationException(
+        "on_after_backward() is overridden, and would find no gradients in param.grad: coalesce=False,"
+        " grad_memory_budget or a 'data_types.grad_accum_dtype' other than the parameters' takes them away in every"
+        " backward. Leave that option out, or use on_before_optimizer_step(), which finds the averaged gradients."
+    )
+
+
+@contextmanager
+def others_unchanged(zerosyncs: Sequence[ZeroSync], own: ZeroSync) -> Iterator[None]:
+    """Around hooks before the step of ``own``: other optimizers' gradients are no average yet, and must stay.
+
+    Raises:
+        MisconfigurationException: one was changed.
+    """
+    others = [param for zerosync in zerosyncs if zerosync is not own for param in zerosync.parameters]
+    before = [(param.grad, _version(param.grad)) for param in others]
+    yield
+    for param, (gradient, version) in zip(others, before, strict=True):
+        if param.grad is not gradient or _version(gradient) != version:
+            raise MisconfigurationException(
+                "on_before_optimizer_step() changed gradients of parameters that another optimizer trains. Those are"
+                " not averaged over the ranks before that optimizer's own step. Change only the gradients of the"
+                " optimizer that the hook is given."
+            )
+
+
+def _version(gradient: Any) -> int:
+    return -1 if gradient is None else int(gradient._version)
