@@ -1,5 +1,7 @@
 """Random programs on stages 1, 2, 3 equal plain torch: exactly when coalesced on two ranks (W1, W2)."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.harness.engines import rank, start
@@ -8,7 +10,7 @@ from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
 
 
-def failures(seeds: range, stage: int, ranks: int = 2) -> list[str]:
+def failures(seeds: Iterable[int], stage: int, ranks: int = 2) -> list[str]:
     start()
     wrong = []
     for seed in seeds:
@@ -26,7 +28,8 @@ def failures(seeds: range, stage: int, ranks: int = 2) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_programs(stage: int) -> None:
-    assert run_ranks(failures, range(30), stage, timeout=240) == [[], []]
+    # In 2116, a gather is in flight when a step begins.
+    assert run_ranks(failures, [*range(30), 2116], stage, timeout=240) == [[], []]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

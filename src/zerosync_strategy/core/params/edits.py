@@ -57,7 +57,7 @@ def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping
         if zero3.is_gathered(param):
             _check_shape(param, zero3.full_shape(param), names)
             gathered.append(param)
-        elif param.numel() > 0:
+        elif param.numel() > 0 and zero3.is_released(param):  # one in flight has its memory already
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
                 " where it would be lost. Change it inside 'with zerosync.full_parameters():', with the handle that"
