@@ -10,6 +10,8 @@ import os
 
 # OpenMP reads this as torch loads. A pool of threads would not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch looks up the name of the peer of each connection to a store; a name server that is silent costs 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # A check through the CUDA runtime would spoil CUDA in every fork; one through NVML does not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # DeepSpeed chooses its accelerator as it is imported.
