@@ -121,7 +121,7 @@ def test_what_one_rank_keeps_waits_for_the_close(stage: int) -> None:
         engine = make_engine(stage)
         zerosync = attach(engine)
         (bucket,) = zerosync._attached.reducer.buckets  # one holds this small model
-        assert bucket.evenly_sharded and bucket.input.widths == [LAYERS * LAYER // 8] * 2
+        assert bucket.evenly_sharded and bucket.target == [(0, LAYERS * LAYER // 8)]
         zerosync.detach()
         reducer.CHUNK_BYTES = LAYER
         zerosync = attach(engine)
@@ -275,9 +275,8 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
     """On the way that NCCL takes; gloo does not say whether a send or receive is complete."""
 
     def run() -> tuple[bool, bool]:
-        reducer.CHUNK_BYTES = LAYER
         with simulate():
-            engine = make_engine(2)
+            engine = make_engine(2, zero={"reduce_bucket_size": WIDTH * WIDTH})
             zerosync = attach(engine, coalesce=False)
             first = next(engine.module.parameters())
             handle = first.register_hook(lambda gradient: 1 / 0)

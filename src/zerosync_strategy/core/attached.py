@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
@@ -254,7 +253,7 @@ class AttachedEngine:
             self.race_check.stepped()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext() if dist.get_backend() == "nccl" else zero12.parameter_gather(gather_parameters)
+        return nullcontext() if self.reducer.is_native else zero12.parameter_gather(gather_parameters)
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         if self.reducer.norm is None:

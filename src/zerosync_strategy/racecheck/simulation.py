@@ -45,8 +45,8 @@ class Simulation(Device):
     """A simulated device under DeepSpeed and torch.distributed. :func:`simulate` yields one.
 
     Args:
-        backend: the answer of ``torch.distributed.get_backend()`` during the simulation, for code that branches on it;
-            ``None``: the real one.
+        backend: what ``torch.distributed.get_backend()`` and ``get_backend_config()`` answer during the simulation, for
+            code that branches on it; ``None``: the real one.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -77,6 +77,7 @@ class Simulation(Device):
         if self._backend is not None:
             backend = dist.Backend(self._backend)
             self._replace(dist, "get_backend", lambda group=None: backend)
+            self._replace(dist, "get_backend_config", lambda group=None: f"cpu:{backend}")
 
     def _nodes(self) -> SimulatedNodes:
         return SimulatedNodes(self)
@@ -147,8 +148,8 @@ def simulate(backend: str | None = "nccl") -> Iterator[Simulation]:
     """Check everything that runs inside, in this thread. Build the DeepSpeed engine inside as well.
 
     Args:
-        backend: the answer of ``torch.distributed.get_backend()`` during the simulation, so that code that branches on
-            it takes the device's path; ``None``: the real one.
+        backend: what ``torch.distributed.get_backend()`` and ``get_backend_config()`` answer during the simulation, so
+            that code that branches on it takes the device's path; ``None``: the real one.
 
     Yields:
         The simulation. ``simulation.findings`` is empty if all accesses were ordered.

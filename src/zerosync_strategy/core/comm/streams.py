@@ -5,13 +5,16 @@ to the gradient shards there. The rules, each with its method:
 
 - **B1** :meth:`Streams.on_reduction_stream`: a reduction starts after every producer of the gradients that it packs. A
   gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event.
-- **B2** has no method: producers overwrite nothing that a reduction uses. A gradient is packed into memory that the
-  reduction stream allocates, and what autograd accumulates next is a new gradient.
+- **B2** has no method: producers overwrite nothing that a reduction uses. Once a bucket is sent, its gradients leave
+  their parameters, and what autograd accumulates next is in new memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions.
-- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient belongs to its producer's stream and is read by the
-  reduction stream, so it is recorded there before it is freed. What the reduction stream allocates returns to it:
-  packed chunks after the collective, which the backend keeps alive, and gradient shards after the step (S2).
+- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient, or the memory of a bucket of them, belongs to a
+  producer's stream and is read by the reduction stream, so it is recorded there before it is freed. What the reduction
+  stream allocates returns to it: packed chunks after the collective, which the backend keeps alive, and gradient shards
+  after the step (S2).
+- **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
+  completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_step`: ZeRO-3's gathers start after the step that wrote the shards they read.
 - **S2** :meth:`Streams.reductions_wait_for_step`: reductions start after the step that read the last window's gradient
   shards, whose memory they may be given, and after whatever else the caller did with shards that it drops.
@@ -86,6 +89,24 @@ class Streams:
         """Keep the memory of a gradient until the reduction stream has read it (L1)."""
         if self._reduction is not None:
             gradient.record_stream(self._reduction)
+
+    def record_allocation(self) -> Any:
+        """Return the current stream, on which memory was allocated just now, and the event after that."""
+        if self._reduction is None:
+            return None
+        stream, event = self._accelerator.current_stream(), self._accelerator.Event()
+        event.record(stream)
+        return stream, event
+
+    def wait_for_allocation(self, memory: torch.Tensor, allocation: Any) -> None:
+        """Let the current stream write to memory that another one has allocated (L2)."""
+        if allocation is None:
+            return
+        stream, event = allocation
+        current = self._accelerator.current_stream()
+        if current != stream:
+            current.wait_event(event)
+            memory.record_stream(current)
 
     def wait_for_reductions(self) -> None:
         """Let the caller's stream wait for all reductions (B3)."""

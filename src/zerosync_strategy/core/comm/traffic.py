@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend
 
@@ -147,9 +148,8 @@ def _forget_unattributed() -> None:
             counter._traffic = {}
 
 
-def _bytes_of(payload: Any) -> int:
-    tensors = [payload] if isinstance(payload, torch.Tensor) else payload
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _tensors_of(payload: Any) -> Sequence[torch.Tensor]:
+    return [payload] if isinstance(payload, torch.Tensor) else payload
 
 
 class _CountingBackend:
@@ -165,10 +165,11 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = argument(args, kwargs, "group", kind.group_position)
         size = dist.get_world_size(group)
-        passes = kind.passes_on_gloo if dist.get_backend(group) == "gloo" else kind.passes
-        sent = _bytes_of(argument(args, kwargs, kind.payload, kind.position))
+        tensors = _tensors_of(argument(args, kwargs, kind.payload, kind.position))
+        native = is_native(group, tensors[0].device) if tensors else True
+        sent = (kind.passes if native else kind.passes_on_gloo) * sum(tensor.nbytes for tensor in tensors)
         if not kind.to_one_rank:
-            sent = passes * sent * (size - 1) // size
+            sent = sent * (size - 1) // size
         for counter in self._zerosync_counters:
             counter._add(name, Traffic(1, sent))
         return getattr(super(_CountingBackend, self), name)(*args, **kwargs)

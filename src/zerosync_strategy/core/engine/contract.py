@@ -98,6 +98,7 @@ ALL_STAGES = (
     Internal("reduction", "optimizer", "gradient_accumulation_dtype"),
     Internal("reduction", "optimizer", "communication_data_type", public=True),
     Internal("reduction", "optimizer", "gradient_predivide_factor", public=True),
+    Internal("reduction", "optimizer", "reduce_bucket_size", public=True),
     Internal("reduction", "parameter", "grad_accum", optional=True),
     Internal("gradient clipping", "optimizer", "clip_grad"),
     Internal("gradient norm", "optimizer", "loss_scale", public=True),

@@ -67,6 +67,11 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype:
     return optimizer.gradient_accumulation_dtype
 
 
+def reduce_bucket_bytes(optimizer: Any) -> int:
+    """Return the bytes of a bucket: DeepSpeed's ``reduce_bucket_size``, in the dtype of the reduction."""
+    return int(optimizer.reduce_bucket_size) * optimizer.communication_data_type.itemsize
+
+
 def accumulated_gradient(param: Any) -> torch.Tensor | None:
     """Return the gradient of ``param`` that is summed in another dtype than its own, where there is one."""
     return getattr(param, "grad_accum", None)

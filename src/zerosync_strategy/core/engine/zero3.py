@@ -316,6 +316,11 @@ def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> flo
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
+def is_offloaded(optimizer: Any) -> bool:
+    """Return whether the optimizer steps on the host, where it keeps the gradient shards."""
+    return bool(optimizer.offload_optimizer)
+
+
 def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's shard of each gradient, flat, by the id of the parameter."""
     return getattr(optimizer, contract.GRADIENT_SHARDS)
@@ -323,7 +328,7 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
     """Let the coming step find the gradient shards of ``params``."""
-    if optimizer.offload_optimizer:
+    if is_offloaded(optimizer):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
         optimizer.zerosync_stock_finalize()
         return

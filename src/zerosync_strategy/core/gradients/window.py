@@ -165,7 +165,7 @@ class Window:
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
-        self._reducer.local.add(param, gradient)
+        self._reducer.add_gradient(param, gradient)
         self.gradient_ready(param)
 
     def _graph_done(self, graph: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Pending, all_gather
+from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import shared, zero3
@@ -61,7 +61,7 @@ class GatherScheduler:
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
         by_all_reduce = zero3.gathers_by_all_reduce(engine)
         self._digests = {
-            id(g): GatherDigest(g, not by_all_reduce and dist.get_backend(g) != "nccl", engine.device, streams)
+            id(g): GatherDigest(g, not (by_all_reduce or is_native(g, engine.device)), engine.device, streams)
             for g in ordered
             if dist.get_world_size(g) > 1
         }
