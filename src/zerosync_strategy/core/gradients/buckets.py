@@ -58,8 +58,9 @@ class Bucket(ABC):
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
         pending_params: parameters whose gradient the running backward has not completed.
-        grad_ready: by stream, the event after the last of its gradients that was completed there and is not reduced
-            yet (B1).
+        grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
+            completed there (B1).
+        spare_events: by stream, its event, recorded or not.
         target: its ranges of this rank's shard, ``(offset, elements)``.
         evenly_sharded: no rank receives much more of it than the others. The last backward streams no other bucket: it
             would keep one link busy after the other, where the close keeps all busy.
@@ -86,6 +87,7 @@ class Bucket(ABC):
         self.is_reduced = False
         self.pending_params: set[Any] = set()
         self.grad_ready: dict[Any, Any] = {}
+        self.spare_events: dict[Any, Any] = {}
         self.numel = sum(map(zero3.full_numel, params))
         self.dtype = local.dtype if local.converts else params[0].dtype
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))

@@ -134,14 +134,21 @@ class Reducer(ABC):
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window."""
+        """A backward begins; ``last``: it is known to be the last of its window.
+
+        Raises:
+            RuntimeError: it is being captured into a CUDA graph.
+        """
+        self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
         for bucket in self.buckets:
             bucket.begin_backward()
         self._to_stream = deque(
             bucket for bucket in self.buckets if not bucket.deferred or (last and bucket.evenly_sharded)
         )
-        self._streaming_backwards += bool(self._to_stream)
+        if self._to_stream:
+            self._streaming_backwards += 1
+            self.streams.reductions_wait_for_caller()
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a backward that streams, reduce the buckets that are complete."""
@@ -149,7 +156,8 @@ class Reducer(ABC):
         if bucket is None:
             return
         bucket.collect(param)
-        self.streams.record_grad_ready(bucket.grad_ready)
+        if self._to_stream:
+            self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         bucket.pending_params.discard(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
         while self._to_stream and not self._to_stream[0].pending_params:
@@ -212,7 +220,6 @@ class Reducer(ABC):
 
     def end_window(self) -> None:
         """The step has used the shards."""
-        self.streams.reductions_wait_for_step()
         self.sent_floor = 0
         self.local.reset_peak()
 
@@ -289,7 +296,6 @@ class Reducer(ABC):
             bucket.is_reduced = False
         self._shards_ready = False
         self._discard_shards()
-        self.streams.reductions_wait_for_step()
 
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""

@@ -183,13 +183,13 @@ class Window:
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() first, or zero_grad() to drop the reduced gradients."
             )
+        is_last = self._last is _Last.NEXT and self._overlap_last
+        self._reducer.begin_backward(last=is_last)  # may refuse; then nothing has begun
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
         self._aborted = None
-        is_last = self._last is _Last.NEXT and self._overlap_last
         self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
-        self._reducer.begin_backward(last=is_last)
 
     def _end_backward(self) -> None:
         # A backward that runs inside another ends with it.
