@@ -71,10 +71,13 @@ class CollectiveCounter:
     """Counts every collective that DeepSpeed issues in this process, by kind, between ``start`` and ``stop``.
 
     Several counters may run at once. Usable as a context manager.
+
+    Attributes:
+        traffic: what was counted and not taken yet, by kind.
     """
 
     def __init__(self) -> None:
-        self._traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, Traffic] = {}
 
     def start(self) -> CollectiveCounter:
         """Begin to count. DeepSpeed's process group must exist.
@@ -101,7 +104,7 @@ class CollectiveCounter:
 
     def take(self) -> Mapping[str, Traffic]:
         """Return what was counted since the last call, by kind."""
-        traffic, self._traffic = self._traffic, {}
+        traffic, self.traffic = self.traffic, {}
         return traffic
 
     def __enter__(self) -> CollectiveCounter:
@@ -111,7 +114,7 @@ class CollectiveCounter:
         self.stop()
 
     def _add(self, kind: str, traffic: Traffic) -> None:
-        self._traffic[kind] = self._traffic.get(kind, Traffic()) + traffic
+        self.traffic[kind] = self.traffic.get(kind, Traffic()) + traffic
 
 
 class EngineCounter(CollectiveCounter):
@@ -131,8 +134,8 @@ class EngineCounter(CollectiveCounter):
 
     def attribute(self) -> None:
         """Count for this engine what the process has sent since the last such call of any engine."""
-        if self._traffic:
-            for kind, traffic in self._traffic.items():
+        if self.traffic:
+            for kind, traffic in self.traffic.items():
                 self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
             _forget_unattributed()
 
@@ -145,7 +148,7 @@ class EngineCounter(CollectiveCounter):
 def _forget_unattributed() -> None:
     for counter in comm_backend()._zerosync_counters:
         if isinstance(counter, EngineCounter):
-            counter._traffic = {}
+            counter.traffic = {}
 
 
 def _tensors_of(payload: Any) -> Sequence[torch.Tensor]:

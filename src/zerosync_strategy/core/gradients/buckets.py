@@ -57,7 +57,7 @@ class Bucket(ABC):
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
-        pending_params: parameters whose gradient the running backward has not completed.
+        pending: in a backward that reduces it, the ids of parameters whose gradient it has not completed.
         grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
             completed there (B1).
         spare_events: by stream, its event, recorded or not.
@@ -85,7 +85,7 @@ class Bucket(ABC):
         self.streams = streams
         self.needs_reduce = False
         self.is_reduced = False
-        self.pending_params: set[Any] = set()
+        self.pending: set[int] = set()
         self.grad_ready: dict[Any, Any] = {}
         self.spare_events: dict[Any, Any] = {}
         self.numel = sum(map(zero3.full_numel, params))
@@ -113,11 +113,6 @@ class Bucket(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Forget the gradients."""
-
-    def begin_backward(self) -> None:
-        """A backward begins, and may complete any of the gradients."""
-        self.needs_reduce = True
-        self.pending_params = set(self.params)
 
     def mark_reduced(self) -> None:
         """The gradients are reduced, or dropped."""

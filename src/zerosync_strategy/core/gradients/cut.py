@@ -30,7 +30,7 @@ class CutBucket(Bucket):
         names: Mapping[Any, str],
     ) -> None:
         super().__init__(layout, params, deferred, local, streams, names)
-        self._counted: set[Any] = set()
+        self._counted: set[int] = set()  # ids of parameters
         self._width = sum(layout.shard_numels[param] for param in params)
         self._numels = [zero3.full_numel(param) for param in params]
         # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
@@ -47,8 +47,8 @@ class CutBucket(Bucket):
             before = zero.accumulated_gradient(param)
             zero.set_accumulated_gradient(param, gradient if before is None else before.add_(gradient))
             param.grad = None
-        if param not in self._counted:
-            self._counted.add(param)
+        if id(param) not in self._counted:
+            self._counted.add(id(param))
             self.local.count(self.local.nbytes(param))
 
     def add(self, param: Any, gradient: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class CutBucket(Bucket):
             param.grad = None
             if self.local.converts:
                 zero.set_accumulated_gradient(param, None)
-        self.local.count(-sum(map(self.local.nbytes, self._counted)))
+        self.local.count(-sum(self.local.nbytes(param) for param in self.params if id(param) in self._counted))
         self._counted.clear()
 
     def _gradient(self, param: Any) -> torch.Tensor | None:

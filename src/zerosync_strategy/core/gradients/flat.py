@@ -41,7 +41,7 @@ class FlatBucket(Bucket):
         super().__init__(layout, params, deferred, local, streams, names)
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
-        self._views: dict[Any, torch.Tensor] = {}  # of what is in its place
+        self._views: dict[int, torch.Tensor] = {}  # by id of the parameter, of what is in its place
         self._begins: dict[Any, int] = {}  # of each parameter in the memory
         self._blanks: list[tuple[int, int]] = []
         self.owners: Owners | None = None
@@ -85,18 +85,18 @@ class FlatBucket(Bucket):
         self.evenly_sharded = len(sizes) == layout.world_size and max(sizes.values()) * len(sizes) <= 1.25 * end
 
     def collect(self, param: Any) -> None:
-        gradient = param.grad
-        if gradient is None or gradient is self._views.get(param):
+        gradient, view = param.grad, self._views.get(id(param))
+        if gradient is view or gradient is None:
             return
         source = gradient.detach() if gradient.requires_grad else gradient
-        if self.local.converts and param in self._views:
-            self._views[param].add_(source)
+        if self.local.converts and view is not None:
+            view.add_(source)
         else:
-            self._place_of(param).copy_(source)
+            view = self._place_of(param).copy_(source)
         if self.local.converts:
             param.grad = None
         elif not gradient.requires_grad:  # else the program may go on to differentiate it
-            param.grad = self._views[param]
+            param.grad = view
 
     def add(self, param: Any, gradient: torch.Tensor) -> None:
         if param.grad is not None or self.local.converts:
@@ -134,7 +134,7 @@ class FlatBucket(Bucket):
     def _complete(self) -> torch.Tensor:
         """Return the memory with every gradient in its place, on the reduction stream."""
         for param in self.params:
-            gradient, view = param.grad, self._views.get(param)
+            gradient, view = param.grad, self._views.get(id(param))
             if gradient is view and view is not None:
                 continue
             if gradient is None or self.local.converts:
@@ -157,7 +157,7 @@ class FlatBucket(Bucket):
         else:
             self.streams.wait_for_allocation(self._memory, self._allocation)
         begin = self._begins[param]
-        view = self._views[param] = self._memory[begin : begin + param.numel()].view(param.shape)
+        view = self._views[id(param)] = self._memory[begin : begin + param.numel()].view(param.shape)
         return view
 
 

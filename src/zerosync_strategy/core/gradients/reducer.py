@@ -63,6 +63,7 @@ class Reducer(ABC):
         names: of the parameters, for profiles.
 
     Attributes:
+        is_streaming: the running backward has buckets to reduce.
         is_native: the backend has a reduce-scatter of its own.
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
         norm: the L2 norm of the gradients in the shards, times DeepSpeed's loss scale, once it has been computed.
@@ -86,9 +87,10 @@ class Reducer(ABC):
         self.sent_floor = 0
         self.norm: torch.Tensor | None = None
         self._ordered = config.reduction == "ordered"
-        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        # By id: torch computes the hash of a tensor in Python.
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[Bucket] = deque()  # in the running backward
-        self._has_streamed = False
+        self.is_streaming = self._has_streamed = False
         self._in_flight: deque[_InFlight] = deque()
         self._abandoned: list[_InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
@@ -142,40 +144,41 @@ class Reducer(ABC):
         self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
         for bucket in self.buckets:
-            bucket.begin_backward()
+            bucket.needs_reduce = True
         self._to_stream = deque(
             bucket for bucket in self.buckets if not bucket.deferred or (last and bucket.evenly_sharded)
         )
-        if self._to_stream:
+        for bucket in self._to_stream:
+            bucket.pending = set(map(id, bucket.params))
+        self.is_streaming = bool(self._to_stream)
+        if self.is_streaming:
             self._streaming_backwards += 1
             self.streams.reductions_wait_for_caller()
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a backward that streams, reduce the buckets that are complete."""
-        bucket = self._bucket_of.get(param)
+        bucket = self._bucket_of.get(id(param))
         if bucket is None:
             return
         bucket.collect(param)
-        if self._to_stream:
-            self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
-        bucket.pending_params.discard(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
-        while self._to_stream and not self._to_stream[0].pending_params:
+        if not self.is_streaming:
+            return
+        self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
+        bucket.pending.discard(id(param))
+        while self._to_stream and not self._to_stream[0].pending:
             self._reduce_bucket(self._to_stream.popleft())
+        self.is_streaming = bool(self._to_stream)
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
-        self._bucket_of[param].add(param, gradient)
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the running backward has buckets to reduce."""
-        return bool(self._to_stream)
+        self._bucket_of[id(param)].add(param, gradient)
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
         while self._to_stream:
             self._reduce_bucket(self._to_stream.popleft())
+        self.is_streaming = False
         with self.streams.on_reduction_stream(()):
             self._wait_reduce_scatter(0)
         streamed, self._has_streamed = self._has_streamed, False
@@ -288,7 +291,7 @@ class Reducer(ABC):
     def drop(self) -> None:
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
-        self._has_streamed = False
+        self.is_streaming = self._has_streamed = False
         self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:
