@@ -31,6 +31,7 @@ from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
+from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -77,6 +78,7 @@ class AttachedEngine:
         if is_stage_3:
             self.cache = ParameterCache.of(optimizer, config.held_bytes)
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
@@ -266,6 +268,7 @@ class AttachedEngine:
             self.window.warn_if_open("save_checkpoint() was called")
         if self.scheduler is not None:
             self.scheduler.before_checkpoint()
+        self._adopt_edits()  # a resumed run starts from the master weights
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
@@ -313,7 +316,7 @@ class AttachedEngine:
     # ---- helpers -------------------------------------------------------------------------------------------------
 
     def _adopt_edits(self) -> None:
-        """Let the step start from the parameters as the program has left them (N1)."""
+        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
         optimizer, reducer = self.engine.optimizer, self.reducer
         concurrent = reducer.streams.concurrent
         if isinstance(reducer, Stage12Reducer):
