@@ -25,6 +25,7 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
     wrap_checkpoint_errors,
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
+from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -38,6 +39,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.race_check import RaceCheckMember
 
+_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
 
 
@@ -50,6 +52,7 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
+        frozen: which parameters are not stepped.
         cache, scheduler, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
         gradient_ready: the window's, without a step between.
@@ -69,7 +72,11 @@ class AttachedEngine:
         self._names = {param: name for name, param in engine.module.named_parameters()}
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
         self.traffic = EngineCounter()
-        self.window = Window(self.reducer, config.overlap_last, self.traffic, self.activity)
+        self.frozen = FrozenParameters(
+            lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
+        )
+        begins = self.frozen.backward_begins
+        self.window = Window(self.reducer, config.overlap_last, self.traffic, self.activity, begins)
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
@@ -87,6 +94,7 @@ class AttachedEngine:
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
         self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
+        self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
@@ -216,6 +224,7 @@ class AttachedEngine:
 
     def zero_grad(self) -> None:
         self._shows_gradients = False  # they are dropped with those in the shards
+        self.frozen.forget()
         self.window.zero_grad()
 
     @contextmanager
@@ -233,6 +242,16 @@ class AttachedEngine:
                 " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
                 " in any case."
             )
+        if len(zero.stepping_optimizer(self.engine).param_groups) != self._param_groups:
+            self.refuse_param_group()
+
+    def refuse_param_group(self) -> None:
+        raise ValueError(
+            "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
+            " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
+            " as many groups as will need options of their own, and freeze after it those that are to train later. (In"
+            " Lightning, a BaseFinetuning callback may freeze them before.)"
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -243,7 +262,7 @@ class AttachedEngine:
                 self.window.begin_step()
             self._adopt_edits()
             try:
-                with phase("step"):
+                with phase("step"), self.frozen.stepping():
                     yield
             except BaseException as error:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
@@ -275,6 +294,15 @@ class AttachedEngine:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
         return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag) or UNREADABLE)
+
+    def client_state(self) -> dict[str, Any]:
+        cohorts = self.frozen.state(self._names, zero.data_parallel_group(self.engine.optimizer))
+        return {_COHORTS: cohorts} if cohorts else {}
+
+    def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        cohorts = client_state.pop(_COHORTS, [])
+        if optimizer_states:
+            self.frozen.load(cohorts, self._names)
 
     def nothing_loaded(self, path: Any) -> None:
         if self.engine.global_rank == 0:
@@ -323,6 +351,16 @@ class AttachedEngine:
             adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names, concurrent)
         else:
             adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
+
+    def _master_weights(self) -> list[zero.MasterWeights]:
+        optimizer, reducer = self.engine.optimizer, self.reducer
+        if isinstance(reducer, Stage12Reducer):
+            return zero12.master_weights(optimizer, reducer.groups)
+        return zero3.master_weights(optimizer)
+
+    def _states_made(self) -> None:
+        if isinstance(self.reducer, Stage12Reducer):
+            zero12.link_states_anew(self.engine.optimizer)
 
     def _check_trained(self, thawed: list[Any]) -> None:
         """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
@@ -98,10 +100,39 @@ class StochasticWeightAveragingOverrides(CallbackOverrides):
             super().transfer_weights(average_model, model)  # type: ignore[misc]
 
 
+class FinetuningOverrides(CallbackOverrides):
+    """It refuses DeepSpeed, where parameters cannot be added to an optimizer. They may be in it, frozen."""
+
+    _restarting: bool
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(SimpleNamespace(strategy=None), pl_module, stage)  # type: ignore[misc]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restarting = False  # the optimizer's groups are the engine's
+        super().on_fit_start(trainer, pl_module)  # type: ignore[misc]
+        if isinstance(self, BackboneFinetuning):
+            held = {
+                param
+                for optimizer in trainer.optimizers
+                for group in optimizer.param_groups
+                for param in group["params"]
+            }
+            thawed = list(self.filter_params(pl_module.backbone, self.train_bn, requires_grad=False))
+            if missing := sum(param not in held for param in thawed):
+                raise MisconfigurationException(
+                    f"BackboneFinetuning would add {missing} of the {len(thawed)} parameters of the backbone to the"
+                    " optimizer, which ZeRO cannot do once the engine is built. Give the optimizer all parameters in"
+                    " configure_optimizers(), those of the backbone as its last group. They are not stepped while they"
+                    " are frozen."
+                )
+
+
 _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
     GradientAccumulationScheduler: SchedulerOverrides,
     WeightAveraging: WeightAveragingOverrides,
     StochasticWeightAveraging: StochasticWeightAveragingOverrides,
+    BaseFinetuning: FinetuningOverrides,
 }
 
 
@@ -111,6 +142,11 @@ def adapt(trainer: Trainer) -> None:
         for stock, overrides in _OVERRIDES.items():
             if isinstance(callback, stock) and not isinstance(callback, overrides):
                 interpose(callback, overrides)
+
+
+def thaws(trainer: Trainer) -> bool:
+    """Whether a callback may let parameters train that are frozen when the training starts."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def leave(trainer: Trainer) -> None:

@@ -27,7 +27,7 @@ from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import as_frozen, restrict
+from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
@@ -224,10 +224,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super()._initialize_deepspeed_train(model)
         else:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
-            self._parts = divide(model, optimizers)
-            self._check_precision()
-            for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
-                self._setup_model_and_optimizer(module, optimizer)
+            held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+            with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
+                self._parts = divide(model, optimizers)
+                self._check_precision()
+                for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
+                    self._setup_model_and_optimizer(module, optimizer)
             self._set_deepspeed_activation_checkpointing()
             self.model = self.zerosyncs[0].engine
             self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]

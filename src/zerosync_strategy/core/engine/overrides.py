@@ -37,6 +37,9 @@ class EngineHooks(Protocol):
     def check_step(self) -> None:
         """Raise where ``engine.step()`` is illegal."""
 
+    def refuse_param_group(self) -> None:
+        """Raise: parameters were added to the optimizer."""
+
     def step(self) -> AbstractContextManager[None]:
         """Around the ZeRO optimizer's own step."""
 
@@ -45,6 +48,12 @@ class EngineHooks(Protocol):
 
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         """Around ``load_checkpoint``."""
+
+    def client_state(self) -> dict[str, Any]:
+        """Return what a checkpoint is to hold beside the program's own state. Collective."""
+
+    def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        """Take out of ``client_state`` what :meth:`client_state` has put there."""
 
     def nothing_loaded(self, path: Any) -> None:
         """``load_checkpoint`` has found no checkpoint in the directory."""
@@ -109,15 +118,24 @@ class EngineOverrides:
         self._zerosync_hooks.zero_grad()
         super().zero_grad()  # type: ignore[misc]
 
-    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._zerosync_hooks.saving(save_dir):
-            return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
+            state = {**(client_state or {}), **self._zerosync_hooks.client_state()}
+            return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        options = (tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with self._zerosync_hooks.loading(load_dir, tag):
-            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+            loaded = super().load_checkpoint(load_dir, *options, **kwargs)  # type: ignore[misc]
         if loaded[0] is None:
             self._zerosync_hooks.nothing_loaded(load_dir)
+        else:
+            self._zerosync_hooks.loaded(loaded[1], load_optimizer_states and not load_module_only)
         return loaded
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +163,10 @@ class OptimizerOverrides:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._zerosync_hooks.zero_grad()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raises: DeepSpeed would never step it."""
+        self._zerosync_hooks.refuse_param_group()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""

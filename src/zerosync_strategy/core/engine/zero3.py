@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.zero import MasterWeights
 
 # ---- one parameter ---------------------------------------------------------------------------------------------------
 
@@ -372,6 +373,15 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for shard, master in pairs:
         if shard is not None and shard.numel() == master.numel() and shard.data_ptr() != master.data_ptr():
             yield shard.data, master.data
+
+
+def master_weights(optimizer: Any) -> list[MasterWeights]:
+    """Return this rank's master weights of each group, by the parameters that they are of, padding included."""
+    masters = []
+    for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        ends = list(itertools.accumulate(map(shard_numel, params)))
+        masters.append(MasterWeights(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
+    return masters
 
 
 # ---- full parameters, checkpoints, several engines -------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Window:
         overlap_last: reduce during the backward that is promised to be the last.
         traffic: counts what the engine sends.
         activity: a context that notes down what this rank does, around what may communicate (W4).
+        begins: is called when a backward begins, with whether it opens the window.
 
     Attributes:
         backwards: backwards since the last optimizer step; one that runs inside another counts with it.
@@ -84,11 +85,13 @@ class Window:
         overlap_last: bool,
         traffic: EngineCounter,
         activity: Callable[[str], AbstractContextManager[None]],
+        begins: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._reducer = reducer
         self._overlap_last = overlap_last
         self._traffic = traffic
         self._activity = activity
+        self._begins = begins
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
@@ -183,6 +186,7 @@ class Window:
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() first, or zero_grad() to drop the reduced gradients."
             )
+        self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
