@@ -9,23 +9,14 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
 
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import MICRO, WORLD, adamw
+from tests.harness.problem import WORLD, adamw
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, make_trainer, strategy
+from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, WholeLoader, make_trainer, strategy
 
 BATCHES = 6
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-class WholeLoader(PositionedLoader):
-    """Of the global batch."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        DataLoader.__init__(self, Data(BATCHES), batch_size=MICRO * WORLD)
 
 
 class Scheduled(Module):
@@ -67,7 +58,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train and save in mid-epoch, and resume from there."""
     results = []
-    for options in ({"callbacks": [SaveInEpoch(2, 3, path)]}, {"ckpt_path": path}):
+    for options in ({"callbacks": [SaveAfter(3, path, 2)]}, {"ckpt_path": path}):
         module, callback = Scheduled(), make()
         callbacks = [callback, *options.pop("callbacks", [])]
         trainer = make_trainer(strategy(), callbacks, max_epochs=4, devices=devices)
@@ -91,7 +82,7 @@ def test_training_checkpoint_and_resume(stage: int, make: Callable[[], Any], tmp
         return train(make, WORLD, lambda: sharded(stage), tmp_path / "mid", lambda: PositionedLoader(Data(BATCHES)))
 
     def in_one_process() -> Any:
-        return train(make, 1, lambda: "auto", tmp_path / "plain.ckpt", WholeLoader)
+        return train(make, 1, lambda: "auto", tmp_path / "plain.ckpt", lambda: WholeLoader(BATCHES))
 
     (expected,) = run_ranks(in_one_process, world_size=1)
     for found in run_ranks(run):
@@ -100,24 +91,14 @@ def test_training_checkpoint_and_resume(stage: int, make: Callable[[], Any], tmp
             assert distance(found[0], found[1]) == 0.0
 
 
-class SaveInEpoch(SaveAfter):
-    def __init__(self, epoch: int, batch: int, path: Path) -> None:
-        super().__init__(batch, path)
-        self.epoch = epoch
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (self.epoch, self.batch):
-            trainer.save_checkpoint(self.path)
-
-
 @STAGES
 def test_a_checkpoint_has_the_average(stage: int, tmp_path: Path) -> None:
     """Whoever loads it without the callback gets the average; with the callback, training starts from both."""
 
     def run() -> Any:
         callback, data, path = EMAWeightAveraging(decay=0.7), Data(BATCHES), tmp_path / "mid"
-        callback_of_plain = SaveInEpoch(0, BATCHES - 1, tmp_path / "plain")
-        trainer = make_trainer(sharded(stage), [callback, SaveInEpoch(0, BATCHES - 1, path)])
+        callback_of_plain = SaveAfter(BATCHES - 1, tmp_path / "plain")
+        trainer = make_trainer(sharded(stage), [callback, SaveAfter(BATCHES - 1, path)])
         trainer.fit(Scheduled(), data.loader())
         average = {name: param.clone() for name, param in callback._average_model.module.named_parameters()}
         found = [Scheduled.load_from_checkpoint(path / "averaged.ckpt"), Scheduled(), Scheduled()]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, loss_of
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, make_trainer, strategy
+from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, WholeLoader, make_trainer, strategy
 
 BATCHES = 4
 
@@ -71,19 +71,26 @@ def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
         assert distance(found, expected) < 1e-5 and found_rates == rates
 
 
-def test_resume_with_a_frozen_backbone(tmp_path: Path) -> None:
-    """And thaw it, after an epoch in which the head alone was stepped."""
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("epoch", [0, 2], ids=["frozen", "thawed"])
+def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
+    """Lightning leaves what was thawed before the checkpoint frozen when it resumes, and so do we."""
 
-    def run() -> Any:
+    def run(in_one_process: bool) -> Any:
         results = []
-        for options in ({}, {"ckpt_path": tmp_path / "mid"}):
-            callbacks = [backbone(), *([] if options else [SaveAfter(1, tmp_path / "mid")])]
-            trainer = make_trainer(strategy(2), callbacks, max_epochs=3)
-            trainer.fit(module := Tuned(), PositionedLoader(Data(BATCHES)), **options)
+        path = tmp_path / str(in_one_process)
+        for options in ({}, {"ckpt_path": path}):
+            callbacks = [backbone(), *([] if options else [SaveAfter(1, path, epoch)])]
+            trains_with = "auto" if in_one_process else strategy(stage)
+            trainer = make_trainer(trains_with, callbacks, max_epochs=4, devices=1 if in_one_process else WORLD)
+            loader = WholeLoader(BATCHES) if in_one_process else PositionedLoader(Data(BATCHES))
+            trainer.fit(module := Tuned(), loader, **options)
             results.append(full_parameters(module))
-        return distance(*results)
+        return results
 
-    assert run_ranks(run) == [0.0, 0.0]
+    (expected,) = run_ranks(run, True, world_size=1)
+    for found in run_ranks(run, False):
+        assert [distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

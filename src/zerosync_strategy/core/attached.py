@@ -15,9 +15,10 @@ from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero12
+from zerosync_strategy.core.engine import compilation, contract, fragments, zero, zero3, zero12
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
+from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.failures.checkpoint_errors import (
     UNREADABLE,
     UNWRITABLE,
@@ -26,6 +27,7 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
+from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -44,7 +46,9 @@ _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are at
 
 
 class AttachedEngine:
-    """The mechanisms of one attached engine. Implements :class:`~engine.overrides.EngineHooks`.
+    """The mechanisms of one attached engine.
+
+    Implements :class:`~engine.overrides.EngineHooks` and :class:`~engine.fragments.FragmentHooks`.
 
     Args:
         engine: the DeepSpeed engine, verified (C1).
@@ -75,8 +79,10 @@ class AttachedEngine:
         self.frozen = FrozenParameters(
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
         )
-        begins = self.frozen.backward_begins
-        self.window = Window(self.reducer, config.overlap_last, self.traffic, self.activity, begins)
+        self._changes = LocalChanges(self.reducer.params, self._names)
+        self.window = Window(
+            self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, self._changes
+        )
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
@@ -104,6 +110,7 @@ class AttachedEngine:
         for target, layer in self._layers:
             target._zerosync_hooks = self
             interpose(target, layer)
+        fragments.intercept(self.reducer.params, self)
         self.race_check.join()
         _engines.add(self)
 
@@ -128,6 +135,7 @@ class AttachedEngine:
         for mechanism in (self.unshard_on_read, self.scheduler, self.cache):  # the last that came goes first
             if mechanism is not None:
                 mechanism.detach()
+        fragments.release(self.reducer.params)
         for target, layer in self._layers:
             restore(target, layer)
             del target._zerosync_hooks, target._zerosync
@@ -178,9 +186,55 @@ class AttachedEngine:
                 hide_gradients(self.reducer)
             self._shows_gradients = False
 
-    def local_gradients(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def local_gradients(self) -> Iterator[None]:
         """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
-        return zero3.accepting_gradients(self.reducer.params)
+        with zero3.accepting_gradients(self.reducer.params):
+            yield
+        if self.window.state is WindowState.OPEN:
+            self._changes.note()
+
+    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+        if self._shows_gradients:
+            return param.grad
+        if self.window.state is WindowState.CLOSED:
+            raise ValueError(
+                "safe_get_full_grad() was called, but no backward ran since the last optimizer step, which has used the"
+                " gradients up. Call it between backward and step."
+            )
+        with self.activity("safe_get_full_grad()"):
+            is_local = self.reducer.keeps_gradients and not self.window.early_reductions
+            if self.window.state is WindowState.OPEN and is_local:
+                return self._average(param)
+            self.window.reduce()
+            return stock()
+
+    def _average(self, param: Any) -> torch.Tensor:
+        """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
+        from deepspeed import comm
+
+        layout = next(layout for layout in self.reducer.layouts if any(each is param for each in layout.params))
+        total = torch.zeros(zero3.full_shape(param), device=param.device)
+        gradient = self.reducer.local.get(param)
+        if gradient is not None:
+            total += gradient
+        comm.all_reduce(total, group=layout.process_group)
+        return total.div_(layout.divisor)
+
+    def check_gradients(self, function: str) -> None:
+        if self.window.state is not WindowState.REDUCED:
+            when = "they are still each rank's own" if self.window.state is WindowState.OPEN else "there are none"
+            raise RuntimeError(
+                f"{function} reaches the averaged gradients in ZeRO's shards, and {when}. Call it between backward and"
+                " step, after reduce() of the handle that attach() returned; or use 'with zerosync.full_gradients():',"
+                " where param.grad is the averaged gradient, to read and to change."
+            )
+        if zero.offloads(self.engine.optimizer) and "set" in function:
+            raise RuntimeError(
+                f"{function} does not reach an offloaded optimizer's norm of the gradients. Use 'with"
+                " zerosync.full_gradients():', where param.grad is the averaged gradient, to read and to change."
+            )
+        self.reducer.norm = None
 
     def _clip_shown(self) -> None:
         """Clip the gradients that the parameters show, instead of the coming step. Collective."""
@@ -314,7 +368,9 @@ class AttachedEngine:
 
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
-        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"):
+        # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
+        trained = as_trained(self.reducer.params)
+        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
             yield
 
     def check_full_state_dict(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zerosync_strategy.core.engine import zero3
+
 
 class EngineHooks(Protocol):
     """What the methods of an attached engine and its optimizer call."""
@@ -60,6 +62,9 @@ class EngineHooks(Protocol):
 
     def check_full_state_dict(self) -> None:
         """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
+
+    def check_gradients(self, function: str) -> None:
+        """Raise where the gradients in the shards are not those that the coming step uses."""
 
     def compiling(self) -> AbstractContextManager[None]:
         """Around DeepCompile's preparation of the engine."""
@@ -198,6 +203,34 @@ class Stage3Overrides(OptimizerOverrides):
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]
+
+    # What DeepSpeed's functions safe_get_... and safe_set_... call.
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> Any:
+        self._zerosync_hooks.check_gradients("safe_get_local_grad()")
+        return super().get_local_fp32_grad_for_param(param)  # type: ignore[misc]
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_hooks.check_gradients("safe_set_local_grad()")
+        super().set_local_grad_for_param(value, param)  # type: ignore[misc]
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_hooks.check_gradients("safe_set_full_grad()")
+        super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        self._zerosync_hooks.check_gradients("safe_update_full_grad_vectorized()")
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3.take_master_weights(self, param)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3.take_master_weights(self, param)
 
 
 class GatherHooks(Protocol):

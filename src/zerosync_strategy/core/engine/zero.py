@@ -107,6 +107,11 @@ def forget_backward(optimizer: Any) -> None:
     optimizer.clear_backward_seen_flag()
 
 
+def offloads(optimizer: Any) -> bool:
+    """Return whether the optimizer's states are on the host, or on disk."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
 def loss_scale(optimizer: Any) -> float:
     """Return the factor that fp16 losses are multiplied with; 1 in other dtypes."""
     return optimizer.loss_scale

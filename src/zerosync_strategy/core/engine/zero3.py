@@ -375,6 +375,13 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield shard.data, master.data
 
 
+def take_master_weights(optimizer: Any, param: Any) -> None:
+    """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
+    if is_gathered(param):
+        param.partition()
+
+
 def master_weights(optimizer: Any) -> list[MasterWeights]:
     """Return this rank's master weights of each group, by the parameters that they are of, padding included."""
     masters = []
