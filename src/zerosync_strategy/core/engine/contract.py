@@ -178,6 +178,8 @@ STAGE_3 = (
     Internal("edited parameters", "optimizer", "fp16_partitioned_groups_flat"),
     Internal("edited parameters", "optimizer", "fp32_partitioned_groups_flat"),
     Internal("edited parameters", "parameter", "ds_tensor"),
+    Internal("frozen parameters", "optimizer", "swap_optimizer", optional=True),
+    Internal("frozen parameters", "optimizer", "backup_optimizer", optional=True),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),

@@ -48,6 +48,8 @@ def _intercept(param: Any, hooks: FragmentHooks) -> None:
             param, lambda: param._z3_optimizer.get_fp32_grad_for_param(param)
         )
     else:
+        if missing := {_GET, _SET, _SET_VALUE} - attributes.keys():
+            raise contract.changed("access to shards", f"parameters lack {', '.join(sorted(missing))}")
         stock = {name: attributes[name] for name in (_GET, _SET, _SET_VALUE)}
         attributes["_zerosync_stock"] = stock
 

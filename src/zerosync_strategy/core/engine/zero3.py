@@ -383,7 +383,16 @@ def take_master_weights(optimizer: Any, param: Any) -> None:
 
 
 def master_weights(optimizer: Any) -> list[MasterWeights]:
-    """Return this rank's master weights of each group, by the parameters that they are of, padding included."""
+    """Return this rank's master weights of each group, by the parameters that they are of, padding included.
+
+    Raises:
+        ValueError: their states are not in memory, or another optimizer steps some of them.
+    """
+    if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
+        raise ValueError(
+            "The optimizer trains parameters that are frozen, while 'offload_optimizer' keeps its states on NVMe or has"
+            " a 'ratio' below 1: ZeRO would step them. Leave them out of the optimizer, or keep its states in memory."
+        )
     masters = []
     for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         ends = list(itertools.accumulate(map(shard_numel, params)))
