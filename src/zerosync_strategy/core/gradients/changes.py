@@ -40,7 +40,11 @@ class LocalChanges:
         seen, self._seen = self._seen, []
         for param, grad, version in seen:
             now = param.grad
-            if now is not None and param is not but and (now is not grad or now._version != version):
+            if now is None or param is but:
+                continue
+            # Views of one buffer have one version, which the gradient of `but` has changed for all of them.
+            is_known = but is None or not now._is_view()
+            if now is not grad or (is_known and now._version != version):
                 raise RuntimeError(
                     f"The gradient of {self._names.get(param, 'a parameter')!r} was changed between backward and step."
                     " There it is this rank's own, of which the step will take the average; or it is in ZeRO's shards"
