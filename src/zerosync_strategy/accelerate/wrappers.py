@@ -150,6 +150,21 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         self.zerosync.clip_next_step(0.0 if math.isinf(max_norm) else max_norm)
         return norm
 
+    def clip_grad_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the averaged gradients.
+
+        Raises:
+            ValueError: there are none: in mid-accumulation, or with ``step_on="backward"``.
+        """
+        if not self.gradient_state.sync_gradients or _steps_on_backward(self.zerosync):
+            raise ValueError(
+                "clip_grad_value_() clips the gradients of the coming step, averaged over the ranks, and there are none"
+                " in mid-accumulation, or with step_on='backward'. Call it where accelerator.sync_gradients is true,"
+                " with step_on='optimizer'."
+            )
+        with self.zerosync.full_gradients():
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
 
 class _OptimizerOverrides:
     """Overrides of a prepared optimizer."""
@@ -185,6 +200,12 @@ class _AcceleratorOverrides:
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
         return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        wrapped = self.deepspeed_engine_wrapped
+        if not isinstance(wrapped, ZeroSyncEngineWrapper):
+            return super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
+        wrapped.clip_grad_value(parameters, clip_value)
 
     def free_memory(self, *objects: Any) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None

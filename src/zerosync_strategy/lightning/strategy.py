@@ -9,13 +9,11 @@ import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -27,14 +25,15 @@ from typing_extensions import override
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import as_frozen, restrict
+from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.lightning import averages, callbacks
 from zerosync_strategy.lightning.configuration import fill_in, fill_in_precision
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
@@ -192,13 +191,16 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             yield
 
     @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        callbacks.adapt(self.lightning_module.trainer)  # before their setup()
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         if problem := dtype_problem(self.model):  # Lightning's precision would make them real
             raise MisconfigurationException(f"ZeroSyncStrategy found that {problem}")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerOverrides):
-                interpose(callback, _SchedulerOverrides)
         super().setup(trainer)
 
     @override
@@ -222,10 +224,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super()._initialize_deepspeed_train(model)
         else:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
-            self._parts = divide(model, optimizers)
-            self._check_precision()
-            for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
-                self._setup_model_and_optimizer(module, optimizer)
+            held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+            with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
+                self._parts = divide(model, optimizers)
+                self._check_precision()
+                for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
+                    self._setup_model_and_optimizer(module, optimizer)
             self._set_deepspeed_activation_checkpointing()
             self.model = self.zerosyncs[0].engine
             self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]
@@ -284,6 +288,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         filepath = self.broadcast(filepath)
+        checkpoint, averaged = averages.divide(checkpoint)
         with self._whole_checkpoint():
             super().save_checkpoint(checkpoint, filepath, storage_options)
         for index, zerosync in enumerate(self.zerosyncs[1:], 1):
@@ -292,6 +297,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
         if self.is_global_zero:
             remove_others(filepath, len(self.zerosyncs))
+            averages.save(averaged, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -311,13 +317,15 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,
                 load_module_strict=self.lightning_module.strict_loading,
             )  # fmt: skip
-        return client_state
+        return client_state | averages.load(checkpoint_path)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if not (self.load_full_weights and self.zero_stage_3):
-            return super().load_model_state_dict(checkpoint, strict)
+            if "state_dict" in checkpoint and averages.is_wanted(self.lightning_module.trainer):
+                averages.give(self.lightning_module, checkpoint["state_dict"], strict)
+            return
         state = checkpoint["state_dict"]
         check_full_weights(self.lightning_module, state, strict)
         super().load_model_state_dict(checkpoint, strict)
@@ -362,23 +370,13 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def teardown(self) -> None:
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
-        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _SchedulerOverrides):
-                restore(callback, _SchedulerOverrides)
+        callbacks.leave(self.lightning_module.trainer)
         super().teardown()
 
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:
             zerosync.abort(reason)
             zerosync.end_racecheck(reason)
-
-
-class _SchedulerOverrides:
-    """Lets ``GradientAccumulationScheduler`` run: it refuses DeepSpeed, where the engine owns accumulation."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        view = SimpleNamespace(strategy=None, accumulate_grad_batches=trainer.accumulate_grad_batches)
-        super().on_train_start(view, pl_module)  # type: ignore[misc]
 
 
 def _check_stage(stage: Any, name: str) -> None:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import contract
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """This rank's master weights of one flat group.
+
+    Attributes:
+        flat: all of them, as the torch optimizer has them.
+        slices: parameters, each with where its elements begin and end in ``flat``; in this order.
+    """
+
+    flat: torch.Tensor
+    slices: Sequence[tuple[Any, int, int]]
 
 
 def stage(engine: Any) -> int:
@@ -95,6 +110,11 @@ def forget_backward(optimizer: Any) -> None:
     """Let ``optimizer`` forget a backward that raised."""
     optimizer._backward_active_depth = 0
     optimizer.clear_backward_seen_flag()
+
+
+def offloads(optimizer: Any) -> bool:
+    """Return whether the optimizer's states are on the host, or on disk."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
 def loss_scale(optimizer: Any) -> float:

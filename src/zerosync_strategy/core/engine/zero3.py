@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.zero import MasterWeights
 
 # ---- one parameter ---------------------------------------------------------------------------------------------------
 
@@ -377,6 +378,31 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for shard, master in pairs:
         if shard is not None and shard.numel() == master.numel() and shard.data_ptr() != master.data_ptr():
             yield shard.data, master.data
+
+
+def take_master_weights(optimizer: Any, param: Any) -> None:
+    """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
+    if is_gathered(param):
+        param.partition()
+
+
+def master_weights(optimizer: Any) -> list[MasterWeights]:
+    """Return this rank's master weights of each group, by the parameters that they are of, padding included.
+
+    Raises:
+        ValueError: their states are not in memory, or another optimizer steps some of them.
+    """
+    if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
+        raise ValueError(
+            "The optimizer trains parameters that are frozen, while 'offload_optimizer' keeps its states on NVMe or has"
+            " a 'ratio' below 1: ZeRO would step them. Leave them out of the optimizer, or keep its states in memory."
+        )
+    masters = []
+    for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        ends = list(itertools.accumulate(map(shard_numel, params)))
+        masters.append(MasterWeights(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
+    return masters
 
 
 # ---- full parameters, checkpoints, several engines -------------------------------------------------------------------
