@@ -45,10 +45,10 @@ class LocalChanges:
             # Views of one buffer have one version, which the gradient of `but` has changed for all of them.
             is_known = but is None or not now._is_view()
             if now is not grad or (is_known and now._version != version):
-                which = "or of a parameter beside it " if now._is_view() else ""
+                name = repr(self._names.get(param, "a parameter"))
+                which = f"{name}, or of a parameter beside it," if now._is_view() else name
                 raise RuntimeError(
-                    f"The gradient of {self._names.get(param, 'a parameter')!r} {which}was changed between backward and step."
-                    " There it is this rank's own, of which the step will take the average; or it is in ZeRO's shards"
+                    f"The gradient of {which} was changed between backward and step. There it is this rank's own, of which the step will take the average; or it is in ZeRO's shards"
                     " already. Change it inside 'with zerosync.full_gradients():', with the handle that attach()"
                     " returned (under Accelerate, accelerator.deepspeed_engine_wrapped.zerosync; in Lightning,"
                     " trainer.strategy.zerosync), where it is averaged; or inside 'with zerosync.local_gradients():',"
