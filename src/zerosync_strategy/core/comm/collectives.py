@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -63,24 +65,23 @@ def reduce_scatter(
     if dist.get_backend(process_group) != "nccl":
         received = packed.new_empty(world_size - 1, widths[rank])
         rows = [*received[:rank], parts[rank], *received[rank:]]
-        works = _exchange(parts, rows, process_group, tag)
-        timeout = timeout_of(process_group)
-        return Pending(lambda: _sum_when_done(works, rows, timeout), works)
+        exchange = _exchange(parts, rows, process_group, tag)
+        return Pending(lambda: _sum_when_done(exchange, rows), exchange.works)
     if ordered:
         received_all = packed.new_empty(world_size * widths[rank])
         splits = [widths[rank]] * world_size
         work = comm.all_to_all_single(received_all, packed, splits, list(widths), group=process_group, async_op=True)
-        return Pending(lambda: _sum_when_done([work], list(received_all.view(world_size, -1))), [work])
+        return Pending(lambda: _sum_when_done(_Works([work]), list(received_all.view(world_size, -1))), [work])
     if len(set(widths)) == 1:
         result = packed.new_empty(widths[rank])
         work = comm.reduce_scatter_tensor(result, packed, group=process_group, async_op=True)
-        return Pending(lambda: _when_done([work], result), [work])
+        return Pending(lambda: _when_done(_Works([work]), result), [work])
     works = [
         comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
         for owner, part in enumerate(parts)
         if len(part)
     ]
-    return Pending(lambda: _when_done(works, parts[rank]), works)
+    return Pending(lambda: _when_done(_Works(works), parts[rank]), works)
 
 
 def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
@@ -95,9 +96,8 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
         This rank's part, pending.
     """
     own = parts[dist.get_rank(process_group)]
-    works = _exchange([own] * len(parts), list(parts), process_group, tag)
-    timeout = timeout_of(process_group)
-    return Pending(lambda: _when_done(works, own, timeout), works)
+    exchange = _exchange([own] * len(parts), list(parts), process_group, tag)
+    return Pending(lambda: _when_done(exchange, own), exchange.works)
 
 
 def all_gather_rows(rows: torch.Tensor, process_group: Any) -> None:
@@ -165,9 +165,18 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
 
 
+@dataclass(frozen=True)
+class _Works:
+    """What to wait for: the works of a process group. An exchange has a timeout, and others may look at who waits."""
+
+    works: Sequence[Any]
+    timeout: timedelta | None = None
+    wait: Wait | None = None
+
+
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
-) -> list[Any]:
+) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     from deepspeed import comm
 
@@ -180,19 +189,20 @@ def _exchange(
             works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    return works
+    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
 
 
-def _when_done(works: list[Any], result: torch.Tensor, timeout: timedelta | None = None) -> torch.Tensor:
+def _when_done(pending: _Works, result: torch.Tensor) -> torch.Tensor:
     # NCCL gets no timeout: its watchdog has one, and with a timeout the host would wait instead of a stream. gloo uses
     # the timeout with which the group was made, unless one is passed.
-    for work in works:
-        work.wait() if timeout is None else work.wait(timeout)
+    with waiting(pending.wait):
+        for work in pending.works:
+            work.wait() if pending.timeout is None else work.wait(pending.timeout)
     return result
 
 
-def _sum_when_done(works: list[Any], rows: Sequence[torch.Tensor], timeout: timedelta | None = None) -> torch.Tensor:
-    total = _when_done(works, rows[0], timeout).float()
+def _sum_when_done(pending: _Works, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = _when_done(pending, rows[0]).float()
     for row in rows[1:]:
         total += row
     return total
