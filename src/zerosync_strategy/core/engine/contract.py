@@ -82,6 +82,7 @@ ALL_STAGES = (
     Internal("window", "engine", "no_sync", (), public=True),
     Internal("window", "engine", "coalesce_grad_reduction", (), public=True),
     Internal("window", "engine", "destroy", (), public=True),
+    Internal("unused parameters", "engine", "zero_ignore_unused_parameters", ()),
     Internal("window", "engine config", "_param_dict"),
     Internal("window", "optimizer", "step", public=True),
     Internal("window", "optimizer", "optimizer", public=True),

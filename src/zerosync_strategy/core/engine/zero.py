@@ -33,6 +33,11 @@ def accumulate_outside(engine: Any) -> None:
     config.gradient_accumulation_steps = 1
 
 
+def needs_every_gradient(engine: Any) -> bool:
+    """Return whether the configuration makes a parameter without a gradient an error."""
+    return not engine.zero_ignore_unused_parameters()
+
+
 def stepping_optimizer(engine: Any) -> Any:
     """Return the torch optimizer that steps this rank's flat shards."""
     return engine.optimizer.optimizer
