@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.zero import offloads_optimizer
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
@@ -149,10 +150,9 @@ def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator
     Accelerate makes DeepSpeed's CPU Adam of any optimizer, without a word.
     """
     option = "zero_force_ds_cpu_optimizer"
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     optimizers = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
     others = [optimizer for optimizer in optimizers if not _is_plain_adam(optimizer)]
-    if offload.get("device", "none") == "none" or not others:
+    if not offloads_optimizer(config) or not others:
         yield
         return
     if config.get(option):

@@ -22,6 +22,12 @@ def user_config(engine: Any) -> dict[str, Any]:
     return found
 
 
+def offloads_optimizer(config: dict[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration, not an engine's yet, asks for an offloaded optimizer."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
+
+
 def accumulate_outside(engine: Any) -> None:
     """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
 
