@@ -22,10 +22,10 @@ def user_config(engine: Any) -> dict[str, Any]:
     return found
 
 
-def offloads_optimizer(config: dict[str, Any]) -> bool:
+def offloads_optimizer(configured: dict[str, Any]) -> bool:
     """Return whether a DeepSpeed configuration, not an engine's yet, asks for an offloaded optimizer."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload.get("device", "none") != "none")
+    asked = configured.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(asked.get("device", "none") != "none")
 
 
 def accumulate_outside(engine: Any) -> None:
