@@ -19,7 +19,7 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
-from zerosync_strategy.accelerate.trainer import keeps_engine
+from zerosync_strategy.accelerate.trainer import divides_losses, keeps_engine
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside
@@ -49,8 +49,12 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         require_same("accelerator.prepare()", {"optimizer": problem or "as asked"} | model_facts(model))
         if problem:
             raise ValueError(f"accelerator.prepare() found that {problem}")
+    # As the Accelerator was made, before its first preparation, of a data loader it may be.
+    num_steps = vars(accelerator).setdefault("_zerosync_num_steps", accelerator.gradient_accumulation_steps)
     with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
         result = stock(accelerator, *args)
+    if divides_losses(accelerator):  # Accelerate has taken the steps of the DeepSpeed configuration instead
+        accelerator.gradient_accumulation_steps = num_steps
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
     if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
         return result  # a data loader, or a model for evaluation

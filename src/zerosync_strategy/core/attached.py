@@ -58,7 +58,7 @@ class AttachedEngine:
         frozen: which parameters are not stepped.
         cache, scheduler, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
-        gradient_ready: the window's, without a step between.
+        gradient_ready: the window's, without a step between unless gradients are noted down.
 
     Raises:
         ValueError: an option needs another stage.
@@ -83,6 +83,10 @@ class AttachedEngine:
             self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, self._changes
         )
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
+        self._with_gradient: set[Any] | None = None  # in this window, where one without is an error
+        if zero.needs_every_gradient(engine):
+            self._with_gradient = set()
+            self.gradient_ready = self._note_gradient
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
@@ -268,7 +272,27 @@ class AttachedEngine:
                 self.unshard_on_read.release(self._keeps)
             raise
 
+    def _note_gradient(self, param: Any) -> None:
+        assert self._with_gradient is not None
+        self._with_gradient.add(param)
+        self.window.gradient_ready(param)
+
+    def _check_every_gradient(self) -> None:
+        if self._with_gradient is None:
+            return
+        found, self._with_gradient = self._with_gradient, set()
+        names = [repr(self._names[p]) for p in self.reducer.params if p.requires_grad and p not in found]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"step() found no gradient of {', '.join(names[:3])}{more} since the last step, and the configuration"
+                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
+                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
+            )
+
     def backward_begins(self) -> None:
+        if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
+            self._with_gradient = set()  # what a dropped window had
         if thawed := [param for param in self._frozen if param.requires_grad]:
             self._check_trained(thawed)
         if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
@@ -277,6 +301,8 @@ class AttachedEngine:
     def zero_grad(self) -> None:
         self._shows_gradients = False  # they are dropped with those in the shards
         self.frozen.forget()
+        if self._with_gradient is not None:
+            self._with_gradient = set()
         self.window.zero_grad()
 
     @contextmanager
@@ -308,6 +334,8 @@ class AttachedEngine:
     @contextmanager
     def step(self) -> Iterator[None]:
         with self.activity("the optimizer step"):
+            if self.window.state is not WindowState.CLOSED:
+                self._check_every_gradient()
             with self.activity("the reduction"):
                 if self.scheduler is not None:
                     self.scheduler.before_step()
@@ -380,6 +408,11 @@ class AttachedEngine:
             )
 
     def compiling(self) -> AbstractContextManager[None]:
+        if self._with_gradient is not None:
+            raise ValueError(
+                "DeepCompile's graphs give every parameter a gradient, used or not, so that"
+                " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
+            )
         CompiledGradientHook.verify(self.config, self._shards_over_groups, self.race_check.is_checked)
         if self.unshard_on_read is not None:
             self.unshard_on_read.prepare_deepcompile()

@@ -287,7 +287,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        filepath = self.broadcast(filepath)
+        with rank_status().activity("the attempt to save a checkpoint"):
+            filepath = self.broadcast(filepath)
         checkpoint, averaged = averages.divide(checkpoint)
         with self._whole_checkpoint():
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -5,6 +5,8 @@ The simulation follows the contract of CUDA and NCCL, not the timing of one run:
 
 - An operation is issued to the current stream. A stream runs its operations in order. An operation on host memory alone
   runs on the host.
+- Tensors that are made of numbers without ``device=``, or with ``device="cpu"``, are in host memory, as Adam's count of
+  its steps. All others are on the device, but for pinned ones.
 - A stream or an event is complete (``query()``) only if the host has synchronized with it.
 - An operator that reads a value back (``.item()``) makes the host wait for the current stream. So does a blocking copy
   between host and device.

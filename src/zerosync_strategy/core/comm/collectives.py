@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -128,17 +130,16 @@ def reduce_scatter(
         parts = rows.unbind(0)
         received = rows.new_empty(world_size - 1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
-        works = _exchange(parts, gathered, process_group, tag)
-        timeout = timeout_of(process_group)
-        return Pending(lambda: _sum_when_done(works, gathered, out, timeout), works)
+        exchange = _exchange(parts, gathered, process_group, tag)
+        return Pending(lambda: _sum_when_done(exchange, gathered, out), exchange.works)
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
-        return Pending(lambda: _tree_sum(_when_done([work], received_all, keep=packed)), [work])
+        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=packed)), [work])
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
-    return Pending(lambda: _when_done([work], result, keep=packed), [work])
+    return Pending(lambda: _when_done(_Works([work]), result, keep=packed), [work])
 
 
 def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, ordered: bool, tag: int = 0) -> Pending:
@@ -165,16 +166,15 @@ def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, o
         empty = packed[:0]
         received = packed.new_empty(world_size - 1, owners.own_size).unbind(0)
         gathered = [*received[:rank], own, *received[rank:]]
-        works = _exchange([parts.get(peer, empty) for peer in range(world_size)], gathered, process_group, tag)
-        timeout = timeout_of(process_group)
-        return Pending(lambda: _sum_when_done(works, gathered, None, timeout), works)
+        exchange = _exchange([parts.get(peer, empty) for peer in range(world_size)], gathered, process_group, tag)
+        return Pending(lambda: _sum_when_done(exchange, gathered, None), exchange.works)
     if ordered:
         received_all = packed.new_empty(world_size, owners.own_size)
         sizes = [len(parts.get(peer, ())) for peer in range(world_size)]
         used = packed[: sum(sizes)]
         splits = [owners.own_size] * world_size
         work = comm.all_to_all_single(received_all.view(-1), used, splits, sizes, group=process_group, async_op=True)
-        return Pending(lambda: _tree_sum(_when_done([work], received_all, keep=used)), [work])
+        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=used)), [work])
     if owners.is_even:
         return reduce_scatter(packed.view(world_size, -1), process_group, ordered)
     if len(parts) <= REDUCED_ONE_BY_ONE:
@@ -182,14 +182,14 @@ def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, o
             comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
             for owner, part in parts.items()
         ]
-        return Pending(lambda: _when_done(works, own, keep=packed), works)
+        return Pending(lambda: _when_done(_Works(works), own, keep=packed), works)
     scattered = packed.new_empty(owners.numel // world_size)
     comm.reduce_scatter_tensor(scattered, packed, group=process_group, async_op=True).wait()
     result = packed.new_empty(owners.own_size)
     sent, received_sizes = owners.splits
     used = scattered[: sum(sent)]
     work = comm.all_to_all_single(result, used, received_sizes, sent, group=process_group, async_op=True)
-    return Pending(lambda: _when_done([work], result, keep=used), [work])
+    return Pending(lambda: _when_done(_Works([work]), result, keep=used), [work])
 
 
 def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
@@ -204,9 +204,8 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
         This rank's part, pending.
     """
     own = parts[dist.get_rank(process_group)]
-    works = _exchange([own] * len(parts), list(parts), process_group, tag)
-    timeout = timeout_of(process_group)
-    return Pending(lambda: _when_done(works, own, timeout), works)
+    exchange = _exchange([own] * len(parts), list(parts), process_group, tag)
+    return Pending(lambda: _when_done(exchange, own), exchange.works)
 
 
 def all_gather_rows(rows: torch.Tensor, process_group: Any) -> None:
@@ -275,9 +274,18 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
 
 
+@dataclass(frozen=True)
+class _Works:
+    """What to wait for: the works of a process group. An exchange has a timeout, and others may look at who waits."""
+
+    works: Sequence[Any]
+    timeout: timedelta | None = None
+    wait: Wait | None = None
+
+
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
-) -> list[Any]:
+) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     from deepspeed import comm
 
@@ -290,24 +298,21 @@ def _exchange(
             works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    return works
+    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
 
 
-def _when_done(
-    works: list[Any], result: torch.Tensor, timeout: timedelta | None = None, keep: torch.Tensor | None = None
-) -> torch.Tensor:
+def _when_done(pending: _Works, result: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
     # NCCL gets no timeout: its watchdog has one, and with a timeout the host would wait instead of a stream. gloo uses
     # the timeout with which the group was made, unless one is passed. `keep` lives as long as the closure over it.
-    for work in works:
-        work.wait() if timeout is None else work.wait(timeout)
+    with waiting(pending.wait):
+        for work in pending.works:
+            work.wait() if pending.timeout is None else work.wait(pending.timeout)
     return result
 
 
-def _sum_when_done(
-    works: list[Any], rows: Sequence[torch.Tensor], out: torch.Tensor | None, timeout: timedelta
-) -> torch.Tensor:
+def _sum_when_done(pending: _Works, rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of ``rows`` in fp32 and in their order, in ``out`` if that is fp32."""
-    _when_done(works, rows[0], timeout)
+    _when_done(pending, rows[0])
     if len(rows) == 1:
         return rows[0].float()
     if out is not None and out.dtype is torch.float32:

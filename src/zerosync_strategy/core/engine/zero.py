@@ -37,6 +37,12 @@ def user_config(engine: Any) -> dict[str, Any]:
     return found
 
 
+def offloads_optimizer(configured: dict[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration, not an engine's yet, asks for an offloaded optimizer."""
+    asked = configured.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(asked.get("device", "none") != "none")
+
+
 def accumulate_outside(engine: Any) -> None:
     """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
 
@@ -46,6 +52,11 @@ def accumulate_outside(engine: Any) -> None:
     config = engine._config
     config.train_batch_size //= config.gradient_accumulation_steps
     config.gradient_accumulation_steps = 1
+
+
+def needs_every_gradient(engine: Any) -> bool:
+    """Return whether the configuration makes a parameter without a gradient an error."""
+    return not engine.zero_ignore_unused_parameters()
 
 
 def stepping_optimizer(engine: Any) -> Any:

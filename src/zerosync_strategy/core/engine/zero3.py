@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -216,6 +217,50 @@ def gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
 def gathers_by_all_reduce(engine: Any) -> bool:
     """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
     return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
+
+
+class ContextGathers(Protocol):
+    """Gathers what a ``GatheredParameters`` context is to hold."""
+
+    def gather_for_context(self, params: Iterable[Any]) -> None:
+        """Gather those of ``params`` that are this object's to gather. Collective."""
+
+
+_context_gathers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def gather_contexts_by(gathers: ContextGathers) -> None:
+    """Let ``gathers`` gather for the ``GatheredParameters`` contexts of this process, before DeepSpeed looks."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    _context_gathers.add(gathers)
+    stock = GatheredParameters.__enter__
+    if getattr(stock, "zerosync", False):
+        return
+
+    @functools.wraps(stock)
+    def enter(context: Any) -> None:
+        for each in list(_context_gathers) if context.enabled else ():
+            each.gather_for_context(context.params)
+        stock(context)
+
+    enter.zerosync = True  # type: ignore[attr-defined]
+    GatheredParameters.__enter__ = enter
+
+
+def gather_no_context_by(gathers: ContextGathers) -> None:
+    """Undo :func:`gather_contexts_by`."""
+    _context_gathers.discard(gathers)
+
+
+def gather_and_hold(params: list[Any]) -> None:
+    """Gather released ``params``, all of one process group, and leave them gathered. Collective."""
+    params[0].all_gather_coalesced(params).wait()
+
+
+def is_quantized(param: Any) -> bool:
+    """Return whether DeepSpeed keeps the shards of ``param`` quantized."""
+    return hasattr(param.ds_tensor, "ds_quant_scale")
 
 
 def in_flight(coordinator: Any) -> dict[Any, Any]:

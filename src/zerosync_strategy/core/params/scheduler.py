@@ -68,8 +68,10 @@ class GatherScheduler:
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
+        self._params = set(engine.module.parameters())
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
+        zero3.gather_contexts_by(self)
 
     @classmethod
     def of(cls, engine: Any, streams: Streams, sharing: str) -> GatherScheduler:
@@ -80,6 +82,7 @@ class GatherScheduler:
     def detach(self) -> None:
         """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
         if shared.release(self.coordinator, "scheduler"):
+            zero3.gather_no_context_by(self)
             restore(self.coordinator, GatherOverrides)
             del self.coordinator._zerosync_gathers
 
@@ -164,6 +167,22 @@ class GatherScheduler:
         """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
         if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
             handle.wait()
+
+    def gather_for_context(self, params: Iterable[Any]) -> None:
+        """Gather those of ``params`` that this schedules, for a ``GatheredParameters`` context. Collective.
+
+        DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
+
+        Raises:
+            RankError: other ranks did not take part.
+        """
+        own = [param for param in params if param in self._params and not zero3.is_quantized(param)]
+        for param in own:
+            self.wait_for(param)
+            zero3.in_flight(self.coordinator).pop(param, None)  # the context releases it
+        for of_group in self.in_order(param for param in own if zero3.is_released(param)):
+            with self.gathering(of_group), rank_status().activity(self.describe(of_group)):
+                zero3.gather_and_hold(of_group)
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
