@@ -90,8 +90,16 @@ ALL_STAGES = (
     Internal("window", "optimizer", "_backward_active_depth"),
     Internal("window", "optimizer", "clear_backward_seen_flag", ()),
     Internal("checkpoints", "engine", "save_checkpoint", public=True),
-    Internal("checkpoints", "engine", "load_checkpoint", ("load_dir", "tag"), public=True),
+    Internal(
+        "checkpoints",
+        "engine",
+        "load_checkpoint",
+        ("load_dir", "tag", "load_module_strict", "load_optimizer_states"),
+        public=True,
+    ),
+    Internal("checkpoints", "engine", "load_universal_checkpoint", ()),
     Internal("checkpoints", "engine", "global_rank", public=True),
+    Internal("checkpoints", "deepspeed.runtime.zero.utils", "ZeRORuntimeException"),
     Internal("reduction", "optimizer", "averaged_gradients"),
     Internal("reduction", "optimizer", "dtype", public=True),
     Internal("reduction", "optimizer", "dp_process_group"),
@@ -217,6 +225,7 @@ SCALARS = (
     Internal("parameters without dimensions", "engine", "_broadcast_model", (), optional=True),
     Internal("parameters without dimensions", f"{_PARTITION_MODULE}.Init", "_zero_init_param", optional=True),
 )
+UNIVERSAL = (Internal("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size"),)
 EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
 DEEPCOMPILE = (
     Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -238,7 +247,8 @@ _REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
-    NESTED_ZERO_INIT, SCALARS, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
+    NESTED_ZERO_INIT, SCALARS, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
+    RACE_CHECK_STAGE_3, _REFUSED,
 )  # fmt: skip
 
 

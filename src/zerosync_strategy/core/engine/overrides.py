@@ -46,6 +46,9 @@ class EngineHooks(Protocol):
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         """Around ``load_checkpoint``."""
 
+    def loaded(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
+        """Inside of ``loading``: ``load_checkpoint`` has read ``model_file`` and what belongs to it."""
+
     def nothing_loaded(self, path: Any) -> None:
         """``load_checkpoint`` has found no checkpoint in the directory."""
 
@@ -113,9 +116,16 @@ class EngineOverrides:
         with self._zerosync_hooks.saving(save_dir):
             return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         with self._zerosync_hooks.loading(load_dir, tag):
-            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+            loaded = super().load_checkpoint(  # type: ignore[misc]
+                load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs
+            )
+            if loaded[0] is not None:
+                self._zerosync_hooks.loaded(loaded[0], load_module_strict, load_optimizer_states)
         if loaded[0] is None:
             self._zerosync_hooks.nothing_loaded(load_dir)
         return loaded

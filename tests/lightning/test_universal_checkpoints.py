@@ -1,0 +1,53 @@
+"""Under Lightning: a run goes on with another number of ranks, from a universal checkpoint."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from tests.harness.oracle import distance
+from tests.harness.ranks import run_ranks
+from tests.harness.universal import STEPS, TOLERANCE, WORLDS, Net, batch, plain_torch, started, to_universal
+from tests.lightning.runs import Recorder, make_trainer
+from zerosync_strategy import ZeroSyncStrategy
+
+
+class Module(LightningModule):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, _: Any, batch_idx: int) -> Any:
+        step, backward = divmod(batch_idx, 2)
+        return 2 * self.net(batch(self.current_epoch * STEPS + step, backward, self.global_rank))
+
+    def configure_optimizers(self) -> Any:
+        return self.net.optimizer()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+    """Each run is one epoch."""
+
+    def train(run: int) -> dict[str, torch.Tensor]:
+        strategy = ZeroSyncStrategy(
+            config={"zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0}}
+        )
+        trainer = make_trainer(
+            strategy, [recorder := Recorder()], devices=int(os.environ["WORLD_SIZE"]), max_epochs=run + 1,
+            accumulate_grad_batches=2,
+        )  # fmt: skip
+        module = Module(Net() if run else started(Net()))
+        trainer.fit(module, DataLoader(range(2 * STEPS)), ckpt_path=tmp_path / f"run{run - 1}" if run else None)
+        assert trainer.global_step == (run + 1) * STEPS
+        trainer.save_checkpoint(tmp_path / f"run{run}")
+        return recorder.parameters
+
+    for run, expected in enumerate(plain_torch()):
+        ended = run_ranks(train, run, world_size=WORLDS[run])
+        assert max(distance(parameters, expected) for parameters in ended) <= TOLERANCE
+        to_universal(tmp_path / f"run{run}" / "checkpoint", tmp_path / f"run{run}" / "universal")
