@@ -1,7 +1,6 @@
 """A run in three parts on two, four and three ranks, its oracle, and DeepSpeed's converter of checkpoints."""
 
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,8 +36,9 @@ def batch(step: int, backward: int, rank: int) -> torch.Tensor:
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * backward + rank))
 
 
-def plain_torch() -> Iterator[dict[str, torch.Tensor]]:
+def plain_torch() -> list[dict[str, torch.Tensor]]:
     """The parameters at the end of each run."""
+    ended = []
     net = started(Net())
     optimizer = net.optimizer()
     for run, world in enumerate(WORLDS):
@@ -47,7 +47,8 @@ def plain_torch() -> Iterator[dict[str, torch.Tensor]]:
             for backward in range(2):
                 oracle.backward(lambda rank, step=step, backward=backward: net(batch(step, backward, rank)))
             oracle.step()
-        yield full_parameters(net)
+        ended.append(full_parameters(net))
+    return ended
 
 
 def started(net: Net) -> Net:
