@@ -123,7 +123,6 @@ STAGE_1_2 = (
     Internal("reduction", "optimizer", "bit16_groups_flat"),
     Internal("reduction", "optimizer", "partition_size"),
     Internal("reduction", "optimizer", "real_dp_process_group"),
-    Internal("reduction", "optimizer", "sequence_parallel_size"),
     Internal("reduction", "optimizer", "gradient_average"),
     Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",), since="0.19.8"),
     Internal("reduction", "optimizer", "cpu_offload"),
