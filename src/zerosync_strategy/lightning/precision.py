@@ -76,7 +76,8 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
                 "training_step() returned None, so no backward ran, and DeepSpeed cannot leave out its step. Return a"
                 " loss, or use manual optimization and leave out optimizer.step()."
             )
-        return zerosync.engine.step(**kwargs)
+        zerosync.engine.step(**kwargs)
+        return result
 
     @contextmanager
     def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:
