@@ -221,6 +221,11 @@ def test_refusals() -> None:
             attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
             attach(engines.make_engine(network(), None))
+        offload = {"offload_optimizer": {"device": "cpu"}}
+        unused = make_engine(2, {"ignore_unused_parameters": False, **offload})
+        with pytest.raises(ValueError, match=r"does not check 'ignore_unused_parameters' = false.*Leave it out"):
+            attach(unused)
+        attach(make_engine(2, {"ignore_unused_parameters": False}))  # nor does DeepSpeed, without offload
 
     run_ranks(run)
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for Lightning's own tests: on two CPU ranks each, with ZeroSync where a Trainer asks for nothing else.
+"""A pytest plugin for Lightning's own tests: two CPU ranks each, and ZeroSync where a Trainer asks for nothing else.
 
 In the folder ``tests`` of a checkout of Lightning, with this repository and its ``src`` on ``PYTHONPATH``::
 
@@ -54,7 +54,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 
     test = pyfuncitem.nodeid
     try:
-        made = run_ranks(rank, world_size=WORLD, timeout=TIMEOUT, env={"PL_GLOBAL_SEED": "1"})
+        made = run_ranks(rank, world_size=WORLD, timeout=TIMEOUT)
     except RanksTimedOut as error:
         record(test, STRATEGY, "timed out", str(error)[-4000:])
         pytest.fail(str(error), pytrace=False)

@@ -242,6 +242,7 @@ _REFUSED = (
     Internal("window", "engine", "zenflow", optional=True),
     Internal("window", "engine", "zero_quantized_gradients", (), optional=True),
     Internal("window", "engine", "_autoep_folding_spec", optional=True),
+    Internal("window", "optimizer", "ignore_unused_parameters", optional=True),
     Internal("window", "parameter", "use_muon", optional=True),
 )
 EVERY_TABLE = (
@@ -365,6 +366,13 @@ def _check_supported(engine: Any) -> None:
         raise ValueError("ZeroSync does not support MiCS; remove 'zero_optimization.mics_shard_size'.")
     if getattr(engine, "zero_quantized_gradients", bool)():
         raise ValueError("ZeroSync does not support quantized gradients; set 'zero_quantized_gradients' to false.")
+    if getattr(engine.optimizer, "cpu_offload", False) and not getattr(
+        engine.optimizer, "ignore_unused_parameters", True
+    ):
+        raise ValueError(
+            "ZeroSync does not check 'ignore_unused_parameters' = false of 'zero_optimization': with an offloaded"
+            " optimizer DeepSpeed raises there for a parameter without a gradient. Leave it out."
+        )
     if any(getattr(param, "use_muon", False) for param in engine.module.parameters()):
         raise ValueError("ZeroSync does not support Muon, which needs whole gradients. Use AdamW or SGD.")
     if getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1) > 1:
