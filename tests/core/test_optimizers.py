@@ -20,6 +20,11 @@ def made(name: str, base: type = torch.optim.SGD) -> Any:
     return cls()
 
 
+class NeedsClosure(torch.optim.AdamW):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
 def test_classes_that_need_whole_tensors() -> None:
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon, FusedLamb, torch.optim.LBFGS):
         problem = kind_problem(cls.__new__(cls))
@@ -27,6 +32,8 @@ def test_classes_that_need_whole_tensors() -> None:
     for name in ("LARS", "FusedLAMB", "OnebitLamb", "MuonWithAuxAdam", "DistributedShampoo", "SOAP", "Adam_mini"):
         assert f"the optimizer {name} computes with the shape or the norm of each" in kind_problem(made(name))
     assert "Mine, a kind of Adafactor, computes" in kind_problem(made("Mine", torch.optim.Adafactor))
+    problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
+    assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
         assert kind_problem(made(name)) == ""
 
