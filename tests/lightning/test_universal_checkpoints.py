@@ -29,8 +29,28 @@ class Module(LightningModule):
         return self.net.optimizer()
 
 
+class TwoOptimizers(Module):
+    """Each has one of the groups that the only optimizer above has."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, _: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(_, batch_idx) / 2)
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        groups = self.net.optimizer().param_groups
+        return [torch.optim.AdamW([group]) for group in groups]
+
+
+@pytest.mark.parametrize("make", [Module, TwoOptimizers])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+def test_other_numbers_of_ranks(stage: int, make: type[Module], tmp_path: Path) -> None:
     """Each run is one epoch."""
 
     def train(run: int) -> dict[str, torch.Tensor]:
@@ -39,11 +59,11 @@ def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
         )
         trainer = make_trainer(
             strategy, [recorder := Recorder()], devices=int(os.environ["WORLD_SIZE"]), max_epochs=run + 1,
-            accumulate_grad_batches=2,
+            accumulate_grad_batches=2 if make is Module else 1,
         )  # fmt: skip
-        module = Module(Net() if run else started(Net()))
+        module = make(Net() if run else started(Net()))
         trainer.fit(module, DataLoader(range(2 * STEPS)), ckpt_path=tmp_path / f"run{run - 1}" if run else None)
-        assert trainer.global_step == (run + 1) * STEPS
+        assert trainer.global_step == (run + 1) * STEPS * (1 if make is Module else 2)
         trainer.save_checkpoint(tmp_path / f"run{run}")
         return recorder.parameters
 
@@ -51,4 +71,5 @@ def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=WORLDS[run])
         assert max(distance(parameters, expected) for parameters in ended) <= TOLERANCE
-        to_universal(tmp_path / f"run{run}" / "checkpoint", tmp_path / f"run{run}" / "universal")
+        for saved in (tmp_path / f"run{run}").glob("**/checkpoint"):  # of each optimizer
+            to_universal(saved, saved.with_name("universal"))

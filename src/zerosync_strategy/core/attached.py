@@ -284,7 +284,8 @@ class AttachedEngine:
 
     def loaded(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
         if universal.loads_universal(self.engine):
-            universal.restore_rest(self.engine, self.reducer.params, model_file, strict, optimizer_state)
+            trained = [param for engine in _engines for param in engine.reducer.params]
+            universal.restore_rest(self.engine, trained, model_file, strict, optimizer_state)
 
     def nothing_loaded(self, path: Any) -> None:
         if self.engine.global_rank == 0:

@@ -37,7 +37,7 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
 
     Args:
         engine: into which it was loaded.
-        trained: the parameters of its optimizer.
+        trained: the parameters of its optimizer, and of others over its module.
         model_file: the first file of the module's state, as ``load_checkpoint`` returned it.
         strict: raise where the checkpoint lacks part of the module.
         optimizer_state: the state of the optimizer was loaded, too.
@@ -47,15 +47,16 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
     """
     contract.require(contract.UNIVERSAL, engine)
     file, module = Path(model_file), engine.module
-    saved = _read(file)
-    state: dict[str, Any] = saved["module"]
-    if zero.stage(engine) == 3:
+    names = dict(module.named_parameters(remove_duplicate=False)).keys()
+    state: dict[str, Any] = _read(file)["module"]
+    if zero.stage(engine) == 3:  # where the module's state has parameters without elements
+        state = {name: value for name, value in state.items() if name not in names}
         state |= _untrained_of_stage_3(file, engine.loaded_checkpoint_dp_world_size)
         if optimizer_state:
             _separate_groups(zero.stepping_optimizer(engine), file.parent)
     ids = {id(param) for param in trained}
     untrained = {name: param for name, param in module.named_parameters() if id(param) not in ids}
-    others = module.state_dict().keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
+    others = module.state_dict().keys() - names
     if strict and (missing := sorted((untrained.keys() | others) - state.keys())):
         raise RuntimeError(f"the universal checkpoint lacks {', '.join(map(repr, missing))} of the module")
     module.load_state_dict({name: state[name] for name in others & state.keys()}, strict=False)
