@@ -14,6 +14,8 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tests import conftest as _imports_once  # noqa: F401  # and sets what must be set before torch loads
 from tests.foreign.results import TIMEOUT, first_error, record
@@ -46,11 +48,22 @@ def _attach_engines() -> list[str]:
     return found
 
 
+def _use_cpu() -> None:
+    """DeepSpeed's CPU accelerator has numbers for devices, which torch does not, and DDP takes none."""
+    accelerator = type(deepspeed.accelerator.get_accelerator())
+    accelerator.current_device = accelerator.current_device_name = lambda self: "cpu"
+    stock = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = lambda ddp, module, device_ids=None, output_device=None, **options: stock(
+        ddp, module, **options
+    )
+
+
 def _launch(test: Any, num_procs: int, init_method: str) -> None:
     """In place of ``DistributedExec._launch_procs``."""
 
     def rank() -> list[str]:
         prepare_cpu()
+        _use_cpu()
         found = _attach_engines() if ARM == "attached" else ["stock"]
         if test.init_distributed:
             start(timedelta(seconds=TIMEOUT))
@@ -74,8 +87,16 @@ def _launch(test: Any, num_procs: int, init_method: str) -> None:
     record(name, ARM, "passed" if ARM in engines else "not concerned", engines=engines)
 
 
+def _flags(flag: bool, op: Any = all) -> bool:
+    """In place of ``common.reduce_boolean_flags``, which gathers a tensor without a dimension; gloo refuses that."""
+    gathered: list[Any] = [None] * deepspeed.comm.get_world_size()
+    torch.distributed.all_gather_object(gathered, flag)
+    return op(gathered)
+
+
 def pytest_collection_finish() -> None:
     from unit import common
 
+    common.reduce_boolean_flags = _flags
     common.DistributedExec._launch_procs = _launch
     common.DistributedExec.requires_cuda_env = False
