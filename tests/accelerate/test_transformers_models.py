@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from tests.harness.engines import configuration, make_engine, rank
+from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.llama import BACKWARDS, CONFIG, LAYER_BYTES, STEPS, loss_of, plain_torch, save, sgd
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -70,6 +70,7 @@ def test_plain_deepspeed_with_activation_checkpointing(stage: int, reentrant: bo
     """Read under ZeRO-3's context, which transformers' ``HfDeepSpeedConfig`` makes, and with the memory budgets."""
 
     def train(unreduced: Any, gathered: Any) -> Any:
+        start()  # before the context does, which would compile an operator
         context = HfDeepSpeedConfig(configuration(stage))
         net = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert all(hasattr(param, "ds_id") for param in net.parameters()) is (stage == 3)
