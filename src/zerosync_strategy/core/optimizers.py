@@ -53,7 +53,8 @@ def kind_problem(optimizer: Any) -> str:
                 f" rank a part, so that its steps would be wrong. {_REMEDY}"
             )
     for inner in _unwrapped(optimizer):
-        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        step = getattr(type(inner), "step", None)
+        closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
         if closure is not None and closure.default is closure.empty:
             return (
                 f"the optimizer {type(inner).__name__} takes a closure in step(), but ZeRO steps it without one. Let"
