@@ -14,7 +14,7 @@ from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.engine import compilation, contract, fragments, zero, zero3, zero12
+from zerosync_strategy.core.engine import compilation, contract, fragments, universal, zero, zero3, zero12
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
@@ -373,7 +373,21 @@ class AttachedEngine:
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag) or UNREADABLE)
+        latest = "latest"
+        if universal.loads_universal(self.engine):
+            if self._shards_over_groups:
+                raise ValueError(
+                    "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
+                    " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
+                    " save_checkpoint() wrote, on as many ranks."
+                )
+            latest = universal.LATEST
+        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE)
+
+    def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
+        if universal.loads_universal(self.engine):
+            trained = [param for engine in _engines for param in engine.reducer.params]
+            universal.restore_rest(self.engine, trained, model_file, strict, optimizer_state)
 
     def client_state(self) -> dict[str, Any]:
         cohorts = self.frozen.state(self._names, zero.data_parallel_group(self.engine.optimizer))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -188,7 +190,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         refuse_nested_init()
         with super().model_sharded_context():
+            told = _tell_transformers(self.config) if self.zero_stage_3 else None
             yield
+        del told  # what is read outside is whole
 
     @override
     def setup_environment(self) -> None:
@@ -378,6 +382,14 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         for zerosync in self.zerosyncs:
             zerosync.abort(reason)
             zerosync.end_racecheck(reason)
+
+
+def _tell_transformers(config: Any) -> Any:
+    """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
+    if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
+        return None  # unused, or unable to
+    transformers = importlib.import_module("transformers.integrations.deepspeed")
+    return None if transformers.is_deepspeed_zero3_enabled() else transformers.HfDeepSpeedConfig(config)
 
 
 def _check_stage(stage: Any, name: str) -> None:

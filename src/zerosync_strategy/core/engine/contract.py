@@ -106,7 +106,9 @@ ALL_STAGES = (
         ),
         public=True,
     ),
+    Internal("checkpoints", "engine", "load_universal_checkpoint", ()),
     Internal("checkpoints", "engine", "global_rank", public=True),
+    Internal("checkpoints", "deepspeed.runtime.zero.utils", "ZeRORuntimeException"),
     Internal("reduction", "optimizer", "averaged_gradients"),
     Internal("reduction", "optimizer", "dtype", public=True),
     Internal("reduction", "optimizer", "dp_process_group"),
@@ -132,7 +134,6 @@ STAGE_1_2 = (
     Internal("reduction", "optimizer", "bit16_groups_flat"),
     Internal("reduction", "optimizer", "partition_size"),
     Internal("reduction", "optimizer", "real_dp_process_group"),
-    Internal("reduction", "optimizer", "sequence_parallel_size"),
     Internal("reduction", "optimizer", "gradient_average"),
     Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",), since="0.19.8"),
     Internal("reduction", "optimizer", "cpu_offload"),
@@ -254,6 +255,7 @@ SCALARS = (
     Internal("parameters without dimensions", "engine", "_broadcast_model", (), optional=True),
     Internal("parameters without dimensions", f"{_PARTITION_MODULE}.Init", "_zero_init_param", optional=True),
 )
+UNIVERSAL = (Internal("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size"),)
 EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
 DEEPCOMPILE = (
     Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -275,7 +277,8 @@ _REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
-    NESTED_ZERO_INIT, SCALARS, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2, RACE_CHECK_STAGE_3, _REFUSED,
+    NESTED_ZERO_INIT, SCALARS, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
+    RACE_CHECK_STAGE_3, _REFUSED,
 )  # fmt: skip
 
 

@@ -57,6 +57,9 @@ class EngineHooks(Protocol):
     def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
         """Take out of ``client_state`` what :meth:`client_state` has put there."""
 
+    def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
+        """Inside of ``loading``: ``load_checkpoint`` has read ``model_file`` and what belongs to it."""
+
     def nothing_loaded(self, path: Any) -> None:
         """``load_checkpoint`` has found no checkpoint in the directory."""
 
@@ -137,6 +140,8 @@ class EngineOverrides:
         options = (tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with self._zerosync_hooks.loading(load_dir, tag):
             loaded = super().load_checkpoint(load_dir, *options, **kwargs)  # type: ignore[misc]
+            if loaded[0] is not None:
+                self._zerosync_hooks.restoring(loaded[0], load_module_strict, load_optimizer_states)
         if loaded[0] is None:
             self._zerosync_hooks.nothing_loaded(load_dir)
         else:

@@ -58,10 +58,12 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def averaging_divisor(optimizer: Any) -> float:
-    """Return what a sum of gradients over the data-parallel ranks is divided by."""
-    if not optimizer.gradient_average:
-        return 1.0
-    return dist.get_world_size(optimizer.dp_process_group) / float(optimizer.sequence_parallel_size)
+    """Return what a sum of gradients over the data-parallel ranks is divided by.
+
+    The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
+    sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
+    """
+    return float(dist.get_world_size(optimizer.dp_process_group)) if optimizer.gradient_average else 1.0
 
 
 def allocate_gradient_shard(optimizer: Any, index: int) -> None:

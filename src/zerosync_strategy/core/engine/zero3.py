@@ -414,6 +414,19 @@ def own_part(param: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return param.ds_tensor.data.narrow(0, 0, numel), param.data.reshape(-1).narrow(0, start, numel)
 
 
+def set_values(param: Any, values: torch.Tensor) -> None:
+    """Set ``param``, and where ZeRO-3 shards it this rank's shard, to ``values``, the same in full on all ranks."""
+    if not is_sharded(param):
+        param.data.copy_(values)
+        return
+    if is_gathered(param):
+        param.data.copy_(values)
+    released, param.data = param.data, values.to(param.device, param.dtype)
+    if (part := own_part(param)) is not None:
+        part[0].copy_(part[1])
+    param.data = released
+
+
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
 
