@@ -47,6 +47,7 @@ class _Bucket:
         place: among all buckets; those of a process group follow each other.
         group: the place of the process group in the order of gathers (U1).
         params: in the order in which they were built.
+        window: in which it was looked through last, and what was missing was gathered.
         handles: of its gather in this window, until the next.
         in_flight: nobody has waited for it yet.
     """
@@ -54,6 +55,7 @@ class _Bucket:
     place: int
     group: int
     params: list[Any]
+    window: int = -1
     handles: list[Any] = field(default_factory=list)
     in_flight: bool = False
 
@@ -241,11 +243,12 @@ class ParameterCache:
 
     def _gather(self, held: _HeldModule) -> None:
         """Let the parameters of a module arrive, and those that follow them set out."""
-        turn = {bucket.place: bucket for bucket in held.buckets}
+        complete = zero3.all_gathered(held.params)
+        turn = {bucket.place: bucket for bucket in held.buckets if not complete or bucket.window != self._window}
         if self._model_runs:
             for bucket in held.buckets:
                 for ahead in self._buckets[bucket.place + 1 : bucket.place + 1 + AHEAD]:
-                    if ahead.group == bucket.group:
+                    if ahead.group == bucket.group and ahead.window != self._window:
                         turn[ahead.place] = ahead
         for place in sorted(turn):
             self._issue(turn[place])
@@ -254,8 +257,9 @@ class ParameterCache:
         held.window = self._window
 
     def _issue(self, bucket: _Bucket) -> None:
-        if bucket.in_flight or zero3.all_gathered(bucket.params):
+        if bucket.in_flight:
             return
+        bucket.window = self._window
         missing = [param for param in bucket.params if zero3.is_released(param)]
         if missing:
             bucket.handles = self._scheduler.fetch(missing)

@@ -296,6 +296,7 @@ class _GatherHandle:
                         self._handle.wait(*args, **kwargs)
                     self._unsharded = streams.record_unshard(stream)
             self._waited_for = True
+            self._handle = None  # DeepSpeed's keeps what was received
             for param in self.counted:
                 scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
         if self._unsharded is not None:
