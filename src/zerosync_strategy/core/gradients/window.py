@@ -20,7 +20,7 @@ import enum
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,13 +158,10 @@ class Window:
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``, in place of DeepSpeed's own reduction."""
         self.enter_graph()
-        self._traffic.attribute()  # parameters that were gathered on the way to this gradient
-        if not self._reducer.is_streaming:
+        with self._activity("a backward") if self._reducer.is_streaming else nullcontext():
+            self._traffic.attribute()  # parameters that were gathered on the way to this gradient
             self._reducer.gradient_ready(param)
-            return
-        with self._activity("a backward"):
-            self._reducer.gradient_ready(param)
-        self._traffic.attribute()  # what it has completed and reduced
+            self._traffic.attribute()  # what it has completed and reduced
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
