@@ -92,11 +92,14 @@ class AttachedEngine:
         self.scheduler: GatherScheduler | None = None
         self.unshard_on_read: UnshardOnRead | None = None
         if is_stage_3:
-            self.cache = ParameterCache.of(optimizer, config.held_bytes)
+            if config.eager_frames:
+                compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames)
             let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
+            self.cache.skip_backward_hooks()
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -135,7 +138,7 @@ class AttachedEngine:
         self.race_check.detach()
         self._restore_clip_norm()
         self.traffic.stop()
-        for mechanism in (self.unshard_on_read, self.scheduler, self.cache):  # the last that came goes first
+        for mechanism in (self.unshard_on_read, self.cache, self.scheduler):  # the last that came goes first
             if mechanism is not None:
                 mechanism.detach()
         fragments.release(self.reducer.params)
@@ -295,6 +298,8 @@ class AttachedEngine:
             self._with_gradient = set()  # what a dropped window had
         if thawed := [param for param in self._frozen if param.requires_grad]:
             self._check_trained(thawed)
+        if self.cache is not None:
+            self.cache.backward_begins()
         if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
             self.window.enter_graph()
 
