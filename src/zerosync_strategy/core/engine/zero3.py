@@ -82,6 +82,12 @@ def is_released(param: Any) -> bool:
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
+def mark_kept(params: Iterable[Any], kept: bool) -> None:
+    """Mark parameters that are gathered before every use and kept to the step, from one window to the next."""
+    for param in params:
+        param._zerosync_kept = kept
+
+
 def mark_held(params: Iterable[Any], held: bool) -> None:
     """Let readers of ``params`` know that they keep their values until the step, or no longer."""
     for param in params:
@@ -326,7 +332,8 @@ def use_quick_linear() -> None:
     in_zero3 = LinearFunctionForZeroStage3.apply
 
     def apply(input: torch.Tensor, weight: Any, bias: Any = None) -> Any:
-        if getattr(weight, "_zerosync_held", False) and is_gathered(weight) and not torch.compiler.is_compiling():
+        # The same in a forward and where activation checkpointing runs it again.
+        if getattr(weight, "_zerosync_kept", False) and is_gathered(weight) and not torch.compiler.is_compiling():
             return torch._C._nn.linear(input, weight, bias)
         return in_zero3(input, weight, bias)
 

@@ -136,6 +136,7 @@ class ParameterCache:
             return
         self.wait_for_all()
         zero3.mark_held(self._held.values(), False)
+        zero3.mark_kept((param for bucket in self._buckets for param in bucket.params), False)
         for hook in self._hooks:
             hook.replace(hook.stock)
         self._scheduler.before_read = None
@@ -185,6 +186,8 @@ class ParameterCache:
             if self._budget is None or (params and module is not root and all(id(param) in stays for param in params)):
                 held[module] = sorted(params, key=zero3.param_id)
         by_id = {zero3.param_id(param): param for params in held.values() for param in params}
+        if self._budget is None:  # else a weight may also be that of a module whose other parameters are not held
+            zero3.mark_kept(by_id.values(), True)
         for group, ordered in self._scheduler.runs(by_id.values()):
             for run in ordered:
                 bucket = _Bucket(len(self._buckets), group, run)
