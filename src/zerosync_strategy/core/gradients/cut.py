@@ -14,6 +14,9 @@ from zerosync_strategy.core.gradients.buckets import Bucket, Chunk, choose_defer
 from zerosync_strategy.core.gradients.layout import CutLayout
 from zerosync_strategy.core.gradients.local import LocalGradients, add_to_grad
 
+SMALL = 4 * 2**20
+"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
+
 
 class CutBucket(Bucket):
     """A bucket of one layout that cuts each gradient by itself. See :class:`Bucket`."""
@@ -120,6 +123,8 @@ def make_cut_buckets(
     """
     params = [param for layout in layouts for param in layout.params]
     nbytes = {param: local.nbytes(param) for param in params}
+    # While a bucket is packed, its gradients are there twice: a quarter of a small model, and not all of it.
+    limit = min(limit, max(sum(nbytes.values()) // 4, SMALL))
     deferred, limit = choose_deferred(params, local, config, limit)
     buckets = [
         CutBucket(layout, members, members[0] in deferred, local, streams, names)
