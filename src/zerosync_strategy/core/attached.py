@@ -35,6 +35,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
+from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
 
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
@@ -49,7 +50,7 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
-        cache, scheduler, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
+        cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
         gradient_ready: the window's, without a step between.
 
@@ -73,12 +74,14 @@ class AttachedEngine:
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
+        self.values: ParameterValues | None = None
         self.unshard_on_read: UnshardOnRead | None = None
         if is_stage_3:
             self.cache = ParameterCache.of(optimizer, config.held_bytes)
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            self.values = ParameterValues.of(engine, self.scheduler)
             if config.eager_frames:
-                self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
+                self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -115,7 +118,12 @@ class AttachedEngine:
         self.race_check.detach()
         self._restore_clip_norm()
         self.traffic.stop()
-        for mechanism in (self.unshard_on_read, self.scheduler, self.cache):  # the last that came goes first
+        for mechanism in (
+            self.unshard_on_read,
+            self.values,
+            self.scheduler,
+            self.cache,
+        ):  # the last that came goes first
             if mechanism is not None:
                 mechanism.detach()
         for target, layer in self._layers:
@@ -207,9 +215,11 @@ class AttachedEngine:
             raise
 
     def backward_begins(self) -> None:
-        if thawed := [param for param in self._frozen if param.requires_grad]:
-            self._check_trained(thawed)
-        if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
+        with self._parameters_as_they_are():
+            if thawed := [param for param in self._frozen if param.requires_grad]:
+                self._check_trained(thawed)
+            trains = any(param.requires_grad for param in self.reducer.params)
+        if trains:  # else the loss only passes through
             self.window.enter_graph()
 
     def zero_grad(self) -> None:
@@ -234,7 +244,7 @@ class AttachedEngine:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        with self.activity("the optimizer step"):
+        with self.activity("the optimizer step"), self._parameters_as_they_are():
             with self.activity("the reduction"):
                 if self.scheduler is not None:
                     self.scheduler.before_step()
@@ -250,6 +260,7 @@ class AttachedEngine:
                 self._restore_clip_norm()
                 if self.scheduler is not None:
                     self.scheduler.after_step()
+                self._parameters_written()
             self.meter.step_done()
             self.race_check.stepped()
 
@@ -266,6 +277,8 @@ class AttachedEngine:
             self.window.warn_if_open("save_checkpoint() was called")
         if self.scheduler is not None:
             self.scheduler.before_checkpoint()
+        with self._parameters_as_they_are():
+            self._adopt_edits()
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
@@ -284,7 +297,11 @@ class AttachedEngine:
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
         with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"):
-            yield
+            try:
+                with self._parameters_as_they_are():
+                    yield
+            finally:
+                self._parameters_written()
 
     def check_full_state_dict(self) -> None:
         if self._shards_over_groups:
@@ -312,8 +329,16 @@ class AttachedEngine:
 
     # ---- helpers -------------------------------------------------------------------------------------------------
 
+    def _parameters_as_they_are(self) -> AbstractContextManager[None]:
+        """Around DeepSpeed's own work on sharded parameters."""
+        return nullcontext() if self.values is None else zero3.as_it_is()
+
+    def _parameters_written(self) -> None:
+        if self.values is not None:
+            self.values.stepped()
+
     def _adopt_edits(self) -> None:
-        """Let the step start from the parameters as the program has left them (N1)."""
+        """Let the step start from the parameters as the program has left them, or the checkpoint hold them (N1)."""
         optimizer, reducer = self.engine.optimizer, self.reducer
         concurrent = reducer.streams.concurrent
         if isinstance(reducer, Stage12Reducer):

@@ -365,7 +365,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _SchedulerOverrides):
                 restore(callback, _SchedulerOverrides)
-        super().teardown()
+        with zero3.as_it_is():  # moves what ZeRO-3 has left of them
+            super().teardown()
 
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:

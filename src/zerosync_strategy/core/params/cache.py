@@ -41,7 +41,7 @@ class ParameterCache:
         self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held
         self._gathers: Counter[Any] = Counter()
         self._held: dict[int, Any] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self._held_bytes = 0
         self._coordinator = zero3.coordinator(optimizer)
         self.release_memo = zero3.release_cache(self._coordinator)
         self._coordinator._zerosync_releases = self
@@ -61,7 +61,8 @@ class ParameterCache:
     def end_window(self, params: Iterable[Any]) -> None:
         """A step has released ``params``."""
         for param in params:
-            self._held.pop(zero3.param_id(param), None)
+            if self._held.pop(zero3.param_id(param), None) is not None:
+                self._held_bytes -= zero3.full_bytes(param)
         self.peak_bytes = 0
         if self._chosen is None and self._budget is not None and self._gathers:
             self._chosen = self._choose(self._budget)
@@ -93,10 +94,22 @@ class ParameterCache:
 
     @contextmanager
     def releasing(self, module: Any | None) -> Iterator[None]:
-        for param in [] if module is None else zero3.parameters_of(module):
-            if self.holds(param) and not zero3.is_persistent(param) and zero3.is_gathered(param):
-                self._held[zero3.param_id(param)] = param
-        held = list(self._held.values())
-        self.peak_bytes = max(self.peak_bytes, sum(map(zero3.full_bytes, held)))
-        with zero3.kept_from_release(held, _USER):
+        if self._chosen is not None and not self._chosen:
+            yield  # nothing is held
+            return
+        if module is None:
+            kept = list(self._held.values())
+        else:
+            kept = [param for param in zero3.released_with(module) if self._holds_now(param)]
+        with zero3.kept_from_release(kept, _USER):
             yield
+
+    def _holds_now(self, param: Any) -> bool:
+        number = zero3.param_id(param)
+        if number not in self._held:
+            if not self.holds(param) or zero3.is_persistent(param) or not zero3.is_gathered(param):
+                return False
+            self._held[number] = param
+            self._held_bytes += zero3.full_bytes(param)
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        return True
