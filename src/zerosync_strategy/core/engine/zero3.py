@@ -213,6 +213,8 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
 
 def keep(param: Any) -> None:
     """Let this rank's shard of a gathered parameter have its present values."""
+    if param.numel() != param.ds_numel:
+        return  # called gathered, and empty: of an engine that is being replaced
     if (pair := own_part(param)) is not None:
         shard, part = pair
         shard.copy_(part)
