@@ -419,3 +419,33 @@ def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
         assert [report.reductions for report in reports] == [1, 1]
         # Two backwards of its own, or one and, unless it is frozen, that of the generator.
         assert [(report.step, report.backwards) for report in reports] == [(3, 2), (6, 1 if frozen else 2)]
+
+
+@STAGES
+def test_an_offloaded_optimizer_is_the_one_that_was_given(stage: int) -> None:
+    """Accelerate makes DeepSpeed's CPU Adam of it, whatever it is."""
+
+    def job() -> Any:
+        run = start(stage, optimizer=sgd, offload_optimizer_device="cpu")
+        for index in range(4):
+            run.accelerator.backward(loss_of(run.model, run.batch(index)))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run.parameters()
+
+    expected = oracle(sgd)
+    for index in range(4):
+        backward_of(expected, index)
+        expected.step()
+    for parameters in run_ranks(job):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
+def test_an_optimizer_that_would_become_another_is_refused() -> None:
+    def job() -> None:
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
+        with pytest.raises(ValueError, match=r"the optimizer SGD and 'zero_force_ds_cpu_optimizer' = true"):
+            start(2, hf_ds_config=config)
+
+    run_ranks(job)

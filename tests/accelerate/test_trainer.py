@@ -98,6 +98,36 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
         assert distance(resumed[0][0], trained[0][0]) == 0.0
 
 
+class OwnStep(InOrder):
+    """As TRL's OnlineDPOTrainer: gives the Accelerator a loss that nobody has divided, so that gradients are summed."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_training_step_that_does_not_divide_sums(stage: int, tmp_path: Path) -> None:
+    def train() -> Any:
+        given = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=MICRO, gradient_accumulation_steps=2, max_steps=2,
+            max_grad_norm=0.0, learning_rate=1e-2, lr_scheduler_type="constant", optim="sgd", save_strategy="no",
+            report_to=[], disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = OwnStep(Model(), given, train_dataset=Rows(BATCHES))
+        trainer.train()
+        return {name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()}
+
+    expected, data = oracle(lambda parameters: torch.optim.SGD(parameters, lr=1e-2)), Data(BATCHES)
+    for batch in range(4):
+        expected.backward(lambda rank, batch=batch: loss_of(expected.module, data.batch(batch, rank)))
+        if batch % 2:
+            expected.step()
+    for parameters in run_ranks(train, env=launched(stage)):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
 def arguments(folder: Path) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=MICRO, num_train_epochs=1, max_grad_norm=0.0,

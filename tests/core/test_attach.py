@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 from tests.harness import engines
 from tests.harness.copying import loss_of, make_engine, network, oracle
@@ -95,6 +96,42 @@ def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
 
     assert run_ranks(run, True) == [0.0, 0.0]
     assert max(run_ranks(run, False)) < 1e-6
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_without_gradient_is_an_error_where_the_configuration_says_so(
+    stage: int, zero: dict[str, Any]
+) -> None:
+    def run() -> float:
+        engine = make_engine(stage, {**zero, "ignore_unused_parameters": False})
+        zerosync = attach(engine)
+        for k in range(3):
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+        engine.backward(engine.module[0](torch.ones(2, 8)).sum())
+        with pytest.raises(RuntimeError, match=r"'2\.weight', '2\.bias' since .*ignore_unused_parameters"):
+            engine.step()
+        zerosync.abort()
+        return distance(full_parameters(engine.module), oracle(3, 1))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_that_deepspeed_does_not_manage(stage: int) -> None:
+    def run() -> tuple[float, int, int]:
+        engine = make_engine(stage, {"overlap_comm": False}, managed_gradient_accumulation=False)
+        zerosync = attach(engine)
+        for k in range(8):
+            engine.backward(loss_of(engine, k, rank()) / 4)
+            if k % 4 == 3:
+                engine.step()
+        assert zerosync.report is not None
+        error = distance(full_parameters(engine.module), oracle(2, 4))
+        return error, zerosync.report.backwards, zerosync.report.reductions
+
+    assert run_ranks(run) == [(0.0, 4, 1)] * 2
 
 
 def test_upstream_coalescing_and_no_sync_are_harmless_inside() -> None:

@@ -20,7 +20,6 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.rank_status import RankError
-from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=4)
@@ -126,9 +125,8 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
     """Ranks raise at different places of a backward that reduces as it goes, and train on."""
 
     def run() -> float:
-        reducer.CHUNK_BYTES = 1  # a bucket per parameter
         engine = make_engine(stage)
-        attach(engine, coalesce=False)
+        attach(engine, grad_memory_budget=0)  # a bucket per parameter
         for k in range(3):
             if k == 1:
                 # Backward comes to the last layer's parameters first: rank 0 has sent them by then, and rank 1 none.

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -98,3 +99,49 @@ def test_in_half_precision_what_is_not_written_keeps_its_master_weights() -> Non
         return kept, float((full_parameters(net)["online.0.weight"] - 0.125).abs().max())
 
     assert run_ranks(run) == [(True, 0.0)] * 2
+
+
+class Stops(nn.Module):
+    """A forward that may stop before modules that ZeRO-3 has begun to gather for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, stop: bool = False) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return hidden.mean() if stop else self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["to read", "to write"])
+def test_what_is_on_its_way_is_waited_for(reads: bool) -> None:
+    """DeepSpeed takes a prefetched parameter for gathered: it reads what is not there, and fails at the end."""
+
+    def run() -> float:
+        net = Stops()
+        plain = copy.deepcopy(net)
+
+        def sgd(module: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(module.parameters(), lr=0.2)
+
+        zero = {**SHARDED, "stage3_prefetch_bucket_size": 40}  # one layer ahead
+        engine, oracle = make_engine(net, sgd(net), 3, zero), Oracle(plain, sgd(plain))
+        zerosync = attach(engine)
+        for k in range(6):
+            if k > 2:  # the order of the modules is known from now on, and prefetched by
+                with torch.no_grad():
+                    engine(data(k, rank()), stop=True)
+                params = list(net.parameters())
+                with deepspeed.zero.GatheredParameters(params) if reads else zerosync.full_parameters():
+                    assert all(torch.equal(*pair) for pair in zip(params, plain.parameters(), strict=True))
+                    if not reads:
+                        net.second.weight.data.mul_(0.5)
+                        plain.second.weight.data.mul_(0.5)
+            engine.backward(engine(data(k, rank())))
+            oracle.backward(lambda r, k=k: plain(data(k, r)))
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]

@@ -5,6 +5,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from accelerate.utils import DummyOptim
 from deepspeed.ops.lamb import FusedLamb
 from transformers import optimization
 
@@ -20,6 +21,11 @@ def made(name: str, base: type = torch.optim.SGD) -> Any:
     return cls()
 
 
+class NeedsClosure(torch.optim.AdamW):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
 def test_classes_that_need_whole_tensors() -> None:
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon, FusedLamb, torch.optim.LBFGS):
         problem = kind_problem(cls.__new__(cls))
@@ -27,8 +33,11 @@ def test_classes_that_need_whole_tensors() -> None:
     for name in ("LARS", "FusedLAMB", "OnebitLamb", "MuonWithAuxAdam", "DistributedShampoo", "SOAP", "Adam_mini"):
         assert f"the optimizer {name} computes with the shape or the norm of each" in kind_problem(made(name))
     assert "Mine, a kind of Adafactor, computes" in kind_problem(made("Mine", torch.optim.Adafactor))
+    problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
+    assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
         assert kind_problem(made(name)) == ""
+    assert kind_problem(DummyOptim([])) == ""  # stands for one that DeepSpeed makes, and has no step()
 
 
 def initialize(stage: int, module: Any, optimizer: Any) -> Any:

@@ -24,6 +24,6 @@ def test_phases_carry_names(stage: int) -> None:
     for names in run_ranks(run):
         assert {"zerosync::reduce", "zerosync::step"} <= names
         assert {
-            f"zerosync::{phase}(1.bias to 0.weight)" for phase in ("reduce_scatter", "wait_reduce_scatter")
+            f"zerosync::{phase}(0.weight to 1.bias)" for phase in ("reduce_scatter", "wait_reduce_scatter")
         } <= names
         assert stage == 2 or "zerosync::gather('0.weight')" in names

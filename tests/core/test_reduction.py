@@ -11,6 +11,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 
@@ -121,7 +122,7 @@ def test_what_one_rank_keeps_waits_for_the_close(stage: int) -> None:
         engine = make_engine(stage)
         zerosync = attach(engine)
         (bucket,) = zerosync._attached.reducer.buckets  # one holds this small model
-        assert bucket.evenly_sharded and bucket.input.widths == [LAYERS * LAYER // 8] * 2
+        assert bucket.evenly_sharded and bucket.target == [(0, LAYERS * LAYER // 8)]
         zerosync.detach()
         reducer.CHUNK_BYTES = LAYER
         zerosync = attach(engine)
@@ -275,9 +276,8 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
     """On the way that NCCL takes; gloo does not say whether a send or receive is complete."""
 
     def run() -> tuple[bool, bool]:
-        reducer.CHUNK_BYTES = LAYER
         with simulate():
-            engine = make_engine(2)
+            engine = make_engine(2, zero={"reduce_bucket_size": WIDTH * WIDTH})
             zerosync = attach(engine, coalesce=False)
             first = next(engine.module.parameters())
             handle = first.register_hook(lambda gradient: 1 / 0)
@@ -290,3 +290,33 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
             return abandoned, bool(zerosync._attached.reducer._abandoned)
 
     assert run_ranks(run) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("one_by_one", [0, 8])
+def test_the_way_of_nccl(stage: int, ranks: int, one_by_one: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent where the backend has a reduce-scatter, here over gloo's: each gradient once, into its shard."""
+    monkeypatch.setattr(collectives, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(reducer, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(collectives, "REDUCED_ONE_BY_ONE", one_by_one)
+
+    def run() -> Any:
+        found = {}
+        for options in ({}, {"coalesce": False}, {"grad_memory_budget": 3 * LAYER}, {"reduction": "ordered"}):
+            for bucket in (LAYER // 3, 10**6):
+                engine = make_engine(stage, zero={"reduce_bucket_size": bucket})
+                train(engine, zerosync := attach(engine, **options), 2, promise=True)
+                error = distance(full_parameters(engine.module), oracle(2, ranks))
+                found["".join(options), bucket] = error, set(zerosync.report.collectives)
+                zerosync.detach()
+        return found
+
+    for (option, bucket), (error, kinds) in run_ranks(run, world_size=ranks)[0].items():
+        assert error <= (0.0 if ranks == 2 and option in ("", "reduction") else 2e-6), (option, bucket)
+        assert "isend" not in kinds
+        if stage == 2 and (option == "grad_memory_budget" or (option == "coalesce" and bucket < 10**6)):
+            # Buckets that belong to one or a few ranks.
+            assert ("reduce" if one_by_one else "all_to_all_single") in kinds, (option, bucket, kinds)
+        elif option != "reduction":
+            assert "reduce_scatter_tensor" in kinds and "reduce" not in kinds, (option, bucket, kinds)

@@ -108,16 +108,15 @@ def spoil(streams: list[Any]) -> None:
 
 @contextmanager
 def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
-    """Each chunk is packed late, on the reduction stream; ``ends`` gets an event after each."""
-    stock = Reducer._pack
+    """Each bucket is reduced late, on the reduction stream; ``ends`` gets an event after each."""
+    stock = Reducer._send
 
-    def pack(self: Reducer, packing: Any) -> torch.Tensor:
+    def send(self: Reducer, bucket: Any) -> None:
         torch.cuda._sleep(CYCLES)
-        packed = stock(self, packing)
+        stock(self, bucket)
         if ends is not None:
             ends.append(torch.cuda.current_stream().record_event())
-        return packed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "_pack", pack)
+        patch.setattr(Reducer, "_send", send)
         yield

@@ -16,7 +16,7 @@ import torch
 from tests.gpu.producers import CYCLES, backward, make, slow_reductions, train
 from tests.harness.oracle import full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.streams import HostCopy, Streams
 
 pytestmark = pytest.mark.gpu
 DURING: dict[str, Any] = {"coalesce": False}  # reductions beside the backward
@@ -149,19 +149,19 @@ def test_the_host_reads_an_answer_after_its_copy(waits: bool) -> None:
     """And does not wait for what was issued behind it. Without the wait, it reads what the memory held before."""
 
     def job() -> tuple[bool, bool]:
-        streams, answer = Streams(), torch.zeros(2, dtype=torch.int64, device="cuda")
-        # The copy below is given this pinned memory: to get new one, CUDA may wait for the device.
-        assert streams.copy_to_host(answer)() == [0, 0]
+        copy, answer = HostCopy(Streams(), 2), torch.zeros(2, dtype=torch.int64, device="cuda")
+        copy.begin(answer)
+        assert copy.read() == [0, 0]
         torch.cuda.synchronize()
         torch.cuda._sleep(CYCLES)
         answer.fill_(7)
-        read = streams.copy_to_host(answer)
+        copy.begin(answer)
         torch.cuda._sleep(20 * CYCLES)
         (behind := torch.cuda.Event()).record()
         with pytest.MonkeyPatch.context() as patch:
             if not waits:
                 patch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
-            found = read()
+            found = copy.read()
         return found == [7, 7], behind.query()
 
     ((arrived, waited_for_more),) = run_ranks(job, world_size=1)

@@ -8,7 +8,7 @@ import torch
 class Oracle:
     """Data-parallel training of `module` by its definition: local gradients per rank, their mean, one step.
 
-    A parameter without a gradient is stepped with zeros, because ZeRO steps flat partitions.
+    A parameter without a gradient is stepped with zeros, because ZeRO steps flat partitions; one that is frozen is not.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int = 2) -> None:
@@ -34,6 +34,9 @@ class Oracle:
     def step(self, clip: float = 0.0) -> float:
         """One optimizer step, clipped to this norm unless it is 0; the norm before that, or 0."""
         for param, *grads in zip(self.parameters, *self.ranks, strict=True):
+            if not param.requires_grad and all(grad is None for grad in grads):
+                param.grad = None
+                continue
             total = torch.zeros_like(param)
             for grad in grads:
                 if grad is not None:

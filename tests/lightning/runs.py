@@ -60,6 +60,14 @@ class PositionedLoader(DataLoader):
         self.position = state["position"]
 
 
+class WholeLoader(PositionedLoader):
+    """Of the global batch, for one process."""
+
+    def __init__(self, batches: int) -> None:
+        self.position = 0
+        DataLoader.__init__(self, Data(batches), batch_size=MICRO * WORLD)
+
+
 class Module(LightningModule):
     """Automatic optimization; tests subclass it for anything else."""
 
@@ -105,12 +113,12 @@ class Recorder(Callback):
 
 
 class SaveAfter(Callback):
-    def __init__(self, batch: int, path: Path) -> None:
-        self.batch, self.path = batch, path
+    def __init__(self, batch: int, path: Path, epoch: int = 0) -> None:
+        self.batch, self.path, self.epoch = batch, path, epoch
         self.warnings: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == self.batch:
+        if trainer.current_epoch == self.epoch and batch_idx == self.batch:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 trainer.save_checkpoint(self.path)

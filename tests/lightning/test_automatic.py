@@ -40,6 +40,31 @@ def test_accumulation_scheduler(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+class StepsEverySecondBatch(Module):
+    """By an overridden ``optimizer_step``, as in Lightning's guide; each closure drops the gradients before its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 4 == 1:
+            optimizer.step(closure=optimizer_closure)
+            return
+        optimizer_closure()
+        if batch_idx % 4 == 3:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_closure_apart_from_the_step(stage: int) -> None:
+    def run() -> float:
+        recorder, _ = fit(StepsEverySecondBatch(), strategy(stage), 8)
+        plain, data = oracle(), Data(8)
+        for batch in range(1, 8, 2):
+            plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)))
+            plain.step()
+        return distance(recorder.parameters, full_parameters(plain.module))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_by_norm(stage: int) -> None:
     def run() -> Any:

@@ -285,7 +285,7 @@ class Two(Module):
 @STAGES
 def test_several_optimizers(stage: int) -> None:
     def run() -> float:
-        recorder, _ = fit(Two("its own"), small(stage, stage3_prefetch_bucket_size=0), BATCHES)
+        recorder, _ = fit(Two("its own"), small(stage), BATCHES)
         net, data = network(), Data(BATCHES)
         first = Oracle(net, sgd(net[0].parameters()))
         second = Oracle(net, sgd([*net[2].parameters(), *net[4].parameters()]))

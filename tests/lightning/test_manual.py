@@ -151,14 +151,17 @@ def test_clip_gradients(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_step_with_a_closure(stage: int) -> None:
+    """Its loss is what ``step`` returns."""
+
     class Closure(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             def closure() -> torch.Tensor:
                 loss = loss_of(self.net, batch)
                 self.manual_backward(loss)
+                self.loss = loss.item()
                 return loss
 
-            self.optimizers().step(closure)
+            assert self.optimizers().step(closure).item() == self.loss
 
     def run() -> float:
         recorder, _ = fit(Closure(), strategy(stage), 4)

@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.harness.engines import make_engine, start
 from zerosync_strategy import attach
-from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import Finding, Stream, simulate
 
 WIDTH = 32
@@ -26,7 +25,7 @@ class Branches(nn.Module):
         self.unused = unused
         self.streams = streams
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH), nn.Tanh()) for width in widths
         )
         if experts:
             self.branches[0] = Experts()
@@ -73,7 +72,6 @@ def train(
     Gradients are in several buckets. `unused`: a branch has none. `sgd`: nothing in a step waits for the host or for
     other ranks: plain SGD, without clipping.
     """
-    reducer.CHUNK_BYTES = 4 * WIDTH * (WIDTH + 1)  # a layer
     with simulate() as simulation:
         start()
         torch.manual_seed(0)

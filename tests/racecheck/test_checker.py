@@ -32,6 +32,7 @@ class Program:
         self.events: list[tuple[Clock, int | None]] = []
         self.blocks: list[tuple[Block, list[tuple[int, Access]], list[list[tuple[int, Access]]]]] = []
         self.freed: list[tuple[int, list[tuple[int, Access]]]] = []
+        self.own: dict[int, tuple[int, Access]] = {}
         self.races: set[tuple[Operation, Operation]] = set()
         self.reuses: set[tuple[Operation, Operation]] = set()
 
@@ -74,6 +75,8 @@ class Program:
         # What was freed there, and which of it was still in use by another timeline as far as the host could know.
         _, _, before = self.blocks[-1]
         before.extend(uses for owner, uses in self.freed if owner == timeline)
+        # ... and the last use of the timeline itself, which nobody else need have waited for.
+        before.extend([use] for owner, use in self.own.items() if owner == timeline)
 
     def free(self) -> None:
         if len(self.blocks) < 2:
@@ -81,9 +84,18 @@ class Program:
         block, uses, _ = self.blocks.pop(self.random.randrange(len(self.blocks)))
         self.checker.free(block)
         owner = self.timelines.index(block.timeline)
-        waited = [self.last[index] for index in (0, owner, *map(self.timelines.index, block.recorded))]
-        pending = [use for use in uses if not any(end is not None and self.precedes(use[0], end) for end in waited)]
-        self.freed.append((owner, pending))
+
+        def pending(uses: list[tuple[int, Access]], *timelines: int) -> list[tuple[int, Access]]:
+            ends = [end for timeline in timelines if (end := self.last[timeline]) is not None]
+            return [use for use in uses if not any(self.precedes(use[0], end) for end in ends)]
+
+        uses = pending(uses, 0, *map(self.timelines.index, block.recorded))
+        self.freed.append((owner, pending(uses, owner)))
+        own = [use for use in uses if use[1].operation.timeline is block.timeline]
+        if owner in self.own:
+            own.append(self.own[owner])
+        if own:
+            self.own[owner] = max(own, key=lambda use: use[1].operation.time)
 
     def record(self) -> None:
         block, _, _ = self.random.choice(self.blocks)

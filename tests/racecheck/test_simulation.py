@@ -43,6 +43,34 @@ def test_accesses_of_two_streams_must_be_ordered_where_they_overlap(ordered: str
         assert "add_ on side at test_simulation.py" in str(finding) and "mul_ on default stream" in str(finding)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_optimizer_that_counts_its_steps_waits_for_no_stream(waits: bool) -> None:
+    """Adam reads its counter, in host memory, for each parameter: that orders nothing after the step of another."""
+    with simulate() as simulation:
+        side, params = Stream(name="side"), [torch.zeros(8), torch.zeros(8)]
+        for param in params:
+            param.grad = torch.ones(8)
+        side.wait_stream(simulation.default)
+        torch.optim.Adam(params, foreach=False).step()
+        if waits:
+            side.wait_stream(simulation.default)
+        with simulation.stream(side):
+            params[0].mul(1)
+    assert [finding.kind for finding in simulation.findings] == ([] if waits else [Kind.RACE])
+
+
+def test_numbers_for_the_device_are_on_it() -> None:
+    with simulate() as simulation:
+        side = Stream(name="side")
+        there, here = torch.tensor([1.0], device=torch.device("cpu")), torch.tensor([1.0])
+        with simulation.stream(side):
+            there.mul(1)
+            here.mul(1)
+        here.add_(1)
+        there.add_(1)
+    assert len(simulation.findings) == 1 and simulation.findings[0].kind is Kind.RACE
+
+
 @pytest.mark.parametrize("how", ["recorded", "ordered", "neither"])
 def test_memory_may_be_reused_before_another_stream_is_done_with_it(how: str) -> None:
     with simulate() as simulation:

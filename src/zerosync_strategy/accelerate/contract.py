@@ -15,6 +15,10 @@ TESTED_ACCELERATE = ("1.15.0",)
 INTERNALS = (
     (Accelerator, Internal("preparation", "Accelerator", "_prepare_deepspeed", ("self",))),
     (Accelerator, Internal("gradient clipping", "Accelerator", "clip_grad_norm_", ("self", "parameters", "max_norm"))),
+    (
+        Accelerator,
+        Internal("gradient clipping", "Accelerator", "clip_grad_value_", ("self", "parameters", "clip_value")),
+    ),
     (Accelerator, Internal("end of training", "Accelerator", "end_training", ("self",))),
     (Accelerator, Internal("a second training", "Accelerator", "free_memory", ("self",))),
     (Accelerator, Internal("gradient accumulation", "Accelerator", "sync_gradients")),

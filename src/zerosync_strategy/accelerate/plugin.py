@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.zero import offloads_optimizer
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
@@ -136,8 +138,43 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
             before = self._filled.get("train_micro_batch_size_per_gpu", "auto")
             config["train_micro_batch_size_per_gpu"] = 1 if before == "auto" else before
-        yield
+        with _taken_as_it_is(config, prepared):
+            yield
         self._filled = {name: config.get(name) for name in left_open}
+
+
+@contextmanager
+def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator[None]:
+    """While active, an offloaded optimizer that Accelerate would make another of is taken as it was given.
+
+    Accelerate makes DeepSpeed's CPU Adam of any optimizer, without a word.
+    """
+    option = "zero_force_ds_cpu_optimizer"
+    optimizers = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
+    others = [optimizer for optimizer in optimizers if not _is_plain_adam(optimizer)]
+    if not offloads_optimizer(config) or not others:
+        yield
+        return
+    if config.get(option):
+        raise ValueError(
+            f"accelerator.prepare() got the optimizer {type(others[0]).__name__} and {option!r} = true, by which"
+            " Accelerate would train with DeepSpeed's CPU Adam in its place. Leave the option out to train with the"
+            " optimizer as it is, or give torch's Adam or AdamW."
+        )
+    before, config[option] = config.get(option), False
+    yield
+    if before is None:
+        del config[option]
+
+
+def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether DeepSpeed's CPU Adam does what ``optimizer`` does."""
+    different = ["amsgrad", "maximize"]
+    if type(optimizer) is torch.optim.Adam:
+        different.append("decoupled_weight_decay")
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group.get(name) for group in optimizer.param_groups for name in different
+    )
 
 
 def read_config(given: Any = None) -> HfDeepSpeedConfig | None:

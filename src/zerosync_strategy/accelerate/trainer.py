@@ -40,6 +40,11 @@ def install(plugin_class: type[Any]) -> None:
         trainer.deepspeed_init = deepspeed.deepspeed_init  # type: ignore[attr-defined]
 
 
+def divides_losses(accelerator: Any) -> bool:
+    """Return whether a Trainer has ``accelerator``: it divides losses itself, and backwards take them as they are."""
+    return getattr(accelerator, _TRAINER, None) is not None
+
+
 def keeps_engine(accelerator: Any) -> bool:
     """Return whether the Trainer that has ``accelerator`` goes on with its engine in a later ``train()``."""
     trainer = getattr(accelerator, _TRAINER, lambda: None)()

@@ -19,7 +19,7 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
-from zerosync_strategy.accelerate.trainer import keeps_engine
+from zerosync_strategy.accelerate.trainer import divides_losses, keeps_engine
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside
@@ -49,8 +49,12 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         require_same("accelerator.prepare()", {"optimizer": problem or "as asked"} | model_facts(model))
         if problem:
             raise ValueError(f"accelerator.prepare() found that {problem}")
+    # As the Accelerator was made, before its first preparation, of a data loader it may be.
+    num_steps = vars(accelerator).setdefault("_zerosync_num_steps", accelerator.gradient_accumulation_steps)
     with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
         result = stock(accelerator, *args)
+    if divides_losses(accelerator):  # Accelerate has taken the steps of the DeepSpeed configuration instead
+        accelerator.gradient_accumulation_steps = num_steps
     engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
     if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
         return result  # a data loader, or a model for evaluation
@@ -150,6 +154,21 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         self.zerosync.clip_next_step(0.0 if math.isinf(max_norm) else max_norm)
         return norm
 
+    def clip_grad_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the averaged gradients.
+
+        Raises:
+            ValueError: there are none: in mid-accumulation, or with ``step_on="backward"``.
+        """
+        if not self.gradient_state.sync_gradients or _steps_on_backward(self.zerosync):
+            raise ValueError(
+                "clip_grad_value_() clips the gradients of the coming step, averaged over the ranks, and there are none"
+                " in mid-accumulation, or with step_on='backward'. Call it where accelerator.sync_gradients is true,"
+                " with step_on='optimizer'."
+            )
+        with self.zerosync.full_gradients():
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
 
 class _OptimizerOverrides:
     """Overrides of a prepared optimizer."""
@@ -185,6 +204,12 @@ class _AcceleratorOverrides:
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
         return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        wrapped = self.deepspeed_engine_wrapped
+        if not isinstance(wrapped, ZeroSyncEngineWrapper):
+            return super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
+        wrapped.clip_grad_value(parameters, clip_value)
 
     def free_memory(self, *objects: Any) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None

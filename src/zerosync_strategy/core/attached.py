@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero12
+from zerosync_strategy.core.engine import compilation, contract, fragments, universal, zero, zero3, zero12
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
+from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.failures.checkpoint_errors import (
     UNREADABLE,
     UNWRITABLE,
@@ -25,12 +25,15 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
     wrap_checkpoint_errors,
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
+from zerosync_strategy.core.frozen import FrozenParameters
+from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
+from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -38,11 +41,14 @@ from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
 
+_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
 
 
 class AttachedEngine:
-    """The mechanisms of one attached engine. Implements :class:`~engine.overrides.EngineHooks`.
+    """The mechanisms of one attached engine.
+
+    Implements :class:`~engine.overrides.EngineHooks` and :class:`~engine.fragments.FragmentHooks`.
 
     Args:
         engine: the DeepSpeed engine, verified (C1).
@@ -50,9 +56,10 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
+        frozen: which parameters are not stepped.
         cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
-        gradient_ready: the window's, without a step between.
+        gradient_ready: the window's, without a step between unless gradients are noted down.
 
     Raises:
         ValueError: an option needs another stage.
@@ -69,8 +76,18 @@ class AttachedEngine:
         self._names = {param: name for name, param in engine.module.named_parameters()}
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
         self.traffic = EngineCounter()
-        self.window = Window(self.reducer, config.overlap_last, self.traffic, self.activity)
+        self.frozen = FrozenParameters(
+            lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
+        )
+        self._changes = LocalChanges(self.reducer.params, self._names)
+        self.window = Window(
+            self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, self._changes
+        )
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
+        self._with_gradient: set[Any] | None = None  # in this window, where one without is an error
+        if zero.needs_every_gradient(engine):
+            self._with_gradient = set()
+            self.gradient_ready = self._note_gradient
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
@@ -80,6 +97,7 @@ class AttachedEngine:
             self.cache = ParameterCache.of(optimizer, config.held_bytes)
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
             self.values = ParameterValues.of(engine, self.scheduler)
+            let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
@@ -88,6 +106,7 @@ class AttachedEngine:
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
         self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
+        self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
@@ -97,6 +116,7 @@ class AttachedEngine:
         for target, layer in self._layers:
             target._zerosync_hooks = self
             interpose(target, layer)
+        fragments.intercept(self.reducer.params, self)
         self.race_check.join()
         _engines.add(self)
 
@@ -126,6 +146,7 @@ class AttachedEngine:
         ):  # the last that came goes first
             if mechanism is not None:
                 mechanism.detach()
+        fragments.release(self.reducer.params)
         for target, layer in self._layers:
             restore(target, layer)
             del target._zerosync_hooks, target._zerosync
@@ -176,9 +197,54 @@ class AttachedEngine:
                 hide_gradients(self.reducer)
             self._shows_gradients = False
 
-    def local_gradients(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def local_gradients(self) -> Iterator[None]:
         """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
-        return zero3.accepting_gradients(self.reducer.params)
+        with zero3.accepting_gradients(self.reducer.params):
+            yield
+        if self.window.state is WindowState.OPEN:
+            self._changes.note()
+
+    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+        if self._shows_gradients:
+            return param.grad
+        if self.window.state is WindowState.CLOSED:
+            raise ValueError(
+                "safe_get_full_grad() was called, but no backward ran since the last optimizer step, which has used the"
+                " gradients up. Call it between backward and step."
+            )
+        with self.activity("safe_get_full_grad()"):
+            is_local = self.reducer.keeps_gradients and not self.window.early_reductions
+            if self.window.state is WindowState.OPEN and is_local:
+                return self._average(param)
+            self.window.reduce()
+            return stock()
+
+    def _average(self, param: Any) -> torch.Tensor:
+        """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
+        from deepspeed import comm
+
+        layout = next(layout for layout in self.reducer.layouts if any(each is param for each in layout.params))
+        total = torch.zeros(zero3.full_shape(param), device=param.device)
+        if param.grad is not None:
+            total += param.grad
+        comm.all_reduce(total, group=layout.process_group)
+        return total.div_(layout.divisor)
+
+    def check_gradients(self, function: str) -> None:
+        if self.window.state is not WindowState.REDUCED:
+            when = "they are still each rank's own" if self.window.state is WindowState.OPEN else "there are none"
+            raise RuntimeError(
+                f"{function} reaches the averaged gradients in ZeRO's shards, and {when}. Call it between backward and"
+                " step, after reduce() of the handle that attach() returned; or use 'with zerosync.full_gradients():',"
+                " where param.grad is the averaged gradient, to read and to change."
+            )
+        if zero.offloads(self.engine.optimizer) and "set" in function:
+            raise RuntimeError(
+                f"{function} does not reach an offloaded optimizer's norm of the gradients. Use 'with"
+                " zerosync.full_gradients():', where param.grad is the averaged gradient, to read and to change."
+            )
+        self.reducer.norm = None
 
     def _clip_shown(self) -> None:
         """Clip the gradients that the parameters show, instead of the coming step. Collective."""
@@ -214,7 +280,27 @@ class AttachedEngine:
                 self.unshard_on_read.release(self._keeps)
             raise
 
+    def _note_gradient(self, param: Any) -> None:
+        assert self._with_gradient is not None
+        self._with_gradient.add(param)
+        self.window.gradient_ready(param)
+
+    def _check_every_gradient(self) -> None:
+        if self._with_gradient is None:
+            return
+        found, self._with_gradient = self._with_gradient, set()
+        names = [repr(self._names[p]) for p in self.reducer.params if p.requires_grad and p not in found]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"step() found no gradient of {', '.join(names[:3])}{more} since the last step, and the configuration"
+                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
+                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
+            )
+
     def backward_begins(self) -> None:
+        if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
+            self._with_gradient = set()  # what a dropped window had
         with self._parameters_as_they_are():
             if thawed := [param for param in self._frozen if param.requires_grad]:
                 self._check_trained(thawed)
@@ -224,6 +310,9 @@ class AttachedEngine:
 
     def zero_grad(self) -> None:
         self._shows_gradients = False  # they are dropped with those in the shards
+        self.frozen.forget()
+        if self._with_gradient is not None:
+            self._with_gradient = set()
         self.window.zero_grad()
 
     @contextmanager
@@ -241,17 +330,29 @@ class AttachedEngine:
                 " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
                 " in any case."
             )
+        if len(zero.stepping_optimizer(self.engine).param_groups) != self._param_groups:
+            self.refuse_param_group()
+
+    def refuse_param_group(self) -> None:
+        raise ValueError(
+            "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
+            " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
+            " as many groups as will need options of their own, and freeze after it those that are to train later. (In"
+            " Lightning, a BaseFinetuning callback may freeze them before.)"
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
         with self.activity("the optimizer step"), self._parameters_as_they_are():
+            if self.window.state is not WindowState.CLOSED:
+                self._check_every_gradient()
             with self.activity("the reduction"):
                 if self.scheduler is not None:
                     self.scheduler.before_step()
                 self.window.begin_step()
             self._adopt_edits()
             try:
-                with phase("step"):
+                with phase("step"), self.frozen.stepping():
                     yield
             except BaseException as error:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
@@ -265,7 +366,7 @@ class AttachedEngine:
             self.race_check.stepped()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext() if dist.get_backend() == "nccl" else zero12.parameter_gather(gather_parameters)
+        return nullcontext() if self.reducer.is_native else zero12.parameter_gather(gather_parameters)
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         if self.reducer.norm is None:
@@ -278,13 +379,36 @@ class AttachedEngine:
         if self.scheduler is not None:
             self.scheduler.before_checkpoint()
         with self._parameters_as_they_are():
-            self._adopt_edits()
+            self._adopt_edits()  # a resumed run starts from the master weights
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag) or UNREADABLE)
+        latest = "latest"
+        if universal.loads_universal(self.engine):
+            if self._shards_over_groups:
+                raise ValueError(
+                    "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
+                    " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
+                    " save_checkpoint() wrote, on as many ranks."
+                )
+            latest = universal.LATEST
+        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE)
+
+    def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
+        if universal.loads_universal(self.engine):
+            trained = [param for engine in _engines for param in engine.reducer.params]
+            universal.restore_rest(self.engine, trained, model_file, strict, optimizer_state)
+
+    def client_state(self) -> dict[str, Any]:
+        cohorts = self.frozen.state(self._names, zero.data_parallel_group(self.engine.optimizer))
+        return {_COHORTS: cohorts} if cohorts else {}
+
+    def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        cohorts = client_state.pop(_COHORTS, [])
+        if optimizer_states:
+            self.frozen.load(cohorts, self._names)
 
     def nothing_loaded(self, path: Any) -> None:
         if self.engine.global_rank == 0:
@@ -296,7 +420,9 @@ class AttachedEngine:
 
     @contextmanager
     def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
-        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"):
+        # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
+        trained = as_trained(self.reducer.params)
+        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
             try:
                 with self._parameters_as_they_are():
                     yield
@@ -312,6 +438,11 @@ class AttachedEngine:
             )
 
     def compiling(self) -> AbstractContextManager[None]:
+        if self._with_gradient is not None:
+            raise ValueError(
+                "DeepCompile's graphs give every parameter a gradient, used or not, so that"
+                " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
+            )
         CompiledGradientHook.verify(self.config, self._shards_over_groups, self.race_check.is_checked)
         if self.unshard_on_read is not None:
             self.unshard_on_read.prepare_deepcompile()
@@ -338,13 +469,23 @@ class AttachedEngine:
             self.values.stepped()
 
     def _adopt_edits(self) -> None:
-        """Let the step start from the parameters as the program has left them, or the checkpoint hold them (N1)."""
+        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
         optimizer, reducer = self.engine.optimizer, self.reducer
         concurrent = reducer.streams.concurrent
         if isinstance(reducer, Stage12Reducer):
             adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names, concurrent)
         else:
             adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
+
+    def _master_weights(self) -> list[zero.MasterWeights]:
+        optimizer, reducer = self.engine.optimizer, self.reducer
+        if isinstance(reducer, Stage12Reducer):
+            return zero12.master_weights(optimizer, reducer.groups)
+        return zero3.master_weights(optimizer)
+
+    def _states_made(self) -> None:
+        if isinstance(self.reducer, Stage12Reducer):
+            zero12.link_states_anew(self.engine.optimizer)
 
     def _check_trained(self, thawed: list[Any]) -> None:
         """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""

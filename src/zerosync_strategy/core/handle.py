@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.attached import AttachedEngine
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.engine import contract, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used
@@ -62,6 +64,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
         if problem:
             raise ValueError(f"attach() found that {problem}")
+        compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
     return ZeroSync(engine, config)
 

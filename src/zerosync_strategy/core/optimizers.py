@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any) -> str:
 
 
 def kind_problem(optimizer: Any) -> str:
-    """Return why an optimizer of this class would step flat shards wrongly; empty if nothing is known against it."""
+    """Return why an optimizer of this class cannot step flat shards, or would wrongly; empty if nothing is known."""
     for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
         words = _words(cls.__name__)
         if words & _WHOLE_TENSORS:
@@ -50,6 +51,14 @@ def kind_problem(optimizer: Any) -> str:
             return (
                 f"the optimizer {_named(optimizer, cls)} computes with all parameters at once, of which ZeRO gives each"
                 f" rank a part, so that its steps would be wrong. {_REMEDY}"
+            )
+    for inner in _unwrapped(optimizer):
+        step = getattr(type(inner), "step", None)
+        closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
+        if closure is not None and closure.default is closure.empty:
+            return (
+                f"the optimizer {type(inner).__name__} takes a closure in step(), but ZeRO steps it without one. Let"
+                " the closure be optional: 'def step(self, closure=None)'."
             )
     return ""
 

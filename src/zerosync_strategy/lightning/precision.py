@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.lightning.hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged
 
@@ -67,16 +68,18 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             result = closure()
         finally:
             self._closing = None
+        no_backward = zerosync.window.state is WindowState.CLOSED  # else the closure, or the program itself, ran some
         zerosync.reduce()
         hooks = (BEFORE_STEP, CLIPPING) if model.automatic_optimization else (BEFORE_STEP,)
         with self._gradients_for(model, zerosync, *hooks):
             self._after_closure(model, optimizer)
-        if result is None and model.automatic_optimization:
+        if result is None and no_backward and model.automatic_optimization:
             raise MisconfigurationException(
                 "training_step() returned None, so no backward ran, and DeepSpeed cannot leave out its step. Return a"
                 " loss, or use manual optimization and leave out optimizer.step()."
             )
-        return zerosync.engine.step(**kwargs)
+        zerosync.engine.step(**kwargs)
+        return result
 
     @contextmanager
     def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:

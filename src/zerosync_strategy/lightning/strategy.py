@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -27,14 +27,15 @@ from typing_extensions import override
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import as_frozen, restrict
+from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.lightning import averages, callbacks
 from zerosync_strategy.lightning.configuration import fill_in, fill_in_precision
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.lightning.engines import (
@@ -189,16 +190,21 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         refuse_nested_init()
         with super().model_sharded_context():
+            told = _tell_transformers(self.config) if self.zero_stage_3 else None
             yield
+        del told  # what is read outside is whole
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        callbacks.adapt(self.lightning_module.trainer)  # before their setup()
+        super().setup_environment()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         if problem := dtype_problem(self.model):  # Lightning's precision would make them real
             raise MisconfigurationException(f"ZeroSyncStrategy found that {problem}")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler) and not isinstance(callback, _SchedulerOverrides):
-                interpose(callback, _SchedulerOverrides)
         super().setup(trainer)
 
     @override
@@ -222,10 +228,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super()._initialize_deepspeed_train(model)
         else:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
-            self._parts = divide(model, optimizers)
-            self._check_precision()
-            for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
-                self._setup_model_and_optimizer(module, optimizer)
+            held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+            with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
+                self._parts = divide(model, optimizers)
+                self._check_precision()
+                for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
+                    self._setup_model_and_optimizer(module, optimizer)
             self._set_deepspeed_activation_checkpointing()
             self.model = self.zerosyncs[0].engine
             self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]
@@ -283,7 +291,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        filepath = self.broadcast(filepath)
+        with rank_status().activity("the attempt to save a checkpoint"):
+            filepath = self.broadcast(filepath)
+        checkpoint, averaged = averages.divide(checkpoint)
         with self._whole_checkpoint():
             super().save_checkpoint(checkpoint, filepath, storage_options)
         for index, zerosync in enumerate(self.zerosyncs[1:], 1):
@@ -292,6 +302,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
         if self.is_global_zero:
             remove_others(filepath, len(self.zerosyncs))
+            averages.save(averaged, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -311,13 +322,15 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,
                 load_module_strict=self.lightning_module.strict_loading,
             )  # fmt: skip
-        return client_state
+        return client_state | averages.load(checkpoint_path)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if not (self.load_full_weights and self.zero_stage_3):
-            return super().load_model_state_dict(checkpoint, strict)
+            if "state_dict" in checkpoint and averages.is_wanted(self.lightning_module.trainer):
+                averages.give(self.lightning_module, checkpoint["state_dict"], strict)
+            return
         state = checkpoint["state_dict"]
         check_full_weights(self.lightning_module, state, strict)
         super().load_model_state_dict(checkpoint, strict)
@@ -362,9 +375,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def teardown(self) -> None:
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
-        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _SchedulerOverrides):
-                restore(callback, _SchedulerOverrides)
+        callbacks.leave(self.lightning_module.trainer)
         with zero3.as_it_is():  # moves what ZeRO-3 has left of them
             super().teardown()
 
@@ -374,12 +385,12 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             zerosync.end_racecheck(reason)
 
 
-class _SchedulerOverrides:
-    """Lets ``GradientAccumulationScheduler`` run: it refuses DeepSpeed, where the engine owns accumulation."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        view = SimpleNamespace(strategy=None, accumulate_grad_batches=trainer.accumulate_grad_batches)
-        super().on_train_start(view, pl_module)  # type: ignore[misc]
+def _tell_transformers(config: Any) -> Any:
+    """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
+    if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
+        return None  # unused, or unable to
+    transformers = importlib.import_module("transformers.integrations.deepspeed")
+    return None if transformers.is_deepspeed_zero3_enabled() else transformers.HfDeepSpeedConfig(config)
 
 
 def _check_stage(stage: Any, name: str) -> None:

@@ -10,6 +10,10 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from zerosync_strategy.racecheck import device
 
 
+class _Name(str):
+    """The simulated device's name. Torch reads "cpu", and whoever writes "cpu" means the host."""
+
+
 class SimulatedAccelerator(CPU_Accelerator):
     """DeepSpeed's CPU accelerator, with the streams and the pinned memory of ``simulated``."""
 
@@ -36,6 +40,12 @@ class SimulatedAccelerator(CPU_Accelerator):
     @property
     def Event(self) -> type[device.Event]:
         return device.Event
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return _Name(super().device_name(device_index))
+
+    def current_device_name(self) -> str:
+        return _Name(super().current_device_name())
 
     def stream(self, stream: device.Stream | None) -> AbstractContextManager[None]:
         return self._device.stream(stream)

@@ -113,6 +113,7 @@ class Checker:
         self.host = Timeline("host")
         self.findings: dict[tuple[object, ...], tuple[Finding, int]] = {}
         self._freed: dict[int, list[Access]] = {}  # by timeline: uses of its freed memory that may be incomplete
+        self._own: dict[int, Access] = {}  # by timeline: its own last use of these, complete for itself alone
 
     # ---- order -----------------------------------------------------------------------------------------------------
 
@@ -131,15 +132,24 @@ class Checker:
         freed = [use for use in self._freed.get(timeline.id, ()) if not use.operation.happens_before(self.host)]
         if timeline.id in self._freed:
             self._freed[timeline.id] = freed
-        return Block(timeline, nbytes, before=list(freed))
+        own = self._own.get(timeline.id)
+        return Block(timeline, nbytes, before=list(freed) if own is None else [*freed, own])
 
     def free(self, block: Block) -> None:
         """Free the memory of ``block``."""
-        # Reuse comes after the operations that the block's own timeline, the recorded ones and the host have now.
-        waited = (self.host, block.timeline, *block.recorded)
-        uses = [use for use in block.accesses if not any(map(use.operation.happens_before, waited))]
-        if uses:
+        # Reuse comes after the operations that the recorded timelines and the host have now, and where the new block is
+        # used on the old one's timeline, or after it, also after those of that timeline.
+        uses = self._incomplete(block.accesses, (self.host, *block.recorded))
+        for use in uses:
+            own = self._own.get(block.timeline.id)
+            if use.operation.timeline is block.timeline and (own is None or own.operation.time < use.operation.time):
+                self._own[block.timeline.id] = use
+        if uses := self._incomplete(uses, (block.timeline,)):
             self._freed.setdefault(block.timeline.id, []).extend(uses)
+
+    @staticmethod
+    def _incomplete(uses: list[Access], timelines: tuple[Timeline, ...]) -> list[Access]:
+        return [use for use in uses if not any(map(use.operation.happens_before, timelines))]
 
     def access(self, block: Block, start: int, stop: int, writes: bool, operation: Operation) -> None:
         """Check and keep an access by ``operation``, which must be the last one of its timeline."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,11 +121,15 @@ class Device(Recorder):
 
     def to_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` in pinned memory. An operator that touches only such memory runs on the host."""
+        return self.in_host_memory(tensor.clone)
+
+    def in_host_memory(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that ``make`` makes, in host memory."""
         with self.silent():
-            pinned = tensor.clone()
-        self._host_memory.add(pinned.untyped_storage()._cdata)
-        self.block(pinned)
-        return pinned
+            made = make()
+        self._host_memory.add(made.untyped_storage()._cdata)
+        self.block(made)
+        return made
 
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._host_memory

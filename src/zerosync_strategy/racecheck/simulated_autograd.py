@@ -13,6 +13,13 @@ from zerosync_strategy.racecheck.autograd import NodeInfo, Nodes
 from zerosync_strategy.racecheck.clocks import Clock, Timeline
 from zerosync_strategy.racecheck.device import Device, Stream
 
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+
+def _on_host(device: Any = None, **_: Any) -> bool:
+    """Whether a program that gives this ``device`` means the host: it gives none, or writes "cpu" itself."""
+    return device is None or (type(device) is str and device == "cpu")
+
 
 @dataclass
 class _Backward:
@@ -56,6 +63,8 @@ class SimulatedNodes(Nodes):
         if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
             args = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **(kwargs or {})))
             kwargs = None
+        if func in _FROM_NUMBERS and not isinstance(args[0], torch.Tensor) and _on_host(**(kwargs or {})):
+            return self._device.in_host_memory(lambda: func(*args, **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _on_stream_of(self, node: Any, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -5,6 +5,8 @@ The simulation follows the contract of CUDA and NCCL, not the timing of one run:
 
 - An operation is issued to the current stream. A stream runs its operations in order. An operation on host memory alone
   runs on the host.
+- Tensors that are made of numbers without ``device=``, or with ``device="cpu"``, are in host memory, as Adam's count of
+  its steps. All others are on the device, but for pinned ones.
 - A stream or an event is complete (``query()``) only if the host has synchronized with it.
 - An operator that reads a value back (``.item()``) makes the host wait for the current stream. So does a blocking copy
   between host and device.
@@ -45,8 +47,8 @@ class Simulation(Device):
     """A simulated device under DeepSpeed and torch.distributed. :func:`simulate` yields one.
 
     Args:
-        backend: the answer of ``torch.distributed.get_backend()`` during the simulation, for code that branches on it;
-            ``None``: the real one.
+        backend: what ``torch.distributed.get_backend()`` and ``get_backend_config()`` answer during the simulation, for
+            code that branches on it; ``None``: the real one.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -77,6 +79,7 @@ class Simulation(Device):
         if self._backend is not None:
             backend = dist.Backend(self._backend)
             self._replace(dist, "get_backend", lambda group=None: backend)
+            self._replace(dist, "get_backend_config", lambda group=None: f"cpu:{backend}")
 
     def _nodes(self) -> SimulatedNodes:
         return SimulatedNodes(self)
@@ -147,8 +150,8 @@ def simulate(backend: str | None = "nccl") -> Iterator[Simulation]:
     """Check everything that runs inside, in this thread. Build the DeepSpeed engine inside as well.
 
     Args:
-        backend: the answer of ``torch.distributed.get_backend()`` during the simulation, so that code that branches on
-            it takes the device's path; ``None``: the real one.
+        backend: what ``torch.distributed.get_backend()`` and ``get_backend_config()`` answer during the simulation, so
+            that code that branches on it takes the device's path; ``None``: the real one.
 
     Yields:
         The simulation. ``simulation.findings`` is empty if all accesses were ordered.

@@ -6,7 +6,8 @@ copy what they send. So off NCCL, ranks send each other their shards point to po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
+
+from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
 
 
 @dataclass(frozen=True)
@@ -38,49 +41,155 @@ class Pending:
         return all(work.is_completed() for work in self.works)
 
 
-def reduce_scatter(
-    packed: torch.Tensor, widths: Sequence[int], process_group: Any, ordered: bool, tag: int = 0
-) -> Pending:
-    """Sum over the ranks of ``process_group``; rank r receives the sum of the r-th part of ``packed``.
-
-    NCCL reduce-scatters where the parts are of one size, and else reduces each part to its rank. With ``ordered``, and
-    off NCCL, each rank receives its part from every rank and adds them up.
+class Owners:
+    """Which rank receives which part of a flat tensor, whose parts lie in the order of the ranks.
 
     Args:
-        packed: flat, the parts one after the other. Must stay as it is until ``finish``, which may write to it.
-        widths: the size of each rank's part.
-        ordered: sum in fp32 in the order of the ranks on NCCL too.
+        sizes: by rank, the elements that it receives; ranks that receive none are left out.
+        rank, world_size: of the process group.
+        numel: of the tensor. Elements behind the last part are padding.
+
+    Attributes:
+        ranges: by rank, where its part begins and ends.
+        own_size: the elements that this rank receives.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], rank: int, world_size: int, numel: int) -> None:
+        self.rank, self.world_size, self.numel = rank, world_size, numel
+        self.ranges: dict[int, tuple[int, int]] = {}
+        end = 0
+        for owner in sorted(sizes):
+            self.ranges[owner] = (end, end + sizes[owner])
+            end += sizes[owner]
+        self.own_size = sizes.get(rank, 0)
+        self.is_even = len(sizes) == world_size and len(set(sizes.values())) == 1 and end == numel
+
+    def between(self, first: int, last: int) -> Owners:
+        """Return the owners of the elements from ``first`` up to ``last``."""
+        if (first, last) == (0, self.numel):
+            return self
+        cut = {owner: min(end, last) - max(begin, first) for owner, (begin, end) in self.ranges.items()}
+        sizes = {owner: size for owner, size in cut.items() if size > 0}
+        return Owners(sizes, self.rank, self.world_size, last - first)
+
+    def own_elements_before(self, element: int) -> int:
+        """Return how many of the elements before ``element`` this rank receives."""
+        begin, end = self.ranges.get(self.rank, (0, 0))
+        return max(0, min(element, end) - begin)
+
+    @functools.cached_property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """By rank: the elements that it receives, and those that this rank receives from it.
+
+        The latter where all ranks have as many consecutive elements of the tensor.
+        """
+        width = self.numel // self.world_size
+        begin, end = self.rank * width, (self.rank + 1) * width
+        sent, received = [0] * self.world_size, [0] * self.world_size
+        for owner, (first, last) in self.ranges.items():
+            sent[owner] = max(0, min(last, end) - max(first, begin))
+        first, last = self.ranges.get(self.rank, (0, 0))
+        for source in range(first // width, -(-last // width) if last else 0):
+            received[source] = min(last, (source + 1) * width) - max(first, source * width)
+        return sent, received
+
+
+REDUCED_ONE_BY_ONE = 8
+"""Owners of a tensor to which one ``reduce`` each is sent, at most."""
+
+
+def is_native(process_group: Any, device: torch.device) -> bool:
+    """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+    return backends.get(device.type) not in ("gloo", None)
+
+
+def reduce_scatter(
+    rows: torch.Tensor, process_group: Any, ordered: bool, tag: int = 0, out: torch.Tensor | None = None
+) -> Pending:
+    """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
+
+    With ``ordered``, and off NCCL, each rank receives its row from every rank and adds them up.
+
+    Args:
+        rows: one row per rank, each contiguous. Must stay as it is until ``finish``, which may write to it.
+        ordered: sum in fp32 and in a fixed order on NCCL too.
         tag: off NCCL, only calls with the same tag meet.
+        out: where the result may go.
 
     Returns:
-        A pending tensor of this rank's width: on NCCL in the dtype of ``packed``, else in fp32 and in the order of the
-        ranks.
+        A pending tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
+        else in fp32 and in the order of the ranks.
     """
     from deepspeed import comm
 
-    rank, world_size = dist.get_rank(process_group), len(widths)
-    parts = list(packed.split(list(widths)))
-    if dist.get_backend(process_group) != "nccl":
-        received = packed.new_empty(world_size - 1, widths[rank])
-        rows = [*received[:rank], parts[rank], *received[rank:]]
-        works = _exchange(parts, rows, process_group, tag)
-        timeout = timeout_of(process_group)
-        return Pending(lambda: _sum_when_done(works, rows, timeout), works)
+    rank, (world_size, width) = dist.get_rank(process_group), rows.shape
+    if out is not None and (out.device != rows.device or out.dtype != rows.dtype):
+        out = None
+    if not is_native(process_group, rows.device):
+        parts = rows.unbind(0)
+        received = rows.new_empty(world_size - 1, width).unbind(0)
+        gathered = [*received[:rank], parts[rank], *received[rank:]]
+        exchange = _exchange(parts, gathered, process_group, tag)
+        return Pending(lambda: _sum_when_done(exchange, gathered, out), exchange.works)
+    packed = rows.contiguous()
     if ordered:
-        received_all = packed.new_empty(world_size * widths[rank])
-        splits = [widths[rank]] * world_size
-        work = comm.all_to_all_single(received_all, packed, splits, list(widths), group=process_group, async_op=True)
-        return Pending(lambda: _sum_when_done([work], list(received_all.view(world_size, -1))), [work])
-    if len(set(widths)) == 1:
-        result = packed.new_empty(widths[rank])
-        work = comm.reduce_scatter_tensor(result, packed, group=process_group, async_op=True)
-        return Pending(lambda: _when_done([work], result), [work])
-    works = [
-        comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
-        for owner, part in enumerate(parts)
-        if len(part)
-    ]
-    return Pending(lambda: _when_done(works, parts[rank]), works)
+        received_all = torch.empty_like(packed)
+        work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
+        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=packed)), [work])
+    result = packed.new_empty(width) if out is None else out
+    work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
+    return Pending(lambda: _when_done(_Works([work]), result, keep=packed), [work])
+
+
+def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, ordered: bool, tag: int = 0) -> Pending:
+    """Sum over the ranks of ``process_group``; each owner receives the sum of its part of ``packed``.
+
+    For parts of any size. Few are reduced one by one, natively. Many are reduce-scattered evenly, and what each rank
+    has then received, 1/W of ``packed``, is sent to its owners: two calls, whatever the number of ranks. See
+    :func:`reduce_scatter`.
+
+    Args:
+        packed: flat, of a multiple of W elements. Must stay as it is until ``finish``, which may write to it.
+        owners: of its parts.
+        ordered, tag: as for :func:`reduce_scatter`.
+
+    Returns:
+        This rank's part, pending; empty if it has none.
+    """
+    from deepspeed import comm
+
+    rank, world_size = owners.rank, owners.world_size
+    parts = {owner: packed[begin:end] for owner, (begin, end) in owners.ranges.items()}
+    own = parts.get(rank, packed[:0])
+    if not is_native(process_group, packed.device):
+        empty = packed[:0]
+        received = packed.new_empty(world_size - 1, owners.own_size).unbind(0)
+        gathered = [*received[:rank], own, *received[rank:]]
+        exchange = _exchange([parts.get(peer, empty) for peer in range(world_size)], gathered, process_group, tag)
+        return Pending(lambda: _sum_when_done(exchange, gathered, None), exchange.works)
+    if ordered:
+        received_all = packed.new_empty(world_size, owners.own_size)
+        sizes = [len(parts.get(peer, ())) for peer in range(world_size)]
+        used = packed[: sum(sizes)]
+        splits = [owners.own_size] * world_size
+        work = comm.all_to_all_single(received_all.view(-1), used, splits, sizes, group=process_group, async_op=True)
+        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=used)), [work])
+    if owners.is_even:
+        return reduce_scatter(packed.view(world_size, -1), process_group, ordered)
+    if len(parts) <= REDUCED_ONE_BY_ONE:
+        works = [
+            comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
+            for owner, part in parts.items()
+        ]
+        return Pending(lambda: _when_done(_Works(works), own, keep=packed), works)
+    scattered = packed.new_empty(owners.numel // world_size)
+    comm.reduce_scatter_tensor(scattered, packed, group=process_group, async_op=True).wait()
+    result = packed.new_empty(owners.own_size)
+    sent, received_sizes = owners.splits
+    used = scattered[: sum(sent)]
+    work = comm.all_to_all_single(result, used, received_sizes, sent, group=process_group, async_op=True)
+    return Pending(lambda: _when_done(_Works([work]), result, keep=used), [work])
 
 
 def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
@@ -95,16 +204,15 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
         This rank's part, pending.
     """
     own = parts[dist.get_rank(process_group)]
-    works = _exchange([own] * len(parts), list(parts), process_group, tag)
-    timeout = timeout_of(process_group)
-    return Pending(lambda: _when_done(works, own, timeout), works)
+    exchange = _exchange([own] * len(parts), list(parts), process_group, tag)
+    return Pending(lambda: _when_done(exchange, own), exchange.works)
 
 
 def all_gather_rows(rows: torch.Tensor, process_group: Any) -> None:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend."""
     from deepspeed import comm
 
-    if dist.get_backend(process_group) == "nccl":
+    if is_native(process_group, rows.device):
         comm.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(process_group)], group=process_group)
     else:
         all_gather(list(rows), process_group).wait()
@@ -150,9 +258,10 @@ def _device_of(process_group: Any) -> torch.device:
 
 
 def timeout_of(process_group: Any) -> timedelta:
-    """Return the timeout of ``process_group``."""
+    """Return the timeout of ``process_group``; torch's default where its backend knows none."""
     group: Any = dist.group.WORLD if process_group is None else process_group
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return _get_default_timeout(dist.Backend(dist.get_backend(process_group))) if options is None else options._timeout
 
 
 def share_timeout(process_groups: Iterable[Any]) -> None:
@@ -165,9 +274,18 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
 
 
+@dataclass(frozen=True)
+class _Works:
+    """What to wait for: the works of a process group. An exchange has a timeout, and others may look at who waits."""
+
+    works: Sequence[Any]
+    timeout: timedelta | None = None
+    wait: Wait | None = None
+
+
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
-) -> list[Any]:
+) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     from deepspeed import comm
 
@@ -180,19 +298,36 @@ def _exchange(
             works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    return works
+    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
 
 
-def _when_done(works: list[Any], result: torch.Tensor, timeout: timedelta | None = None) -> torch.Tensor:
+def _when_done(pending: _Works, result: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
     # NCCL gets no timeout: its watchdog has one, and with a timeout the host would wait instead of a stream. gloo uses
-    # the timeout with which the group was made, unless one is passed.
-    for work in works:
-        work.wait() if timeout is None else work.wait(timeout)
+    # the timeout with which the group was made, unless one is passed. `keep` lives as long as the closure over it.
+    with waiting(pending.wait):
+        for work in pending.works:
+            work.wait() if pending.timeout is None else work.wait(pending.timeout)
     return result
 
 
-def _sum_when_done(works: list[Any], rows: Sequence[torch.Tensor], timeout: timedelta | None = None) -> torch.Tensor:
-    total = _when_done(works, rows[0], timeout).float()
-    for row in rows[1:]:
+def _sum_when_done(pending: _Works, rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of ``rows`` in fp32 and in their order, in ``out`` if that is fp32."""
+    _when_done(pending, rows[0])
+    if len(rows) == 1:
+        return rows[0].float()
+    if out is not None and out.dtype is torch.float32:
+        total = torch.add(rows[0], rows[1], out=out)
+    else:
+        total = rows[0].float() + rows[1]
+    for row in rows[2:]:
         total += row
     return total
+
+
+def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions."""
+    rows = rows.float()
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = torch.cat([rows[:half] + rows[half : 2 * half], rows[2 * half :]])
+    return rows[0]

@@ -4,27 +4,32 @@ Reductions run on a stream of their own, beside the backward: they pack local gr
 to the gradient shards there. The rules, each with its method:
 
 - **B1** :meth:`Streams.on_reduction_stream`: a reduction starts after every producer of the gradients that it packs. A
-  gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event.
-- **B2** has no method: producers overwrite nothing that a reduction uses. A gradient is packed into memory that the
-  reduction stream allocates, and what autograd accumulates next is a new gradient.
+  gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event
+  where the backward reduces as it goes; else the reduction starts after the caller's stream, which has waited for all.
+- **B2** has no method: producers overwrite nothing that a reduction uses. Once a bucket is sent, its gradients leave
+  their parameters, and what autograd accumulates next is in new memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions.
-- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient belongs to its producer's stream and is read by the
-  reduction stream, so it is recorded there before it is freed. What the reduction stream allocates returns to it:
-  packed chunks after the collective, which the backend keeps alive, and gradient shards after the step (S2).
+- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient, or the memory of a bucket of them, belongs to a
+  producer's stream and is read by the reduction stream, so it is recorded there before it is freed. What the reduction
+  stream allocates returns to it: packed chunks after the collective, which the backend keeps alive, and gradient shards
+  after the step (S2).
+- **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
+  completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_step`: ZeRO-3's gathers start after the step that wrote the shards they read.
-- **S2** :meth:`Streams.reductions_wait_for_step`: reductions start after the step that read the last window's gradient
-  shards, whose memory they may be given, and after whatever else the caller did with shards that it drops.
+- **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
+  for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
+  memory they may be given.
 - **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter starts after its gather, and waits for no
   other.
-- **W4** :meth:`Streams.copy_to_host`: the host reads an answer after its copy, and waits for nothing else.
+- **W4** :class:`HostCopy`: the host reads an answer after its copy, and waits for nothing else.
 
 On a device without streams, such as the CPU, none of them waits for anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,7 +47,13 @@ class Streams:
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
-        self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._accelerator.Stream()
+        self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
+
+    def _make_stream(self) -> Any:
+        # Of high priority: what it runs is short, and a collective of all ranks waits for it.
+        if self._accelerator.device_name() == "cuda":
+            return self._accelerator.Stream(priority=-1)
+        return self._accelerator.Stream()
 
     @property
     def concurrent(self) -> bool:
@@ -51,22 +62,38 @@ class Streams:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def record_grad_ready(self, events: dict[Any, Any]) -> None:
-        """Record in ``events``, by stream, that the current stream has completed a gradient.
+    def refuse_capture(self) -> None:
+        """Check that a backward which begins is not captured into a CUDA graph.
 
         Raises:
-            RuntimeError: it is being captured into a CUDA graph, which would replay neither the event nor what follows.
+            RuntimeError: it is. The graph would replay neither events nor what follows.
         """
-        if self._reduction is None:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._reduction is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "A backward under ZeroSync was captured into a CUDA graph. ZeRO's reductions are not part of a graph;"
                 " capture the forward alone, or train without CUDA graphs."
             )
-        stream, event = self._accelerator.current_stream(), self._accelerator.Event()
+
+    def record_grad_ready(self, ready: dict[Any, Any], spare: dict[Any, Any]) -> None:
+        """Record in ``ready``, by stream, that the current stream has completed a gradient.
+
+        Args:
+            ready: the events of this backward.
+            spare: by stream, the event that is recorded anew.
+        """
+        if self._reduction is None:
+            return
+        stream = self._accelerator.current_stream()
+        event = spare.get(stream)
+        if event is None:
+            event = spare[stream] = self._accelerator.Event()
         event.record(stream)
-        events[stream] = event
+        ready[stream] = event
+
+    def reductions_wait_for_caller(self) -> None:
+        """At the start of a backward that reduces as it goes: after earlier backwards, and the last step (S2)."""
+        if self._reduction is not None:
+            self._reduction.wait_stream(self._accelerator.current_stream())
 
     @contextmanager
     def on_reduction_stream(self, events: Iterable[Any] | None = None) -> Iterator[None]:
@@ -87,15 +114,28 @@ class Streams:
         if self._reduction is not None:
             gradient.record_stream(self._reduction)
 
+    def record_allocation(self) -> Any:
+        """Return the current stream, on which memory was allocated just now, and the event after that."""
+        if self._reduction is None:
+            return None
+        stream, event = self._accelerator.current_stream(), self._accelerator.Event()
+        event.record(stream)
+        return stream, event
+
+    def wait_for_allocation(self, memory: torch.Tensor, allocation: Any) -> None:
+        """Let the current stream write to memory that another one has allocated (L2)."""
+        if allocation is None:
+            return
+        stream, event = allocation
+        current = self._accelerator.current_stream()
+        if current != stream:
+            current.wait_event(event)
+            memory.record_stream(current)
+
     def wait_for_reductions(self) -> None:
         """Let the caller's stream wait for all reductions (B3)."""
         if self._reduction is not None:
             self._accelerator.current_stream().wait_stream(self._reduction)
-
-    def reductions_wait_for_step(self) -> None:
-        """Let the reduction stream wait for the caller's stream, which has used the gradient shards (S2)."""
-        if self._reduction is not None:
-            self._reduction.wait_stream(self._accelerator.current_stream())
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
@@ -105,7 +145,7 @@ class Streams:
             return []
         if stock == self._accelerator.default_stream():  # overlap_comm is off
             return [stock]
-        return [self._accelerator.Stream() for _ in range(count)]
+        return [self._make_stream() for _ in range(count)]
 
     def on_gather_stream(self, gather_stream: Any) -> AbstractContextManager[None]:
         """Issue to the stream of a gather: its memory comes from there and returns there."""
@@ -126,18 +166,32 @@ class Streams:
         """Let ``gather_stream`` wait for the caller's stream, which has the step (S1)."""
         gather_stream.wait_stream(self._accelerator.current_stream())
 
-    # ---- answers -------------------------------------------------------------------------------------------------
 
-    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Copy a small tensor to the host without waiting; calling the result waits for the copy alone (W4)."""
-        if self._reduction is None:
-            return tensor.tolist
-        copy, event = self._accelerator.pin_memory(torch.empty_like(tensor, device="cpu")), self._accelerator.Event()
-        copy.copy_(tensor, non_blocking=True)
-        event.record(self._accelerator.current_stream())
+class HostCopy:
+    """A copy on the host of a small tensor, in pinned memory that is used again and again.
 
-        def read() -> list[Any]:
-            event.synchronize()
-            return copy.tolist()
+    Reading it waits for the copy alone (W4).
 
-        return read
+    Args:
+        streams: of the engine.
+        numel: elements of int64.
+    """
+
+    def __init__(self, streams: Streams, numel: int) -> None:
+        self._accelerator = streams._accelerator
+        self._copy = torch.empty(numel, dtype=torch.int64)
+        self._event: Any = None
+        if streams.concurrent:
+            self._copy, self._event = self._accelerator.pin_memory(self._copy), self._accelerator.Event()
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Copy ``tensor``, without waiting on a device with streams."""
+        self._copy.copy_(tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record(self._accelerator.current_stream())
+
+    def read(self) -> list[int]:
+        """Return the elements that were copied last."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend
 
@@ -70,10 +71,13 @@ class CollectiveCounter:
     """Counts every collective that DeepSpeed issues in this process, by kind, between ``start`` and ``stop``.
 
     Several counters may run at once. Usable as a context manager.
+
+    Attributes:
+        traffic: what was counted and not taken yet, by kind.
     """
 
     def __init__(self) -> None:
-        self._traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, Traffic] = {}
 
     def start(self) -> CollectiveCounter:
         """Begin to count. DeepSpeed's process group must exist.
@@ -100,7 +104,7 @@ class CollectiveCounter:
 
     def take(self) -> Mapping[str, Traffic]:
         """Return what was counted since the last call, by kind."""
-        traffic, self._traffic = self._traffic, {}
+        traffic, self.traffic = self.traffic, {}
         return traffic
 
     def __enter__(self) -> CollectiveCounter:
@@ -110,7 +114,7 @@ class CollectiveCounter:
         self.stop()
 
     def _add(self, kind: str, traffic: Traffic) -> None:
-        self._traffic[kind] = self._traffic.get(kind, Traffic()) + traffic
+        self.traffic[kind] = self.traffic.get(kind, Traffic()) + traffic
 
 
 class EngineCounter(CollectiveCounter):
@@ -130,8 +134,8 @@ class EngineCounter(CollectiveCounter):
 
     def attribute(self) -> None:
         """Count for this engine what the process has sent since the last such call of any engine."""
-        if self._traffic:
-            for kind, traffic in self._traffic.items():
+        if self.traffic:
+            for kind, traffic in self.traffic.items():
                 self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
             _forget_unattributed()
 
@@ -144,12 +148,11 @@ class EngineCounter(CollectiveCounter):
 def _forget_unattributed() -> None:
     for counter in comm_backend()._zerosync_counters:
         if isinstance(counter, EngineCounter):
-            counter._traffic = {}
+            counter.traffic = {}
 
 
-def _bytes_of(payload: Any) -> int:
-    tensors = [payload] if isinstance(payload, torch.Tensor) else payload
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _tensors_of(payload: Any) -> Sequence[torch.Tensor]:
+    return [payload] if isinstance(payload, torch.Tensor) else payload
 
 
 class _CountingBackend:
@@ -165,10 +168,11 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = argument(args, kwargs, "group", kind.group_position)
         size = dist.get_world_size(group)
-        passes = kind.passes_on_gloo if dist.get_backend(group) == "gloo" else kind.passes
-        sent = _bytes_of(argument(args, kwargs, kind.payload, kind.position))
+        tensors = _tensors_of(argument(args, kwargs, kind.payload, kind.position))
+        native = is_native(group, tensors[0].device) if tensors else True
+        sent = (kind.passes if native else kind.passes_on_gloo) * sum(tensor.nbytes for tensor in tensors)
         if not kind.to_one_rank:
-            sent = passes * sent * (size - 1) // size
+            sent = sent * (size - 1) // size
         for counter in self._zerosync_counters:
             counter._add(name, Traffic(1, sent))
         return getattr(super(_CountingBackend, self), name)(*args, **kwargs)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zerosync_strategy.core.engine import zero3
+
 
 class EngineHooks(Protocol):
     """What the methods of an attached engine and its optimizer call."""
@@ -37,6 +39,9 @@ class EngineHooks(Protocol):
     def check_step(self) -> None:
         """Raise where ``engine.step()`` is illegal."""
 
+    def refuse_param_group(self) -> None:
+        """Raise: parameters were added to the optimizer."""
+
     def step(self) -> AbstractContextManager[None]:
         """Around the ZeRO optimizer's own step."""
 
@@ -46,11 +51,23 @@ class EngineHooks(Protocol):
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
         """Around ``load_checkpoint``."""
 
+    def client_state(self) -> dict[str, Any]:
+        """Return what a checkpoint is to hold beside the program's own state. Collective."""
+
+    def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        """Take out of ``client_state`` what :meth:`client_state` has put there."""
+
+    def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
+        """Inside of ``loading``: ``load_checkpoint`` has read ``model_file`` and what belongs to it."""
+
     def nothing_loaded(self, path: Any) -> None:
         """``load_checkpoint`` has found no checkpoint in the directory."""
 
     def check_full_state_dict(self) -> None:
         """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
+
+    def check_gradients(self, function: str) -> None:
+        """Raise where the gradients in the shards are not those that the coming step uses."""
 
     def compiling(self) -> AbstractContextManager[None]:
         """Around DeepCompile's preparation of the engine."""
@@ -109,15 +126,26 @@ class EngineOverrides:
         self._zerosync_hooks.zero_grad()
         super().zero_grad()  # type: ignore[misc]
 
-    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._zerosync_hooks.saving(save_dir):
-            return super().save_checkpoint(save_dir, *args, **kwargs)  # type: ignore[misc]
+            state = {**(client_state or {}), **self._zerosync_hooks.client_state()}
+            return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        options = (tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with self._zerosync_hooks.loading(load_dir, tag):
-            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+            loaded = super().load_checkpoint(load_dir, *options, **kwargs)  # type: ignore[misc]
+            if loaded[0] is not None:
+                self._zerosync_hooks.restoring(loaded[0], load_module_strict, load_optimizer_states)
         if loaded[0] is None:
             self._zerosync_hooks.nothing_loaded(load_dir)
+        else:
+            self._zerosync_hooks.loaded(loaded[1], load_optimizer_states and not load_module_only)
         return loaded
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +173,10 @@ class OptimizerOverrides:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._zerosync_hooks.zero_grad()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raises: DeepSpeed would never step it."""
+        self._zerosync_hooks.refuse_param_group()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
@@ -180,6 +212,34 @@ class Stage3Overrides(OptimizerOverrides):
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]
+
+    # What DeepSpeed's functions safe_get_... and safe_set_... call.
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> Any:
+        self._zerosync_hooks.check_gradients("safe_get_local_grad()")
+        return super().get_local_fp32_grad_for_param(param)  # type: ignore[misc]
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_hooks.check_gradients("safe_set_local_grad()")
+        super().set_local_grad_for_param(value, param)  # type: ignore[misc]
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_hooks.check_gradients("safe_set_full_grad()")
+        super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        self._zerosync_hooks.check_gradients("safe_update_full_grad_vectorized()")
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3.take_master_weights(self, param)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3.take_master_weights(self, param)
 
 
 class GatherHooks(Protocol):

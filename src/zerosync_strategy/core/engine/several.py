@@ -9,7 +9,7 @@ saves its own parameters, and gradients reach it by the hooks that DeepSpeed set
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -50,14 +50,23 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
         zero3.restrict(engine, first, part)
 
 
-@contextmanager
-def as_frozen(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+def as_frozen(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:
     """While active, ``parameters`` need no gradient: ZeRO-3 saves and loads what is in no optimizer only if frozen."""
-    needed = [param for param in parameters if param.requires_grad]
-    for param in needed:
-        param.requires_grad_(False)
+    return _requiring_grad(parameters, False)
+
+
+def as_trained(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:
+    """While active, ``parameters`` need a gradient: ZeRO trains only what needs one while its engine is built."""
+    return _requiring_grad(parameters, True)
+
+
+@contextmanager
+def _requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterator[None]:
+    changed = [param for param in parameters if param.requires_grad is not value]
+    for param in changed:
+        param.requires_grad_(value)
     try:
         yield
     finally:
-        for param in needed:
-            param.requires_grad_(True)
+        for param in changed:
+            param.requires_grad_(not value)

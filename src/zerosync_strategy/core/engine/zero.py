@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import contract
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """This rank's master weights of one flat group.
+
+    Attributes:
+        flat: all of them, as the torch optimizer has them.
+        slices: parameters, each with where its elements begin and end in ``flat``; in this order.
+    """
+
+    flat: torch.Tensor
+    slices: Sequence[tuple[Any, int, int]]
 
 
 def stage(engine: Any) -> int:
@@ -22,6 +37,12 @@ def user_config(engine: Any) -> dict[str, Any]:
     return found
 
 
+def offloads_optimizer(configured: dict[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration, not an engine's yet, asks for an offloaded optimizer."""
+    asked = configured.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(asked.get("device", "none") != "none")
+
+
 def accumulate_outside(engine: Any) -> None:
     """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
 
@@ -31,6 +52,11 @@ def accumulate_outside(engine: Any) -> None:
     config = engine._config
     config.train_batch_size //= config.gradient_accumulation_steps
     config.gradient_accumulation_steps = 1
+
+
+def needs_every_gradient(engine: Any) -> bool:
+    """Return whether the configuration makes a parameter without a gradient an error."""
+    return not engine.zero_ignore_unused_parameters()
 
 
 def stepping_optimizer(engine: Any) -> Any:
@@ -67,6 +93,11 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype:
     return optimizer.gradient_accumulation_dtype
 
 
+def reduce_bucket_bytes(optimizer: Any) -> int:
+    """Return the bytes of a bucket: DeepSpeed's ``reduce_bucket_size``, in the dtype of the reduction."""
+    return int(optimizer.reduce_bucket_size) * optimizer.communication_data_type.itemsize
+
+
 def accumulated_gradient(param: Any) -> torch.Tensor | None:
     """Return the gradient of ``param`` that is summed in another dtype than its own, where there is one."""
     return getattr(param, "grad_accum", None)
@@ -90,6 +121,11 @@ def forget_backward(optimizer: Any) -> None:
     """Let ``optimizer`` forget a backward that raised."""
     optimizer._backward_active_depth = 0
     optimizer.clear_backward_seen_flag()
+
+
+def offloads(optimizer: Any) -> bool:
+    """Return whether the optimizer's states are on the host, or on disk."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
 def loss_scale(optimizer: Any) -> float:

@@ -5,7 +5,7 @@ Each parameter group lies in one flat buffer, which is cut into equal shards, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.zero import MasterWeights
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def averaging_divisor(optimizer: Any) -> float:
-    """Return what a sum of gradients over the data-parallel ranks is divided by."""
-    if not optimizer.gradient_average:
-        return 1.0
-    return dist.get_world_size(optimizer.dp_process_group) / float(optimizer.sequence_parallel_size)
+    """Return what a sum of gradients over the data-parallel ranks is divided by.
+
+    The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
+    sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
+    """
+    return float(dist.get_world_size(optimizer.dp_process_group)) if optimizer.gradient_average else 1.0
 
 
 def allocate_gradient_shard(optimizer: Any, index: int) -> None:
@@ -99,6 +102,25 @@ def weights(optimizer: Any, index: int) -> tuple[torch.Tensor, torch.Tensor, tor
     rank = dist.get_rank(optimizer.real_dp_process_group[index])
     shard = optimizer.parallel_partitioned_bit16_groups[index][rank]
     return optimizer.bit16_groups_flat[index], shard, optimizer.single_partition_of_fp32_groups[index].data
+
+
+def master_weights(optimizer: Any, groups: Iterable[FlatGroup]) -> list[MasterWeights]:
+    """Return this rank's master weights of each group, by the parameters that they are of."""
+    masters = []
+    for group in groups:
+        first = dist.get_rank(group.process_group) * group.shard_numel
+        slices = []
+        for param, offset in sorted(zip(group.params, group.offsets, strict=True), key=lambda pair: pair[1]):
+            begin, end = max(offset - first, 0), min(offset - first + param.numel(), group.shard_numel)
+            if begin < end:
+                slices.append((param, begin, end))
+        masters.append(MasterWeights(optimizer.single_partition_of_fp32_groups[group.index], slices))
+    return masters
+
+
+def link_states_anew(optimizer: Any) -> None:
+    """Let the parameters have the states that the torch optimizer has made since they were given theirs."""
+    optimizer._hp_optimizer_states_linked = False
 
 
 def gradient_norm(optimizer: Any) -> torch.Tensor:

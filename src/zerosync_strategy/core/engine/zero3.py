@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.zero import MasterWeights
 
 # ---- one parameter ---------------------------------------------------------------------------------------------------
 
@@ -363,6 +365,50 @@ def gathers_by_all_reduce(engine: Any) -> bool:
     return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
 
 
+class ContextGathers(Protocol):
+    """Gathers what a ``GatheredParameters`` context is to hold."""
+
+    def gather_for_context(self, params: Iterable[Any]) -> None:
+        """Gather those of ``params`` that are this object's to gather. Collective."""
+
+
+_context_gathers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def gather_contexts_by(gathers: ContextGathers) -> None:
+    """Let ``gathers`` gather for the ``GatheredParameters`` contexts of this process, before DeepSpeed looks."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    _context_gathers.add(gathers)
+    stock = GatheredParameters.__enter__
+    if getattr(stock, "zerosync", False):
+        return
+
+    @functools.wraps(stock)
+    def enter(context: Any) -> None:
+        for each in list(_context_gathers) if context.enabled else ():
+            each.gather_for_context(context.params)
+        stock(context)
+
+    enter.zerosync = True  # type: ignore[attr-defined]
+    GatheredParameters.__enter__ = enter
+
+
+def gather_no_context_by(gathers: ContextGathers) -> None:
+    """Undo :func:`gather_contexts_by`."""
+    _context_gathers.discard(gathers)
+
+
+def gather_and_hold(params: list[Any]) -> None:
+    """Gather released ``params``, all of one process group, and leave them gathered. Collective."""
+    params[0].all_gather_coalesced(params).wait()
+
+
+def is_quantized(param: Any) -> bool:
+    """Return whether DeepSpeed keeps the shards of ``param`` quantized."""
+    return hasattr(param.ds_tensor, "ds_quant_scale")
+
+
 def in_flight(coordinator: Any) -> dict[Any, Any]:
     """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
     return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__
@@ -467,6 +513,11 @@ def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> flo
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
+def is_offloaded(optimizer: Any) -> bool:
+    """Return whether the optimizer steps on the host, where it keeps the gradient shards."""
+    return bool(optimizer.offload_optimizer)
+
+
 def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's shard of each gradient, flat, by the id of the parameter."""
     return getattr(optimizer, contract.GRADIENT_SHARDS)
@@ -474,7 +525,7 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
     """Let the coming step find the gradient shards of ``params``."""
-    if optimizer.offload_optimizer:
+    if is_offloaded(optimizer):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
         optimizer.zerosync_stock_finalize()
         return
@@ -514,6 +565,19 @@ def own_part(param: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return param.ds_tensor.data.narrow(0, 0, numel), param.data.reshape(-1).narrow(0, start, numel)
 
 
+def set_values(param: Any, values: torch.Tensor) -> None:
+    """Set ``param``, and where ZeRO-3 shards it this rank's shard, to ``values``, the same in full on all ranks."""
+    if not is_sharded(param):
+        param.data.copy_(values)
+        return
+    if is_gathered(param):
+        param.data.copy_(values)
+    released, param.data = param.data, values.to(param.device, param.dtype)
+    if (part := own_part(param)) is not None:
+        part[0].copy_(part[1])
+    param.data = released
+
+
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
 
@@ -523,6 +587,31 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for shard, master in pairs:
         if shard is not None and shard.numel() == master.numel() and shard.data_ptr() != master.data_ptr():
             yield shard.data, master.data
+
+
+def take_master_weights(optimizer: Any, param: Any) -> None:
+    """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
+    if is_gathered(param):
+        param.partition()
+
+
+def master_weights(optimizer: Any) -> list[MasterWeights]:
+    """Return this rank's master weights of each group, by the parameters that they are of, padding included.
+
+    Raises:
+        ValueError: their states are not in memory, or another optimizer steps some of them.
+    """
+    if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
+        raise ValueError(
+            "The optimizer trains parameters that are frozen, while 'offload_optimizer' keeps its states on NVMe or has"
+            " a 'ratio' below 1: ZeRO would step them. Leave them out of the optimizer, or keep its states in memory."
+        )
+    masters = []
+    for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        ends = list(itertools.accumulate(map(shard_numel, params)))
+        masters.append(MasterWeights(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
+    return masters
 
 
 # ---- full parameters, checkpoints, several engines -------------------------------------------------------------------

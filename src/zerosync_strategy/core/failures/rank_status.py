@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.failures.answers import Answer, lines_of
+from zerosync_strategy.core.failures.deadlock import DeadlockWatch
 from zerosync_strategy.core.failures.inquiry import Inquiries
 
 _LIBRARIES = ("/torch/", "/deepspeed/", "/lightning/", "/accelerate/", "/zerosync_strategy/", "/contextlib.py")
@@ -52,9 +55,13 @@ class RankStatus:
         self._position = "before its first optimizer step"
         self._failure = ""  # why this rank has stopped, until it goes on
         self._main = threading.main_thread().ident
+        self._deadlock: list[str] = []  # what all ranks were doing when it was certain that this one waits in vain
         self._inquiries: Inquiries | None = None
+        self._watch: DeadlockWatch | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
             self._inquiries = Inquiries(store, rank, world_size, self._status)
+            if world_size > 1:
+                self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
 
     @contextmanager
     def activity(self, what: str, position: Callable[[], str] | None = None) -> Iterator[None]:
@@ -101,6 +108,10 @@ class RankStatus:
 
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
+        if self._watch is not None:
+            self._watch.settle()
+        if self._deadlock:
+            return self._describe_deadlock(what)
         lines = lines_of([self._status()]) if self._inquiries is None else self._inquiries.ask()
         return "\n".join([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
@@ -110,8 +121,26 @@ class RankStatus:
             " a longer timeout of the process group.",
         ])  # fmt: skip
 
+    def _found_deadlock(self, lines: list[str]) -> None:
+        self._deadlock = lines
+        if not self._activities:  # nobody else will say it
+            warnings.warn(self._describe_deadlock("a call outside of the engine"), stacklevel=2)
+
+    def _describe_deadlock(self, what: str) -> str:
+        return "\n".join([
+            f"Rank {self._rank} would wait for ever in {what}, {self._position}: ranks are in different collective"
+            " calls, each of which needs a rank that waits in another.",
+            *self._deadlock,
+            "Make the same calls on every rank: save and load checkpoints, gather parameters or a state_dict and, under"
+            " ZeRO-3, run forwards on all ranks, not on one (`if rank == 0:`), and let one of them write or log the"
+            " result.",
+        ])  # fmt: skip
+
     def end(self) -> None:
         """Answer no more, and let go of the store."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         if self._inquiries is not None:
             self._inquiries.end()
             self._inquiries = None
@@ -122,7 +151,8 @@ class RankStatus:
             activity, seconds = f"in {what}", f" for {time.monotonic() - began:.0f} s"
         else:
             activity, seconds = self._failure or "outside of the engine", ""
-        place = _place(sys._current_frames().get(self._main or 0))
+        call, place = _place(sys._current_frames().get(self._main or 0))
+        activity += call
         position = f", {self._position}"
         return Answer(self._rank, activity, seconds, position, place, os.getpid(), socket.gethostname())
 
@@ -137,6 +167,7 @@ def rank_status() -> RankStatus:
     if _current is None or _current[0]() is not group:
         if _current is not None:
             _current[1].end()
+            waits.forget()
         store = dist.distributed_c10d._get_default_store()
         _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size())
     return _current[1]
@@ -152,11 +183,13 @@ def _first_sentence(error: BaseException) -> str:
     return re.sub(r"^\[\S*\] ", "", line).partition(". ")[0].rstrip(".")  # without the place in gloo's source
 
 
-def _place(frame: FrameType | None) -> str:
-    """Return where the user's own code is."""
+def _place(frame: FrameType | None) -> tuple[str, str]:
+    """Return the words for the collective of torch that runs, if one does, and for where the user's own code is."""
+    call = waits.torch_collective(frame)
+    words = f", calling torch.distributed.{call}()" if call else ""
     while frame is not None:
         path = frame.f_code.co_filename
         if not any(library in path for library in _LIBRARIES):
-            return f", at {path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
+            return words, f", at {path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
-    return ""
+    return words, ""

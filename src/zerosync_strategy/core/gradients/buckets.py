@@ -12,88 +12,168 @@ the buckets before it are complete, or at its end. Which ones depends on the opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from zerosync_strategy.core.comm.collectives import Owners
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 
 
-class Bucket:
-    """Parameters of one layout whose gradients are reduced together.
+@dataclass(frozen=True)
+class Chunk:
+    """What one reduction sends.
 
     Attributes:
-        deferred: its gradients may stay local until the window closes.
+        rows: a matrix of which rank r receives row r, or, with ``owners``, a flat tensor of parts of any size.
+        owners: which rank receives which part.
+        target: where the result goes: ranges ``(offset, elements)`` of this rank's shard, in order.
+    """
+
+    rows: torch.Tensor
+    owners: Owners | None
+    target: list[tuple[int, int]]
+
+
+class Bucket(ABC):
+    """Parameters of one layout whose gradients are reduced together.
+
+    Args:
+        layout: of the gradients.
+        params: the parameters, in the order of the layout.
+        deferred: their gradients may stay local until the window closes.
+        local: counts the bytes of the gradients.
+        streams: of the engine.
+        names: of the parameters, for profiles.
+
+    Attributes:
         needs_reduce: a backward has begun since the bucket was reduced last.
-        pending_params: parameters whose gradient the running backward has not completed.
-        grad_ready: by stream, the event after the last of its gradients that was completed there and is not reduced
-            yet (B1).
+        is_reduced: this window has reduced it, so that its part of the shard has gradients already.
+        numel, dtype: of its local gradients.
+        pending: in a backward that reduces it, the ids of parameters whose gradient it has not completed.
+        grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
+            completed there (B1).
+        spare_events: by stream, its event, recorded or not.
+        target: its ranges of this rank's shard, ``(offset, elements)``.
         evenly_sharded: no rank receives much more of it than the others. The last backward streams no other bucket: it
             would keep one link busy after the other, where the close keeps all busy.
     """
 
-    def __init__(self, layout: ShardLayout, params: list[Any], deferred: bool, names: Mapping[Any, str]) -> None:
-        self.layout = layout
-        self.params = params
-        self.deferred = deferred
-        self.needs_reduce = False
-        self.pending_params: set[Any] = set()
-        self.grad_ready: dict[Any, Any] = {}
-        first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
-        self.input = layout.input_of(params, first if len(params) == 1 else f"{first} to {last}")
-        widths = self.input.widths
-        self.evenly_sharded = max(widths) * len(widths) <= 1.25 * sum(widths)
+    target: list[tuple[int, int]]
+    evenly_sharded: bool
 
-    def begin_backward(self) -> None:
-        """A backward begins, and may complete any of the gradients."""
-        self.needs_reduce = True
-        self.pending_params = set(self.params)
+    def __init__(
+        self,
+        layout: ShardLayout,
+        params: Sequence[Any],
+        deferred: bool,
+        local: LocalGradients,
+        streams: Streams,
+        names: Mapping[Any, str],
+    ) -> None:
+        self.layout = layout
+        self.params = list(params)
+        self.deferred = deferred
+        self.local = local
+        self.streams = streams
+        self.needs_reduce = False
+        self.is_reduced = False
+        self.pending: set[int] = set()
+        self.grad_ready: dict[Any, Any] = {}
+        self.spare_events: dict[Any, Any] = {}
+        self.numel = sum(map(zero3.full_numel, params))
+        self.dtype = local.dtype if local.converts else params[0].dtype
+        first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
+        self.name = first if len(params) == 1 else f"{first} to {last}"
+
+    @abstractmethod
+    def collect(self, param: Any) -> None:
+        """Autograd has added to ``param.grad``: keep it where the bucket wants it."""
+
+    @abstractmethod
+    def add(self, param: Any, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, in full, to that of ``param``; its memory stays the caller's."""
+
+    @abstractmethod
+    def chunks(self, limit: int, before: float) -> Iterator[Chunk]:
+        """Yield what to send, on the reduction stream: every gradient, zeros where there is none.
+
+        Args:
+            limit: bytes of a chunk, where the bucket may be divided.
+            before: a factor to multiply the gradients with.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget the gradients."""
 
     def mark_reduced(self) -> None:
         """The gradients are reduced, or dropped."""
         self.needs_reduce = False
         self.grad_ready.clear()
+        self.drop()
 
 
-def make_buckets(
-    layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]
-) -> list[Bucket]:
-    """Return the buckets in the order in which backward is expected to complete them.
+def runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred: set[Any]) -> Iterator[list[Any]]:
+    """Cut ``params`` into runs of at most ``limit`` bytes, or one parameter, of which all or none are deferred.
+
+    From the last parameter to the first, which is about the order in which backward completes them; each run is in the
+    order of ``params``.
+    """
+    members: list[Any] = []
+    size = 0
+    for param in reversed(params):
+        if members and (size + nbytes[param] > limit or (param in deferred) != (members[-1] in deferred)):
+            yield members[::-1]
+            size, members = 0, []
+        members.append(param)
+        size += nbytes[param]
+    if members:
+        yield members[::-1]
+
+
+def choose_deferred(
+    params: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
+) -> tuple[set[Any], int]:
+    """Return the parameters whose gradients may stay local until the window closes, and the bytes of a bucket.
 
     Args:
-        layouts: of all gradients, in the order of the parameters.
+        params: in the order of the model.
         local: knows the bytes of each gradient.
         config: says what may be deferred.
         limit: bytes of a bucket with several parameters.
-        names: of the parameters, for profiles.
     """
-    params = [param for layout in layouts for param in layout.params]
     budget = config.unreduced_bytes
-    deferred = set(params) if config.coalesce else set()
-    if config.coalesce and budget is not None:
-        # What streams takes an eighth of the budget at most before it is reduced. What may be deferred is one run of
-        # parameters, because each change between deferred and streamed ends a bucket. Backward completes it last.
-        limit = min(limit, budget // 8)
-        free, deferred = budget - limit, set()
-        for param in params:
-            free -= local.nbytes(param)
-            if free < 0:
-                break
-            deferred.add(param)
-    buckets: list[Bucket] = []
-    for layout in reversed(layouts):
-        size = 0
-        members: list[Any] = []
-        for param in reversed(layout.params):
-            is_deferred = param in deferred
-            if members and (size + local.nbytes(param) > limit or is_deferred != (members[-1] in deferred)):
-                buckets.append(Bucket(layout, members, members[-1] in deferred, names))
-                size, members = 0, []
-            members.append(param)
-            size += local.nbytes(param)
-        if members:
-            buckets.append(Bucket(layout, members, members[-1] in deferred, names))
-    # With several layouts under ZeRO-3, those of the later modules first; else as they are.
-    return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
+    if not config.coalesce:
+        return set(), limit
+    if budget is None:
+        return set(params), limit
+    # What streams takes an eighth of the budget at most before it is reduced. What may be deferred is one run of
+    # parameters, because each change between deferred and streamed ends a bucket. Backward completes it last.
+    limit = min(limit, budget // 8)
+    free = budget - limit
+    deferred = set()
+    for param in params:
+        free -= local.nbytes(param)
+        if free < 0:
+            break
+        deferred.add(param)
+    return deferred, limit
+
+
+def part_of(ranges: list[tuple[int, int]], skip: int, size: int) -> list[tuple[int, int]]:
+    """Return the ranges of ``size`` elements of ``ranges``, ``(offset, elements)``, after the first ``skip``."""
+    found = []
+    for offset, numel in ranges:
+        first, last = max(0, skip), min(numel, skip + size)
+        if first < last:
+            found.append((offset + first, last - first))
+        skip -= numel
+    return found

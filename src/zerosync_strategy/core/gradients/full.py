@@ -6,8 +6,6 @@ Unchanged elements stay as they are in the shard, which may be of a wider dtype 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import torch
 import torch.distributed as dist
 
@@ -23,23 +21,21 @@ def show_gradients(reducer: Reducer) -> None:
     scale = zero.loss_scale(reducer.optimizer)
     for layout in reducer.layouts:
         rows = _gather_shards(reducer, layout, scale)
-        gradients = {param: rows.new_empty(zero3.full_shape(param)) for param in layout.params}
-        for row, slices in zip(rows, layout.slices, strict=True):
-            for piece in slices:
-                part = row.narrow(0, piece.offset, piece.size)
-                gradients[piece.param].view(-1).narrow(0, piece.start, piece.size).copy_(part)
-        for param, gradient in gradients.items():
+        for param in layout.params:
+            gradient = layout.gradient_in(rows, param).view(zero3.full_shape(param))
             with zero3.in_full_shape(param):
-                param.grad = gradient.to(param.dtype)
+                param.grad = gradient.clone()  # the program may keep it
 
 
 def _gather_shards(reducer: Reducer, layout: ShardLayout, scale: float) -> torch.Tensor:
     """Return all ranks' shards of one layout, by rank, without the loss scale."""
     first = layout.params[0]
-    rows = torch.zeros(layout.world_size, layout.shard_numel, dtype=first.dtype, device=first.device)
+    rows = torch.empty(layout.world_size, layout.shard_numel, dtype=first.dtype, device=first.device)
     own = rows[dist.get_rank(layout.process_group)]
-    for offset, shard in reducer.shard_tensors(layout):
+    offset = 0
+    for shard in reducer.shard_parts(layout, 0, layout.shard_numel):
         own.narrow(0, offset, shard.numel()).copy_(_unscaled(shard, scale, first.dtype))
+        offset += shard.numel()
     all_gather_rows(rows, layout.process_group)
     return rows
 
@@ -49,15 +45,16 @@ def take_gradients_back(reducer: Reducer) -> None:
     """Take this rank's part of the shown gradients into its shards, zeros for one that was removed. Sends nothing."""
     scale = zero.loss_scale(reducer.optimizer)
     for layout in reducer.layouts:
-        shards = reducer.shard_tensors(layout)
-        begins = [begin for begin, _ in shards]
-        for piece in layout.slices[dist.get_rank(layout.process_group)]:
-            begin, shard = shards[bisect_right(begins, piece.offset) - 1]
-            target, gradient = shard.narrow(0, piece.offset - begin, piece.size), piece.param.grad
+        for param in layout.params:
+            own = layout.own_slice(param)
+            if own.start == own.stop:
+                continue
+            (target,) = reducer.shard_parts(layout, own.offset, own.stop - own.start)
+            gradient = param.grad
             if gradient is None:
                 target.zero_()
                 continue
-            part = gradient.reshape(-1).narrow(0, piece.start, piece.size).to(target.device)
+            part = gradient.reshape(-1)[own.start : own.stop].to(target.device)
             scaled = part if scale == 1 else part.float() * scale
             unchanged = part == _unscaled(target, scale, part.dtype)
             target.copy_(torch.where(unchanged, target, scaled.to(target.dtype)))

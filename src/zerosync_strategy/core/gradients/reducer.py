@@ -1,44 +1,54 @@
 """The reduction: from full local gradients to this rank's shard of their average, every byte once.
 
-Gradients are packed in chunks of a bounded size (R2), by the rank that keeps them, and reduce-scattered into the shard
-that DeepSpeed's step uses; a few chunks are in flight while the next is packed. Every parameter of the optimizer takes
-part in every reduction that includes its bucket, with zeros where this rank has no gradient. So ranks may use different
-parameters (W4 needs no message), and no shard of an earlier window is stepped again.
+Gradients are reduce-scattered bucket by bucket, in chunks of a bounded size (R2), into the shard that DeepSpeed's step
+uses; a few chunks are in flight while the next is prepared. Every parameter of the optimizer takes part in every
+reduction that includes its bucket, with zeros where this rank has no gradient. So ranks may use different parameters
+(W4 needs no message), and no shard of an earlier window is stepped again. What a reduction costs the host is in
+proportion to the number of parameters, whatever the number of ranks (H1).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Pending, reduce_scatter
+from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter, reduce_to_owners
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.gradients.buckets import Bucket, make_buckets
-from zerosync_strategy.core.gradients.layout import ReduceScatterInput, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
+from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes of one packed chunk, or of one parameter that is larger and streamed."""
+"""Bytes of a bucket, and of a chunk of it, where ranks send point to point. Else they are DeepSpeed's bucket size."""
 IN_FLIGHT = 4
-"""Packed chunks at a time. Several small ones keep a link busy while others are packed and added up."""
+"""Chunks in flight at a time, where ranks send point to point: several small ones keep a link busy."""
+IN_FLIGHT_NATIVE = 2
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A reduce-scatter in flight. ``packed`` stays alive until it is complete."""
+    """A reduction in flight. What it sends stays alive until it is complete.
 
-    packing: ReduceScatterInput
-    packed: torch.Tensor
+    Attributes:
+        bucket: that it is of.
+        chunk: what is sent.
+        targets: the parts of the shard that the result goes to.
+        adds: they have gradients of this window already.
+        pending: the result.
+    """
+
+    bucket: Bucket
+    chunk: Chunk
+    targets: list[torch.Tensor]
+    adds: bool
     pending: Pending
 
 
@@ -53,9 +63,15 @@ class Reducer(ABC):
         names: of the parameters, for profiles.
 
     Attributes:
+        is_streaming: the running backward has buckets to reduce.
+        is_native: the backend has a reduce-scatter of its own.
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
         norm: the L2 norm of the gradients in the shards, times DeepSpeed's loss scale, once it has been computed.
     """
+
+    layouts: Sequence[ShardLayout]
+    buckets: Sequence[Bucket]
+    _shards_on_device = True  # else in host memory, of an offloaded optimizer
 
     def __init__(self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str]) -> None:
         self.optimizer = optimizer
@@ -63,31 +79,39 @@ class Reducer(ABC):
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(optimizer)
-        self.buckets = make_buckets(self.layouts, self.local, config, CHUNK_BYTES, names)
+        self.is_native = bool(self.layouts) and all(
+            is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
+        )
+        self._limit = zero.reduce_bucket_bytes(optimizer) if self.is_native else CHUNK_BYTES
+        self.buckets = self._make_buckets(config, self._limit, names)
         self.sent_floor = 0
         self.norm: torch.Tensor | None = None
         self._ordered = config.reduction == "ordered"
-        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        # By id: torch computes the hash of a tensor in Python.
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[Bucket] = deque()  # in the running backward
-        self._has_streamed = False
+        self.is_streaming = self._has_streamed = False
         self._in_flight: deque[_InFlight] = deque()
         self._abandoned: list[_InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
         self._streaming_backwards = 0
-        self._shards_ready = False  # they hold gradients of this window, or zeros
+        self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _read_layouts(self) -> list[ShardLayout]: ...
+    def _read_layouts(self) -> Sequence[ShardLayout]: ...
 
     @abstractmethod
-    def _zero_shards(self) -> None:
-        """Make this rank's gradient shards, all zero."""
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> Sequence[Bucket]: ...
 
     @abstractmethod
-    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
-        """Return the flat tensors of this rank's shard with the offset where each begins, in order."""
+    def _allocate_shards(self) -> None:
+        """Make this rank's gradient shards, with any values."""
+
+    @abstractmethod
+    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
+        """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
 
     @abstractmethod
     def hand_over(self) -> None:
@@ -112,37 +136,49 @@ class Reducer(ABC):
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window."""
+        """A backward begins; ``last``: it is known to be the last of its window.
+
+        Raises:
+            RuntimeError: it is being captured into a CUDA graph.
+        """
+        self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
         for bucket in self.buckets:
-            bucket.begin_backward()
+            bucket.needs_reduce = True
         self._to_stream = deque(
             bucket for bucket in self.buckets if not bucket.deferred or (last and bucket.evenly_sharded)
         )
-        self._streaming_backwards += bool(self._to_stream)
+        for bucket in self._to_stream:
+            bucket.pending = set(map(id, bucket.params))
+        self.is_streaming = bool(self._to_stream)
+        if self.is_streaming:
+            self._streaming_backwards += 1
+            self.streams.reductions_wait_for_caller()
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a backward that streams, reduce the buckets that are complete."""
-        self.local.convert(param)
-        bucket = self._bucket_of.get(param)
+        bucket = self._bucket_of.get(id(param))
         if bucket is None:
             return
-        self.local.count(param)
-        self.streams.record_grad_ready(bucket.grad_ready)
-        bucket.pending_params.discard(param)
+        bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
-        while self._to_stream and not self._to_stream[0].pending_params:
+        if not self.is_streaming:
+            return
+        self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
+        bucket.pending.discard(id(param))
+        while self._to_stream and not self._to_stream[0].pending:
             self._reduce_bucket(self._to_stream.popleft())
+        self.is_streaming = bool(self._to_stream)
 
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the running backward has buckets to reduce."""
-        return bool(self._to_stream)
+    def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
+        self._bucket_of[id(param)].add(param, gradient)
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
         while self._to_stream:
             self._reduce_bucket(self._to_stream.popleft())
+        self.is_streaming = False
         with self.streams.on_reduction_stream(()):
             self._wait_reduce_scatter(0)
         streamed, self._has_streamed = self._has_streamed, False
@@ -151,7 +187,7 @@ class Reducer(ABC):
     @property
     def keeps_gradients(self) -> bool:
         """Whether a backward leaves every gradient on its parameter, unless it is promised to be the last."""
-        return self.local.on_parameters and all(bucket.deferred for bucket in self.buckets)
+        return not self.local.converts and all(bucket.deferred for bucket in self.buckets)
 
     @property
     def needs_reduce(self) -> bool:
@@ -163,21 +199,21 @@ class Reducer(ABC):
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over the ranks what is not reduced yet, into the shards. A collective call."""
-        buckets = [bucket for bucket in self.buckets if bucket.needs_reduce]
         with self.streams.on_reduction_stream():
-            for layout in self.layouts:
-                params = {param for bucket in buckets if bucket.layout is layout for param in bucket.params}
-                width = max(1, CHUNK_BYTES // (layout.world_size * layout.dtype.itemsize))
-                for packing in layout.inputs_by_offset(params, width):
-                    self._launch_reduce_scatter(packing)
+            for bucket in self.buckets:
+                if bucket.needs_reduce:
+                    self._send(bucket)
             self._wait_reduce_scatter(0)
-        for bucket in buckets:
-            self._mark_reduced(bucket)
 
     def close(self) -> None:
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
         self._ready_shards()
+        for bucket in self.buckets:
+            if not bucket.is_reduced:
+                for part in self._parts(bucket.layout, bucket.target):
+                    part.zero_()
+            bucket.is_reduced = False
         self.hand_over()
         self.norm = None
         self._abandoned = [flight for flight in self._abandoned if not flight.pending.is_complete]
@@ -187,7 +223,6 @@ class Reducer(ABC):
 
     def end_window(self) -> None:
         """The step has used the shards."""
-        self.streams.reductions_wait_for_step()
         self.sent_floor = 0
         self.local.reset_peak()
 
@@ -195,54 +230,49 @@ class Reducer(ABC):
     def _reduce_bucket(self, bucket: Bucket) -> None:
         self._has_streamed = True
         with self.streams.on_reduction_stream(bucket.grad_ready.values()):
-            self._launch_reduce_scatter(bucket.input)
-        self._mark_reduced(bucket)
+            self._send(bucket)
 
-    def _launch_reduce_scatter(self, packing: ReduceScatterInput) -> None:
-        self._wait_reduce_scatter(IN_FLIGHT - 1)
-        layout = packing.layout
-        with phase("reduce_scatter", packing.name):
-            packed = self._pack(packing)
-            before, _ = self._scales(layout)
-            if before != 1.0:
-                packed.mul_(before)
-            # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
-            tag = self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
-            pending = reduce_scatter(packed, packing.widths, layout.process_group, self._ordered, tag)
-        self._in_flight.append(_InFlight(packing, packed, pending))
+    def _send(self, bucket: Bucket) -> None:
+        """Launch the reductions of one bucket, and forget its local gradients."""
+        layout = bucket.layout
+        # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
+        tag = self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+        before, _ = self._scales(layout)
+        with phase("reduce_scatter", bucket.name):
+            self._ready_shards()
+            for chunk in bucket.chunks(self._limit, before):
+                self._wait_reduce_scatter((IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT) - 1)
+                targets, adds = self._parts(layout, chunk.target), bucket.is_reduced
+                if chunk.owners is not None:
+                    pending = reduce_to_owners(chunk.rows, chunk.owners, layout.process_group, self._ordered, tag)
+                else:
+                    out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
+                    pending = reduce_scatter(chunk.rows, layout.process_group, self._ordered, tag, out)
+                self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))
+        bucket.is_reduced = True
+        bucket.mark_reduced()
+        self.sent_floor += sent_by_one_rank(bucket.numel * layout.dtype.itemsize, layout.world_size)
 
-    def _pack(self, packing: ReduceScatterInput) -> torch.Tensor:
-        layout = packing.layout
-        packed = torch.empty(sum(packing.widths), dtype=layout.dtype, device=layout.params[0].device)
-        offset = 0
-        for piece in (piece for row in packing.rows for piece in row):
-            target = packed[offset : offset + piece.size]
-            gradient = self.local.get(piece.param)
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.reshape(-1)[piece.start : piece.stop])
-                self.streams.record_stream_for_reduction(gradient)
-            offset += piece.size
-        return packed
+    def _parts(self, layout: ShardLayout, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+        return [part for offset, numel in ranges for part in self.shard_parts(layout, offset, numel)]
 
     def _wait_reduce_scatter(self, allowed: int) -> None:
-        """Wait until at most ``allowed`` chunks are in flight; add the others' averages to the shards."""
+        """Wait until at most ``allowed`` chunks are in flight; put the others' averages into the shards."""
         while len(self._in_flight) > allowed:
             flight = self._in_flight.popleft()
-            layout = flight.packing.layout
-            with phase("wait_reduce_scatter", flight.packing.name):
-                average = flight.pending.finish().mul_(self._scales(layout)[1])
-                self._ready_shards()
-                row = flight.packing.rows[dist.get_rank(layout.process_group)]
-                _add(average, row, self.shard_tensors(layout))
-
-    def _mark_reduced(self, bucket: Bucket) -> None:
-        bucket.mark_reduced()
-        nbytes = sum(bucket.input.widths) * bucket.layout.dtype.itemsize
-        self.sent_floor += sent_by_one_rank(nbytes, bucket.layout.world_size)
-        for param in bucket.params:
-            self.local.discard(param)
+            with phase("wait_reduce_scatter", flight.bucket.name):
+                average = flight.pending.finish()
+                _, after = self._scales(flight.bucket.layout)
+                if after != 1.0:
+                    average.mul_(after)
+                done = 0
+                for target in flight.targets:
+                    part = average[done : done + target.numel()]
+                    done += target.numel()
+                    if flight.adds:
+                        target.add_(part.to(target.device, target.dtype))
+                    elif part.data_ptr() != target.data_ptr():
+                        target.copy_(part)
 
     def _scales(self, layout: ShardLayout) -> tuple[float, float]:
         """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
@@ -253,7 +283,7 @@ class Reducer(ABC):
 
     def _ready_shards(self) -> None:
         if not self._shards_ready:
-            self._zero_shards()
+            self._allocate_shards()
             self._shards_ready = True
 
     # ---- dropping --------------------------------------------------------------------------------------------------
@@ -261,16 +291,14 @@ class Reducer(ABC):
     def drop(self) -> None:
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
-        self._has_streamed = False
+        self.is_streaming = self._has_streamed = False
         self._abandoned.extend(self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:
             bucket.mark_reduced()
-        for param in self.params:
-            self.local.discard(param)
+            bucket.is_reduced = False
         self._shards_ready = False
         self._discard_shards()
-        self.streams.reductions_wait_for_step()
 
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""
@@ -281,17 +309,3 @@ class Reducer(ABC):
 def sent_by_one_rank(nbytes: int, world_size: int) -> int:
     """Return what one of ``world_size`` ranks sends when ``nbytes`` are reduce-scattered or all-gathered once."""
     return nbytes * (world_size - 1) // world_size
-
-
-def _add(source: torch.Tensor, row: list[ShardSlice], shard: list[tuple[int, torch.Tensor]]) -> None:
-    """Add ``source``, the slices of ``row`` one after the other, to the tensors of ``shard`` by their offsets."""
-    begins = [begin for begin, _ in shard]
-    done = 0
-    for piece in row:
-        offset = piece.offset
-        while offset < piece.offset + piece.size:
-            begin, tensor = shard[bisect_right(begins, offset) - 1]
-            size = min(piece.offset + piece.size, begin + tensor.numel()) - offset
-            target = tensor.narrow(0, offset - begin, size)
-            target.add_(source[done : done + size].to(target.device, target.dtype))
-            done, offset = done + size, offset + size

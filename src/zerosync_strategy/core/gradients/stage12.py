@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import all_gather
+from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
-from zerosync_strategy.core.gradients.layout import ShardLayout, cut_flat
+from zerosync_strategy.core.gradients.flat import FlatBucket, make_flat_buckets
+from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
 
 
@@ -21,25 +23,25 @@ class Stage12Reducer(Reducer):
     """
 
     groups: list[zero12.FlatGroup]
+    layouts: list[FlatLayout]
 
-    def _read_layouts(self) -> list[ShardLayout]:
+    def _read_layouts(self) -> list[FlatLayout]:
         self.groups = zero12.flat_groups(self.optimizer)
         divisor, dtype = zero12.averaging_divisor(self.optimizer), self.optimizer.communication_data_type
         return [
-            ShardLayout(
-                group.process_group, group.params, group.shard_numel,
-                cut_flat(group.params, group.offsets, group.shard_numel, dist.get_world_size(group.process_group)),
-                divisor, dtype, group.index,
-            )
+            FlatLayout(group.process_group, group.params, group.offsets, group.shard_numel, divisor, dtype, group.index)
             for group in self.groups
-        ]  # fmt: skip
+        ]
 
-    def _zero_shards(self) -> None:
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[FlatBucket]:
+        return make_flat_buckets(self.layouts, self.local, self.streams, config, limit, names)
+
+    def _allocate_shards(self) -> None:
         for layout in self.layouts:
             zero12.allocate_gradient_shard(self.optimizer, layout.group_index)
 
-    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
-        return [(0, zero12.gradient_shard(self.optimizer, layout.group_index))]
+    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
+        return [zero12.gradient_shard(self.optimizer, layout.group_index).narrow(0, offset, numel)]
 
     def hand_over(self) -> None:
         zero12.hand_over_gradients(self.optimizer)

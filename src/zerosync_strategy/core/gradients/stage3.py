@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.gradients.layout import ShardLayout, cut_each
+from zerosync_strategy.core.gradients.cut import CutBucket, make_cut_buckets
+from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
 
 
 class Stage3Reducer(Reducer):
     """Reduces into one shard per parameter, over the process group that shards the parameter."""
 
-    def _read_layouts(self) -> list[ShardLayout]:
+    layouts: list[CutLayout]
+
+    def _read_layouts(self) -> list[CutLayout]:
         optimizer = self.optimizer
+        self._shards_on_device = not zero3.is_offloaded(optimizer)
         by_group: dict[Any, list[Any]] = {}
         for param in (param for group in zero3.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3.gradient_group(optimizer, param), []).append(param)
@@ -24,26 +31,32 @@ class Stage3Reducer(Reducer):
         for process_group, params in by_group.items():
             world_size = dist.get_world_size(process_group)
             shard_numels = [zero3.shard_numel(param) for param in params]
-            slices = cut_each(params, [zero3.full_numel(param) for param in params], shard_numels, world_size)
             # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
             ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
             divisor = zero3.averaging_divisor(optimizer, params, ranks)
             dtype = optimizer.communication_data_type
-            layouts.append(ShardLayout(process_group, params, sum(shard_numels), slices, divisor, dtype))
+            layouts.append(CutLayout(process_group, params, shard_numels, divisor, dtype))
         return layouts
 
-    def _zero_shards(self) -> None:
-        shards = zero3.gradient_shards(self.optimizer)
-        for param in self.params:
-            shards[zero3.param_id(param)].zero_()
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
+        return make_cut_buckets(self.layouts, self.local, self.streams, config, limit, names)
 
-    def shard_tensors(self, layout: ShardLayout) -> list[tuple[int, torch.Tensor]]:
-        shards, offset, tensors = zero3.gradient_shards(self.optimizer), 0, []
-        for param in layout.params:
-            shard = shards[zero3.param_id(param)]
-            tensors.append((offset, shard))
-            offset += shard.numel()
-        return tensors
+    def _allocate_shards(self) -> None:
+        pass  # DeepSpeed keeps them
+
+    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
+        assert isinstance(layout, CutLayout)
+        shards, columns = zero3.gradient_shards(self.optimizer), layout.column_list
+        parts: list[torch.Tensor] = []
+        index, end = bisect_right(columns, offset) - 1, offset + numel
+        while offset < end:
+            shard = shards[zero3.param_id(layout.params[index])]
+            first = offset - columns[index]
+            part = shard.narrow(0, first, min(shard.numel(), end - columns[index]) - first)
+            offset += part.numel()
+            parts.append(part)
+            index += 1
+        return _joined(parts)
 
     def hand_over(self) -> None:
         zero3.hand_over_gradients(self.optimizer, self.params)
@@ -89,3 +102,19 @@ class Stage3Reducer(Reducer):
             world_size = dist.get_world_size(zero3.gradient_group(self.optimizer, param))
             floor[param] = sent_by_one_rank(zero3.full_bytes(param), world_size)
         return floor
+
+
+def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``parts`` in as few tensors as can be: DeepSpeed lays the shards one after the other into one buffer."""
+    joined: list[torch.Tensor] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.data_ptr() + last.nbytes == part.data_ptr()
+            and (last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr())
+        ):
+            joined[-1] = last.as_strided((last.numel() + part.numel(),), (1,))
+        else:
+            joined.append(part)
+    return joined

@@ -20,13 +20,14 @@ import enum
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 
@@ -70,6 +71,8 @@ class Window:
         overlap_last: reduce during the backward that is promised to be the last.
         traffic: counts what the engine sends.
         activity: a context that notes down what this rank does, around what may communicate (W4).
+        begins: is called when a backward begins, with whether it opens the window.
+        changes: finds what a program does to local gradients.
 
     Attributes:
         backwards: backwards since the last optimizer step; one that runs inside another counts with it.
@@ -84,11 +87,15 @@ class Window:
         overlap_last: bool,
         traffic: EngineCounter,
         activity: Callable[[str], AbstractContextManager[None]],
+        begins: Callable[[bool], None] = lambda _: None,
+        changes: LocalChanges | None = None,
     ) -> None:
         self._reducer = reducer
         self._overlap_last = overlap_last
         self._traffic = traffic
         self._activity = activity
+        self._begins = begins
+        self._changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
@@ -138,17 +145,21 @@ class Window:
             self._leave_backward()
         self._end_backward()
 
-    def enter_graph(self) -> None:
-        """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here."""
+    def enter_graph(self, ready: Any = None) -> None:
+        """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here.
+
+        Args:
+            ready: the parameter whose gradient the backward has changed already, if any.
+        """
         if self._engine_backwards:
             if self._backward is _Backward.AWAITED:
-                self._begin_backward()
+                self._begin_backward(ready)
             return
         graph = torch._C._current_graph_task_id()
         if graph in self._graphs:
             return
         if not self._graphs:
-            self._begin_backward()
+            self._begin_backward(ready)
         if graph != -1:
             self._graphs.add(graph)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_done(graph))
@@ -157,15 +168,21 @@ class Window:
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``, in place of DeepSpeed's own reduction."""
-        self.enter_graph()
-        with self._activity("a backward") if self._reducer.is_streaming else nullcontext():
+        # Called for every gradient of every backward: what is not needed is not called.
+        if self._backward is not _Backward.OURS or not self._engine_backwards:
+            self.enter_graph(param)
+        if self._traffic.traffic:
             self._traffic.attribute()  # parameters that were gathered on the way to this gradient
-            self._reducer.gradient_ready(param)
+        if self._reducer.is_streaming:
+            with self._activity("a backward"):
+                self._reducer.gradient_ready(param)
             self._traffic.attribute()  # what it has completed and reduced
+        else:
+            self._reducer.gradient_ready(param)
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
-        self._reducer.local.add(param, gradient)
+        self._reducer.add_gradient(param, gradient)
         self.gradient_ready(param)
 
     def _graph_done(self, graph: int) -> None:
@@ -177,19 +194,21 @@ class Window:
         if not self._engine_backwards and not self._graphs:
             self._backward = _Backward.NONE
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, ready: Any = None) -> None:
         if self._state is WindowState.REDUCED:
             raise RuntimeError(
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() first, or zero_grad() to drop the reduced gradients."
             )
+        self._changes.check(but=ready)
+        is_last = self._last is _Last.NEXT and self._overlap_last
+        self._reducer.begin_backward(last=is_last)  # may refuse; then nothing has begun
+        self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
         self._aborted = None
-        is_last = self._last is _Last.NEXT and self._overlap_last
         self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
-        self._reducer.begin_backward(last=is_last)
 
     def _end_backward(self) -> None:
         # A backward that runs inside another ends with it.
@@ -201,6 +220,7 @@ class Window:
         self.reductions += streamed and self._last is not _Last.STREAMED
         if streamed and self._last is _Last.RUNNING:
             self._last = _Last.STREAMED
+        self._changes.note()
 
     # ---- reduction and step --------------------------------------------------------------------------------------
 
@@ -215,7 +235,9 @@ class Window:
     def reduce(self) -> None:
         """Reduce what is local and make the shards ready for the step. All ranks must call it alike."""
         self._forget_graphs()
+        self._changes.check()
         self._end_backward()
+        self._changes.forget()  # and the memory that is freed as they are reduced
         if self._state is not WindowState.OPEN:
             return
         with self._reducing():
@@ -260,6 +282,7 @@ class Window:
     def zero_grad(self) -> None:
         """Drop the gradients of this window, local or reduced; the window stays open."""
         self._forget_graphs()
+        self._changes.forget()
         if self._state is WindowState.CLOSED:
             return
         self._reducer.drop()
@@ -269,6 +292,7 @@ class Window:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
         self._graphs.clear()
         self._leave_backward()
+        self._changes.forget()
         if self._state is WindowState.CLOSED:
             return
         backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
-from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.failures.rank_status import RankError
 
 _Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
@@ -36,11 +36,13 @@ class GatherDigest:
     def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
         self.process_group = process_group
         self.tagged = tagged
-        self._device = device
         self._streams = streams
         self._gathers: _Gathers = []
         self._step = self._digest = 0
-        self._unread: tuple[Callable[[], list[int]], int, _Gathers] | None = None  # an answer, digest and log
+        # Made once: a tensor from a list, or new pinned memory, would let the host wait for the device.
+        self._extremes = torch.zeros(2, dtype=torch.int64, device=device)
+        self._answer = HostCopy(streams, 2)
+        self._unread: tuple[int, _Gathers] | None = None  # the digest and the log of what was compared
 
     def add(self, ids: tuple[int, ...]) -> int:
         """A gather of these parameters is issued.
@@ -72,9 +74,11 @@ class GatherDigest:
     def _compare(self) -> None:
         from deepspeed import comm
 
-        extremes = torch.tensor([self._digest, -self._digest], device=self._device)
-        comm.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
-        self._unread = self._streams.copy_to_host(extremes), self._digest, self._gathers
+        for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
+            element.fill_(value)
+        comm.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._answer.begin(self._extremes)
+        self._unread = self._digest, self._gathers
 
     def check(self, name: Callable[[int], str]) -> None:
         """Read the answer of the last comparison, if that has not been done. Collective only where digests differ.
@@ -84,8 +88,8 @@ class GatherDigest:
         """
         if self._unread is None:
             return
-        (answer, digest, gathers), self._unread = self._unread, None
-        if answer() == [digest, -digest]:
+        (digest, gathers), self._unread = self._unread, None
+        if self._answer.read() == [digest, -digest]:
             return
         by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
         turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Pending, all_gather
+from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import shared, zero3
@@ -61,15 +61,17 @@ class GatherScheduler:
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
         by_all_reduce = zero3.gathers_by_all_reduce(engine)
         self._digests = {
-            id(g): GatherDigest(g, not by_all_reduce and dist.get_backend(g) != "nccl", engine.device, streams)
+            id(g): GatherDigest(g, not (by_all_reduce or is_native(g, engine.device)), engine.device, streams)
             for g in ordered
             if dist.get_world_size(g) > 1
         }
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
+        self._params = set(engine.module.parameters())
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
+        zero3.gather_contexts_by(self)
 
     @classmethod
     def of(cls, engine: Any, streams: Streams, sharing: str) -> GatherScheduler:
@@ -80,6 +82,7 @@ class GatherScheduler:
     def detach(self) -> None:
         """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
         if shared.release(self.coordinator, "scheduler"):
+            zero3.gather_no_context_by(self)
             restore(self.coordinator, GatherOverrides)
             del self.coordinator._zerosync_gathers
 
@@ -164,6 +167,22 @@ class GatherScheduler:
         """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
         if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
             handle.wait()
+
+    def gather_for_context(self, params: Iterable[Any]) -> None:
+        """Gather those of ``params`` that this schedules, for a ``GatheredParameters`` context. Collective.
+
+        DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
+
+        Raises:
+            RankError: other ranks did not take part.
+        """
+        own = [param for param in params if param in self._params and not zero3.is_quantized(param)]
+        for param in own:
+            self.wait_for(param)
+            zero3.in_flight(self.coordinator).pop(param, None)  # the context releases it
+        for of_group in self.in_order(param for param in own if zero3.is_released(param)):
+            with self.gathering(of_group), rank_status().activity(self.describe(of_group)):
+                zero3.gather_and_hold(of_group)
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.

@@ -1,0 +1,76 @@
+"""DeepSpeed's ``safe_get_full_grad`` and its kin, on parameters whose gradients a window keeps local.
+
+They reach a parameter's shards through attributes that DeepSpeed sets on it, and on ZeRO-3 through methods of the
+optimizer, which ``overrides.py`` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from zerosync_strategy.core.engine import contract
+
+_MARK = "_hp_grad"  # safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further
+_GET, _SET, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "set_full_hp_param"
+
+
+class FragmentHooks(Protocol):
+    """What these functions call."""
+
+    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards. Collective."""
+
+    def check_gradients(self, function: str) -> None:
+        """Raise where the gradients in the shards are not those that the coming step uses."""
+
+
+def intercept(params: Iterable[Any], hooks: FragmentHooks) -> None:
+    """Let DeepSpeed's functions ask ``hooks`` about each of ``params`` until :func:`release`.
+
+    Raises:
+        ContractError: DeepSpeed's functions look elsewhere.
+    """
+    from deepspeed.utils.tensor_fragment import safe_get_full_grad
+
+    if _MARK not in safe_get_full_grad.__code__.co_consts:
+        raise contract.changed("access to shards", f"safe_get_full_grad() does not look for {_MARK!r}")
+    for param in params:
+        _intercept(param, hooks)
+
+
+def _intercept(param: Any, hooks: FragmentHooks) -> None:
+    attributes = vars(param)
+    if hasattr(param, "ds_id"):
+        attributes[_GET] = lambda: hooks.full_gradient(
+            param, lambda: param._z3_optimizer.get_fp32_grad_for_param(param)
+        )
+    else:
+        if missing := {_GET, _SET, _SET_VALUE} - attributes.keys():
+            raise contract.changed("access to shards", f"parameters lack {', '.join(sorted(missing))}")
+        stock = {name: attributes[name] for name in (_GET, _SET, _SET_VALUE)}
+        attributes["_zerosync_stock"] = stock
+
+        def set_gradient(value: torch.Tensor) -> None:
+            hooks.check_gradients("safe_set_full_grad()")
+            stock[_SET](value)
+
+        def set_value(value: torch.Tensor, optim_state_key: str | None = None) -> None:
+            stock[_SET_VALUE](value, optim_state_key)
+            if optim_state_key is None:
+                with torch.no_grad():
+                    param.copy_(value.view_as(param))  # a step starts from the parameters as it finds them
+
+        attributes[_GET] = lambda: hooks.full_gradient(param, stock[_GET])
+        attributes[_SET], attributes[_SET_VALUE] = set_gradient, set_value
+    attributes[_MARK] = True
+
+
+def release(params: Iterable[Any]) -> None:
+    """Undo :func:`intercept`."""
+    for param in params:
+        attributes = vars(param)
+        del attributes[_MARK], attributes[_GET]
+        attributes.update(attributes.pop("_zerosync_stock", {}))

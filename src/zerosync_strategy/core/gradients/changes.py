@@ -1,0 +1,61 @@
+"""Local gradients that a program changes between two backwards, or before the step (N1).
+
+They are this rank's own, where plain data parallelism would show their average; so a norm or a clamp would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class LocalChanges:
+    """Finds changes to the local gradients since the last backward.
+
+    Args:
+        params: whose gradients.
+        names: of the parameters, for errors.
+    """
+
+    def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
+        self._params = list(params)
+        self._names = names
+        self._seen: list[tuple[Any, torch.Tensor, int]] = []
+
+    def note(self) -> None:
+        """The gradients are as they should be."""
+        self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
+
+    def check(self, but: Any = None) -> None:
+        """Forget the gradients.
+
+        Args:
+            but: the parameter whose gradient a backward has changed meanwhile.
+
+        Raises:
+            RuntimeError: some have changed. To drop one is no change.
+        """
+        seen, self._seen = self._seen, []
+        for param, grad, version in seen:
+            now = param.grad
+            if now is None or param is but:
+                continue
+            # Views of one buffer have one version, which the gradient of `but` has changed for all of them.
+            is_known = but is None or not now._is_view()
+            if now is not grad or (is_known and now._version != version):
+                name = repr(self._names.get(param, "a parameter"))
+                which = f"{name}, or of a parameter beside it," if now._is_view() else name
+                raise RuntimeError(
+                    f"The gradient of {which} was changed between backward and step. There it is this rank's own, of"
+                    " which the step will take the average; or it is in ZeRO's shards already. Change it inside 'with"
+                    " zerosync.full_gradients():', with the handle that attach() returned (under Accelerate,"
+                    " accelerator.deepspeed_engine_wrapped.zerosync; in Lightning, trainer.strategy.zerosync), where it"
+                    " is averaged; or inside 'with zerosync.local_gradients():', to change this rank's own before the"
+                    " reduction, which is right for what is linear."
+                )
+
+    def forget(self) -> None:
+        """The gradients are dropped."""
+        self._seen = []

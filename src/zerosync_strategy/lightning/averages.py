@@ -1,0 +1,62 @@
+"""Checkpoints of a run with ``WeightAveraging``: Lightning's has the average in the place of the module's state.
+
+DeepSpeed saves the module and its optimizer, sharded; the average lies beside them in one file, a checkpoint of
+Lightning's own, which ``load_from_checkpoint`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+FILE = "averaged.ckpt"
+"""Its name within the directory of a checkpoint."""
+
+_OF_TRAINING = frozenset({"callbacks", "current_model_state", "loops", "lr_schedulers", "optimizer_states"})
+
+
+def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return what DeepSpeed's part of a checkpoint holds of Lightning's, and what the average's file does, if any."""
+    if "averaging_state" not in checkpoint:
+        return dict(checkpoint), None
+    rest = {key: value for key, value in checkpoint.items() if key not in ("averaging_state", "current_model_state")}
+    return rest, {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
+
+
+def save(averaged: dict[str, Any] | None, directory: Any) -> None:
+    """Write the average's file; without one, remove that of an earlier run."""
+    path = Path(directory) / FILE
+    if averaged is not None:
+        torch.save(averaged, path)
+        return
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def load(directory: Any) -> dict[str, Any]:
+    """Return the keys of Lightning's checkpoint that the average's file has; none without one."""
+    path = Path(directory) / FILE
+    if not path.is_file():
+        return {}
+    saved = torch.load(path, map_location="cpu", weights_only=False)
+    return {key: saved[key] for key in ("state_dict", "averaging_state")}
+
+
+def is_wanted(trainer: Trainer) -> bool:
+    """Whether the module is to have a checkpoint's average: no callback takes it, and leaves the module as it was."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return not any(isinstance(each, WeightAveraging) and each._average_model is not None for each in callbacks)
+
+
+def give(module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:
+    """Set ``module`` to the average, on any stage. Collective."""
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        module.load_state_dict(state, strict=strict)

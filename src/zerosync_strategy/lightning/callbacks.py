@@ -1,0 +1,170 @@
+"""Lightning's callbacks that refuse DeepSpeed, or that are wrong with it: what they do under ``ZeroSyncStrategy``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.params.averages import copy_problem, readable
+
+
+class CallbackOverrides:
+    """Overrides of a callback."""
+
+    @property
+    def state_key(self) -> str:
+        """Lightning's own, by the name of the class as it was: the key of its state in checkpoints."""
+        key: str = super().state_key  # type: ignore[misc]
+        return key.removeprefix("ZeroSync")
+
+
+class SchedulerOverrides(CallbackOverrides):
+    """It refuses DeepSpeed, where the engine owns accumulation. Here Lightning does."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        view = SimpleNamespace(strategy=None, accumulate_grad_batches=trainer.accumulate_grad_batches)
+        super().on_train_start(view, pl_module)  # type: ignore[misc]
+
+
+class WeightAveragingOverrides(CallbackOverrides):
+    """It reads and writes parameters that ZeRO-3 has sharded, and expects the whole module in a checkpoint."""
+
+    _average_model: Any
+    _zerosync_average: list[tuple[Tensor, Tensor]] | None = None  # while the average has the current values
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _check_copy(self, pl_module)
+        super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        # In half precision, the module cannot hold the average as it is: the average keeps it aside.
+        kept, self._zerosync_average = self._zerosync_average, None
+        if kept is None:
+            module = self._average_model.module
+            self._zerosync_average = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+            for tensor, data in self._zerosync_average:
+                tensor.data = data.clone()
+        with _writable(pl_module):
+            super()._swap_models(pl_module)  # type: ignore[misc]
+        for tensor, data in kept or ():
+            tensor.data = data
+
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+        with _writable(pl_module):
+            super()._copy_average_to_current(pl_module)  # type: ignore[misc]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # The engine has loaded the module, as it was when the checkpoint was saved.
+        with _writable(pl_module):
+            own = pl_module.state_dict()
+            given = {"state_dict": own, "current_model_state": own} | checkpoint
+            super().on_load_checkpoint(trainer, pl_module, given)  # type: ignore[misc]
+
+
+class StochasticWeightAveragingOverrides(CallbackOverrides):
+    """It refuses DeepSpeed, reads and writes parameters that ZeRO-3 has sharded, and expects an earlier resume."""
+
+    state_key: str
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _check_copy(self, pl_module)
+            super().setup(SimpleNamespace(strategy=None), pl_module, stage)  # type: ignore[misc]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
+        if saved.get("scheduler_state") is not None:  # of a scheduler that on_train_epoch_start() makes
+            self._clear_schedulers(trainer)  # type: ignore[attr-defined]
+
+    def update_parameters(self, average_model: LightningModule, model: LightningModule, *args: Any) -> None:
+        with readable(model.parameters()):
+            super().update_parameters(average_model, model, *args)  # type: ignore[misc]
+
+    def transfer_weights(self, average_model: LightningModule, model: LightningModule) -> None:
+        with _writable(model):
+            super().transfer_weights(average_model, model)  # type: ignore[misc]
+
+
+class FinetuningOverrides(CallbackOverrides):
+    """It refuses DeepSpeed, where parameters cannot be added to an optimizer. They may be in it, frozen."""
+
+    _restarting: bool
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(SimpleNamespace(strategy=None), pl_module, stage)  # type: ignore[misc]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restarting = False  # the optimizer's groups are the engine's
+        super().on_fit_start(trainer, pl_module)  # type: ignore[misc]
+        if isinstance(self, BackboneFinetuning):
+            held = {
+                param
+                for optimizer in trainer.optimizers
+                for group in optimizer.param_groups
+                for param in group["params"]
+            }
+            thawed = list(self.filter_params(pl_module.backbone, self.train_bn, requires_grad=False))
+            if missing := sum(param not in held for param in thawed):
+                raise MisconfigurationException(
+                    f"BackboneFinetuning would add {missing} of the {len(thawed)} parameters of the backbone to the"
+                    " optimizer, which ZeRO cannot do once the engine is built. Give the optimizer all parameters in"
+                    " configure_optimizers(), those of the backbone as its last group. They are not stepped while they"
+                    " are frozen."
+                )
+
+
+_OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
+    GradientAccumulationScheduler: SchedulerOverrides,
+    WeightAveraging: WeightAveragingOverrides,
+    StochasticWeightAveraging: StochasticWeightAveragingOverrides,
+    BaseFinetuning: FinetuningOverrides,
+}
+
+
+def adapt(trainer: Trainer) -> None:
+    """Let the callbacks of ``trainer`` do what they do without DeepSpeed, until :func:`leave`."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for stock, overrides in _OVERRIDES.items():
+            if isinstance(callback, stock) and not isinstance(callback, overrides):
+                interpose(callback, overrides)
+
+
+def thaws(trainer: Trainer) -> bool:
+    """Whether a callback may let parameters train that are frozen when the training starts."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def leave(trainer: Trainer) -> None:
+    """Give the callbacks of ``trainer`` back as they were."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for overrides in _OVERRIDES.values():
+            if isinstance(callback, overrides):
+                restore(callback, overrides)
+
+
+def _check_copy(callback: Any, pl_module: LightningModule) -> None:
+    if problem := copy_problem(pl_module):
+        raise MisconfigurationException(f"{type(callback).__name__.removeprefix('ZeroSync')} {problem}")
+
+
+def _writable(pl_module: LightningModule) -> AbstractContextManager[None]:
+    """While active, parameters have their values on any stage, and keep what is written to them. Collective."""
+    from deepspeed import zero
+
+    gathered: AbstractContextManager[None] = zero.GatheredParameters(list(pl_module.parameters()), modifier_rank=0)
+    return gathered

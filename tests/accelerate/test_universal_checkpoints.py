@@ -1,0 +1,43 @@
+"""Under Accelerate: a script goes on with another number of ranks, from a universal checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.harness.engines import rank
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.universal import STEPS, TOLERANCE, WORLDS, Net, batch, plain_torch, started, to_universal
+from zerosync_strategy import ZeroSyncPlugin
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+    """``load_state`` looks for the engine's checkpoint in ``pytorch_model``; the converted one takes its place."""
+
+    def train(run: int) -> dict[str, torch.Tensor]:
+        config = {
+            "zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0},
+            "train_micro_batch_size_per_gpu": 2,
+        }  # fmt: skip
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config))
+        net = Net() if run else started(Net())
+        model, optimizer = accelerator.prepare(net, net.optimizer())
+        if run:
+            accelerator.load_state(str(tmp_path / f"run{run - 1}"))
+        for step in range(run * STEPS, (run + 1) * STEPS):
+            for backward in range(2):
+                accelerator.backward(model(batch(step, backward, rank())))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(str(tmp_path / f"run{run}"))
+        return full_parameters(accelerator.unwrap_model(model))
+
+    (oracle,) = run_ranks(plain_torch, world_size=1)
+    for run, expected in enumerate(oracle):
+        ended = run_ranks(train, run, world_size=WORLDS[run])
+        assert max(distance(parameters, expected) for parameters in ended) <= TOLERANCE
+        saved = tmp_path / f"run{run}" / "pytorch_model"
+        to_universal(saved.rename(saved.with_name("stock")), saved)

@@ -1,0 +1,94 @@
+"""Activation checkpointing, which runs forwards inside of backwards, together with the memory budgets."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from tests.harness.engines import make_engine, rank, start
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+WIDTH, BLOCKS = 8, 3
+BLOCK_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "torch, reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "DeepSpeed": deepspeed.checkpointing.checkpoint,
+}
+
+
+class Net(nn.Module):
+    """Blocks of which all but the first are checkpointed, and their first layers are one."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
+        )
+        self.blocks[-1][0].weight = self.blocks[0][0].weight
+        self.checkpoint = checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + self.checkpoint(block, x)
+        return x.square().mean()
+
+
+def loss_of(net: Any, k: int, rank: int) -> torch.Tensor:
+    return net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank)))
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+BUDGETS = [(None, 0), (BLOCK_BYTES, 0), (0, 0)]  # of gradients and of parameters
+BUDGETS_OF_STAGE_3 = [(None, 0), (None, "all"), (BLOCK_BYTES, BLOCK_BYTES), (0, "all")]
+
+
+def plain_torch(how: str) -> dict[str, torch.Tensor]:
+    """With the same checkpointing, which decides in which order the gradients of a shared weight are added."""
+    net = Net(CHECKPOINTS[how])
+    oracle = Oracle(net, sgd(net))
+    for k in range(6):
+        oracle.backward(lambda rank, k=k: loss_of(net, k, rank))
+        if k % 2:
+            oracle.step()
+    return full_parameters(net)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_budgets(stage: int, how: str) -> None:
+    """Three steps of two backwards. What is reduced in more than one pass is summed in another order (W2)."""
+
+    def run() -> dict[Any, float]:
+        start()
+        deepspeed.checkpointing.configure(None)
+        expected, found = plain_torch(how), {}
+        for unreduced, gathered in BUDGETS_OF_STAGE_3 if stage == 3 else BUDGETS:
+            net = Net(CHECKPOINTS[how])
+            engine = make_engine(net, sgd(net), stage, {"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+            zerosync = attach(engine, grad_memory_budget=unreduced, param_memory_budget=gathered)
+            for k in range(6):
+                loss = loss_of(engine, k, rank())
+                loss.backward() if k == 2 else engine.backward(loss)
+                if k % 2:
+                    engine.step()
+                    assert zerosync.report.backwards == 2
+            found[unreduced, gathered] = distance(full_parameters(net), expected)
+            engine.destroy()
+        return found
+
+    for found in run_ranks(run):
+        assert all(far <= (0.0 if unreduced is None else 1e-6) for (unreduced, _), far in found.items()), found

@@ -1,0 +1,216 @@
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` against plain torch; gradients changed where they are local (N1)."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+)
+from torch import nn
+
+from tests.harness.engines import make_engine, rank
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+SHARDED = {"stage3_param_persistence_threshold": 0}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def data(k: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + of_rank))
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.03)
+
+
+class Both:
+    """An attached engine, and plain torch on the same global batch."""
+
+    def __init__(self, stage: int, zero: dict[str, Any] | None = None, **options: Any) -> None:
+        self.net = network()
+        self.plain = copy.deepcopy(self.net)
+        half = options.pop("half", False)
+        config = {"bf16": {"enabled": True}} if half else {}
+        self.dtype = torch.bfloat16 if half else torch.float32
+        self.engine = make_engine(self.net, adamw(self.net), stage, zero, **config)
+        self.zerosync = attach(self.engine, **options)
+        self.oracle = Oracle(self.plain, adamw(self.plain))
+        self.pairs = list(zip(self.net.parameters(), self.plain.parameters(), strict=True))
+
+    def backward(self, k: int) -> None:
+        self.engine.backward(self.engine(data(k, rank()).to(self.dtype)).float().square().mean())
+        self.oracle.backward(lambda r: self.plain(data(k, r)).square().mean())
+
+    def step(self) -> None:
+        self.engine.step()
+        self.oracle.step()
+
+    def averages(self) -> list[torch.Tensor]:
+        """Plain torch's gradients."""
+        return [torch.stack(grads).mean(0) for grads in zip(*self.oracle.ranks, strict=True)]
+
+    def error(self) -> float:
+        return distance(full_parameters(self.net), full_parameters(self.plain))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, {}), (2, {}), (3, {}), (3, {"zero": SHARDED}), (2, {"coalesce": False}), (3, {"coalesce": False})],
+)
+def test_gradients(stage: int, options: dict[str, Any]) -> None:
+    """Read after each of two backwards, and changed before the step, not linearly; after the step they are gone."""
+
+    def run() -> Any:
+        both, read = Both(stage, **options), 0.0
+        for k in range(3):
+            for m in range(2):
+                both.backward(2 * k + m)
+                if m == 0 and options.get("coalesce", True) is False:
+                    continue  # to read them would close the window
+                for (param, _), average in zip(both.pairs, both.averages(), strict=True):
+                    read = max(read, float((safe_get_full_grad(param) - average).abs().max()))
+            both.zerosync.reduce()
+            for param, _ in both.pairs:
+                safe_set_full_grad(param, safe_get_full_grad(param).clamp(-0.01, 0.02))
+            averages = both.averages()
+            both.oracle.ranks = [[average.clamp(-0.01, 0.02) for average in averages] for _ in range(2)]
+            both.step()
+            with pytest.raises(ValueError, match="no backward ran since the last optimizer step"):
+                safe_get_full_grad(both.pairs[0][0])
+        return read, both.error()
+
+    for read, error in run_ranks(run):
+        assert read < 1e-7 and error < 1e-6
+
+
+@STAGES
+def test_what_is_changed_while_it_is_local(stage: int) -> None:
+    def run() -> float:
+        both = Both(stage)
+        (first, _), *_ = both.pairs
+        changes: list[Callable[[], Any]] = [
+            lambda: first.grad.mul_(0.5),
+            lambda: nn.utils.clip_grad_value_([first], 0.01),
+            lambda: nn.utils.clip_grad_norm_([first], 0.01),
+            lambda: setattr(first, "grad", torch.ones_like(first.grad)),
+            lambda: safe_set_full_grad(first, torch.ones(6, 6)),
+        ]
+        for k, change in enumerate(changes):
+            for follow in (both.engine.step, lambda: both.engine.backward(both.engine(data(0, 0)).mean())):
+                both.engine.backward(both.engine(data(k, rank())).square().mean())
+                if first.numel() or k != 3:  # torch itself refuses to give a sharded parameter another gradient
+                    change()
+                    with pytest.raises(
+                        RuntimeError, match=r"'0.weight'.* was changed .*full_gradients\(\).*local_gradi"
+                    ):
+                        follow()
+                both.engine.zero_grad()
+        both.backward(0)
+        with both.zerosync.local_gradients():
+            first.grad.mul_(0.5)
+        for grads in both.oracle.ranks:
+            grads[0].mul_(0.5)  # type: ignore[union-attr]
+        first_bias = both.pairs[1][0]
+        first_bias.grad = None  # to drop a gradient is no change
+        for grads in both.oracle.ranks:
+            grads[1] = None
+        both.step()
+        return both.error()
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("zero", [None, SHARDED], ids=["persistent", "sharded"])
+def test_local_gradients_of_stage_3(zero: dict[str, Any] | None) -> None:
+    def run() -> float:
+        both = Both(3, zero)
+        for k in range(3):
+            both.backward(k)
+            for access in (lambda p: safe_get_local_grad(p), lambda p: safe_set_local_grad(p, p.ds_tensor)):
+                with pytest.raises(
+                    RuntimeError, match=r"safe_.et_local_grad\(\) .* each rank's own. .*after reduce\(\)"
+                ):
+                    access(both.pairs[0][0])
+            both.zerosync.reduce()
+            for param, _ in both.pairs:
+                assert torch.equal(safe_get_local_grad(param), _part(safe_get_full_grad(param)))
+                safe_set_local_grad(param, safe_get_local_grad(param).clamp(-0.01, 0.02))
+            averages = both.averages()
+            both.oracle.ranks = [[average.clamp(-0.01, 0.02) for average in averages] for _ in range(2)]
+            both.step()
+        return both.error()
+
+    assert max(run_ranks(run)) < 1e-6
+
+
+def _part(full: torch.Tensor) -> torch.Tensor:
+    return full.flatten().chunk(2)[rank()]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "half"),
+    [(1, None, False), (2, None, False), (3, None, False), (3, SHARDED, False), (2, None, True), (3, SHARDED, True)],
+)
+def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bool) -> None:
+    """Read between backward and step, and after the step; what is set counts at once."""
+
+    def run() -> Any:
+        both, read = Both(stage, zero, half=half), 0.0
+
+        def compare() -> None:
+            nonlocal read
+            for param, plain in both.pairs:
+                found = [safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
+                state = both.oracle.optimizer.state[plain]["exp_avg"]
+                for ours, theirs in zip(found, (plain.detach(), state), strict=True):
+                    read = max(read, float((ours - theirs).abs().max()))
+                if stage == 3:
+                    assert torch.equal(safe_get_local_fp32_param(param), _part(found[0]))
+                    assert torch.equal(safe_get_local_optimizer_state(param, "exp_avg"), _part(found[1]))
+
+        def change(k: int) -> None:
+            for param, plain in both.pairs:
+                value = plain.detach() * 0.5 + 0.1003
+                if stage == 3 and k == 1:
+                    safe_set_local_fp32_param(param, _part(value))
+                else:
+                    safe_set_full_fp32_param(param, value)
+                plain.data.copy_(value)
+                state = both.oracle.optimizer.state[plain]["exp_avg"]
+                state.mul_(0.5)
+                safe_set_full_optimizer_state(param, state, "exp_avg")
+
+        both.backward(0)
+        both.step()
+        for k in range(3):
+            compare()
+            change(k)
+            compare()
+            both.backward(k)
+            compare()
+            change(k)
+            both.step()
+        return read, both.error()
+
+    for read, error in run_ranks(run):
+        assert max(read, error) <= (0.03 if half else 1e-6)

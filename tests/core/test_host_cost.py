@@ -1,0 +1,41 @@
+"""Host work of a step, counted with real DeepSpeed as rank 0 of W on torch's fake process group (H1)."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.host_cost import measure
+from tests.harness.ranks import run_ranks
+
+LAYERS, WIDTH = 8, 256
+PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
+
+
+def measured(system: str, world_size: int, **options: Any) -> dict[str, Any]:
+    arguments = {"layers": LAYERS, "width": WIDTH, "backwards": 1, "bucket": None, **options}
+    (found,) = run_ranks(lambda: measure(system, world_size, **arguments), world_size=1)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "most"), [(1, 1.5), (2, 1.5), (3, 2.0)])
+def test_a_step_costs_the_same_on_a_thousand_ranks(stage: int, most: float) -> None:
+    on_8, on_1024 = (measured(f"zerosync-{stage}", world_size) for world_size in (8, 1024))
+    stock = measured(f"stock-{stage}", 1024)
+    step = on_1024["aten_calls"]["step"]
+    assert step <= 1.2 * on_8["aten_calls"]["step"]
+    assert step <= most * stock["aten_calls"]["step"]
+    if stage < 3:  # DeepSpeed's own unpacking of gathered parameters goes rank by rank
+        assert on_1024["aten_calls"]["forward and backward"] <= on_8["aten_calls"]["forward and backward"]
+        assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world_size", [8, 1024])
+def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None:
+    """DeepSpeed's `reduce_bucket_size` is honoured; besides there are gathers and the gradient norm."""
+    bucket = 2 * WIDTH * (WIDTH + 1)
+    found = measured(f"zerosync-{stage}", world_size, bucket=bucket)
+    reductions, _ = found["collectives"]["reduce_scatter_tensor"]
+    buckets = -(-PARAMETERS // bucket)
+    assert buckets <= reductions <= buckets + 1
+    assert sum(count for count, _ in found["collectives"].values()) <= buckets + (8 if stage < 3 else 8 + 3 * LAYERS)

@@ -1,0 +1,1 @@
+"""Other projects' own test suites on ZeroSync; docs/compatibility.md has how to run them, and what was found."""

@@ -1,0 +1,68 @@
+"""A run in three parts on two, four and three ranks, its oracle, and DeepSpeed's converter of checkpoints."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from torch import nn
+
+from tests.harness.oracle import Oracle, full_parameters
+
+WORLDS = (2, 4, 3)  # ranks of each run; the next goes on where it has ended
+STEPS = 2  # of each run
+TOLERANCE = 1e-7  # sums of more than two ranks, in another order
+
+
+class Net(nn.Module):
+    """With a frozen layer and a buffer, which are part of what a run has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.still, self.last = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+        self.still.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(torch.tanh(self.still(self.first(x)))) * self.scale).square().mean()
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        groups = [{"params": self.first.parameters()}, {"params": self.last.parameters(), "lr": 2e-3}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+def batch(step: int, backward: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * backward + rank))
+
+
+def plain_torch() -> list[dict[str, torch.Tensor]]:
+    """The parameters at the end of each run."""
+    ended = []
+    net = started(Net())
+    optimizer = net.optimizer()
+    for run, world in enumerate(WORLDS):
+        oracle = Oracle(net, optimizer, world)
+        for step in range(run * STEPS, (run + 1) * STEPS):
+            for backward in range(2):
+                oracle.backward(lambda rank, step=step, backward=backward: net(batch(step, backward, rank)))
+            oracle.step()
+        ended.append(full_parameters(net))
+    return ended
+
+
+def started(net: Net) -> Net:
+    """What the first run alone has, as one that began from other weights: no constructor gives it."""
+    with torch.no_grad():
+        net.still.weight.mul_(0.5)
+        net.scale.mul_(3.0)
+    return net
+
+
+def to_universal(saved: Path, universal: Path) -> None:
+    """Write the checkpoint ``saved``, the folder of a tag, as the universal checkpoint ``universal``."""
+    options = Namespace(
+        input_folder=str(saved), output_folder=str(universal), num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    ds_to_universal.main(options)

@@ -1,0 +1,109 @@
+"""Lightning's finetuning callbacks: against Lightning in one process on the global batch, with plain torch (N1)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.problem import MICRO, WORLD, loss_of
+from tests.harness.ranks import run_ranks
+from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, WholeLoader, make_trainer, strategy
+
+BATCHES = 4
+
+
+class Tuned(Module):
+    """A head, and a backbone of three layers that starts frozen."""
+
+    def __init__(self, backbone_is_held: bool = True) -> None:
+        super().__init__()
+        layers = list(self.net)
+        self.backbone, self.head = nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:])
+        self.net = nn.Sequential(self.backbone, self.head)
+        self.backbone_is_held = backbone_is_held
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return loss_of(self.net, batch)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 0.001}]
+        return torch.optim.AdamW(groups[: 1 + self.backbone_is_held], lr=0.01, weight_decay=0.1)
+
+
+class ByLayer(BaseFinetuning):
+    """Thaws the last layer of the backbone in the second epoch, and the first in the third."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        layers = {1: pl_module.backbone[2], 2: pl_module.backbone[0]}
+        if epoch in layers:
+            self.unfreeze_and_add_param_group(layers[epoch], optimizer)
+
+
+def backbone() -> BaseFinetuning:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005, lambda_func=lambda _: 1.5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("make", [backbone, ByLayer])
+def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+
+    def run(in_one_process: bool) -> Any:
+        module, data = Tuned(), Data(BATCHES)
+        plain = strategy(stage, config={"zero_optimization": zero}) if not in_one_process else "auto"
+        loader = DataLoader(data, batch_size=MICRO * WORLD) if in_one_process else data.loader()
+        trainer = make_trainer(plain, [make()], max_epochs=4, devices=1 if in_one_process else WORLD)
+        trainer.fit(module, loader)
+        return full_parameters(module), [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    ((expected, rates),) = run_ranks(run, True, world_size=1)
+    for found, found_rates in run_ranks(run, False):
+        assert distance(found, expected) < 1e-5 and found_rates == rates
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("epoch", [0, 2], ids=["frozen", "thawed"])
+def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
+    """Lightning leaves what was thawed before the checkpoint frozen when it resumes, and so do we."""
+
+    def run(in_one_process: bool) -> Any:
+        results = []
+        path = tmp_path / str(in_one_process)
+        for options in ({}, {"ckpt_path": path}):
+            callbacks = [backbone(), *([] if options else [SaveAfter(1, path, epoch)])]
+            trains_with = "auto" if in_one_process else strategy(stage)
+            trainer = make_trainer(trains_with, callbacks, max_epochs=4, devices=1 if in_one_process else WORLD)
+            loader = WholeLoader(BATCHES) if in_one_process else PositionedLoader(Data(BATCHES))
+            trainer.fit(module := Tuned(), loader, **options)
+            results.append(full_parameters(module))
+        return results
+
+    (expected,) = run_ranks(run, True, world_size=1)
+    for found in run_ranks(run, False):
+        assert [distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_that_are_added_later(stage: int) -> None:
+    class Adds(ByLayer):
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            optimizer.add_param_group({"params": list(pl_module.backbone.parameters())})
+
+    def run() -> None:
+        data = Data(BATCHES)
+        with pytest.raises(MisconfigurationException, match=r"would add 4 of the 4 .* in configure_optimizers\(\)"):
+            make_trainer(strategy(stage), [backbone()]).fit(Tuned(backbone_is_held=False), data.loader())
+        with pytest.raises(ValueError, match=r"add_param_group\(\) was called .* Give the optimizer all parameters"):
+            make_trainer(strategy(stage), [Adds()]).fit(Tuned(backbone_is_held=False), data.loader())
+
+    run_ranks(run)
