@@ -212,6 +212,7 @@ STAGE_3 = (
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
     Internal("held parameters", "module", "ds_recompute_parameters", optional=True),
     Internal("values of sharded parameters", "parameter", "all_gather", ("param_list",), public=True),
+    Internal("values of sharded parameters", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal(
         "values of sharded parameters",
         "parameter",

@@ -145,6 +145,14 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 """A context in which a parameter at rest is what DeepSpeed has left of it."""
 
 
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with as_it_is():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class _Users(set[Any]):
     """DeepSpeed's set of the modules that use a parameter now: with the first the parameter gets its own class back."""
 
@@ -168,6 +176,7 @@ class _Users(set[Any]):
         self.discard(None)
 
 
+_STOCK = "_zerosync_stock_gathers"
 _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
@@ -179,7 +188,14 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
     Args:
         written: called when a release has written a parameter to its shards.
     """
-    stock = param.all_gather, param.partition
+    stock = param.all_gather, param.partition, param.all_gather_coalesced
+
+    def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
+        # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
+        with as_it_is():
+            handle = stock[2](*args, **kwargs)
+        handle.wait = _as_it_is(handle.wait)
+        return handle
 
     def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         params = [param] if param_list is None else param_list
@@ -206,8 +222,8 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
                     if not users:
                         released.__class__ = users.at_rest
 
-    param.all_gather, param.partition = all_gather, partition
-    param.__dict__["_zerosync_stock"] = stock
+    param.all_gather, param.partition, param.all_gather_coalesced = all_gather, partition, all_gather_coalesced
+    param.__dict__[_STOCK] = stock
     users = param.ds_active_sub_modules = _Users(param, at_rest)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
@@ -215,8 +231,6 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
 
 def keep(param: Any) -> None:
     """Let this rank's shard of a gathered parameter have its present values."""
-    if param.numel() != param.ds_numel:
-        return  # called gathered, and empty: of an engine that is being replaced
     if (pair := own_part(param)) is not None:
         shard, part = pair
         shard.copy_(part)
@@ -228,19 +242,14 @@ def let_backwards_count_parameters_as_they_are() -> None:
     from deepspeed.runtime.zero import stage3
 
     stock = stage3.count_used_parameters_in_backward
-
-    def count(*args: Any) -> int:
-        with as_it_is():
-            return int(stock(*args))
-
-    stage3.count_used_parameters_in_backward = functools.wraps(stock)(count)
+    stage3.count_used_parameters_in_backward = functools.wraps(stock)(_as_it_is(stock))
 
 
 def take_class_at_rest(param: Any) -> None:
     """Undo :func:`give_class_at_rest`."""
     param.__class__ = param.ds_active_sub_modules.own
     param.ds_active_sub_modules = set(param.ds_active_sub_modules)
-    param.all_gather, param.partition = param.__dict__.pop("_zerosync_stock")
+    param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
 
 
 def answer_of_gathered(name: str, param: Any) -> Any:
