@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --compare
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BASE ?= HEAD
 
 BIN := $(abspath $(VENV))/bin
@@ -28,7 +29,7 @@ endif
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
-	@echo "make test    install, then lint, check types and run the tests (PYTEST_ARGS=...)"
+	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
@@ -38,7 +39,7 @@ demo: $(STAMP)
 	$(RUN) "$(BIN)/python" examples/lightning_gpt.py $(DEMO_ARGS)
 
 test: check
-	$(RUN) "$(BIN)/python" -m pytest $(PYTEST_ARGS)
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

@@ -19,7 +19,9 @@ from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from zerosync_strategy import attach, shard_over
+from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=4)
@@ -145,6 +147,34 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
         return distance(full_parameters(engine.module), full_parameters(module))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_reductions_of_an_aborted_backward_on_nccl(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By gloo's own collectives, which have no tags either: ranks that have sent as many go on, others do not."""
+    for module in (collectives, reducer):
+        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+
+    def run() -> float:
+        engine = make_engine(2)
+        attach(engine, grad_memory_budget=0)
+        hook = engine.module[0 if alike else 2 * rank()].bias.register_hook(_raise)
+        with pytest.raises(ValueError, match="boom"):
+            engine.backward(loss_of(engine, 9, rank()))
+        hook.remove()
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        module = network()
+        plain = Oracle(module, adamw(module))
+        plain.backward(lambda r: loss_of(module, 0, r))
+        plain.step()
+        return distance(full_parameters(engine.module), full_parameters(module))
+
+    for outcome in run_ranks(run, expect="any", timeout=60):
+        if alike:
+            assert (outcome.error, outcome.value) == (None, 0.0)
+        else:
+            assert outcome.error == "RankError" and "1 of 2 ranks after another number of them" in outcome.message
 
 
 class Chooses(nn.Module):

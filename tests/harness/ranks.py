@@ -28,6 +28,7 @@ import torch
 
 FAILURE_GRACE = 5.0  # for the others to fail by themselves once one rank has
 LINGER = 3.0  # for which a rank that is done waits for the others
+LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the store: others may be connecting
 DUMP_GRACE = 1.0  # to write the stacks
 POLL = 0.01
 KILLED = "RankKilled"  # the error of a rank that this module ended
@@ -217,15 +218,15 @@ class _Rank:
                 self._become_rank(env)
                 value = call()
                 self._write_report(value=value, error=None, message="")
+                exitcode, linger = 0, LINGER
             except BaseException as error:
                 text = "".join(traceback.format_exception(error))
                 self._write_report(error=type(error).__name__, message=str(error), traceback=text)
-            else:
-                exitcode = 0
-                # Rank 0 hosts the store, and ranks that are a step behind may still need it.
-                until = time.monotonic() + LINGER
-                while time.monotonic() < until and not all(report.exists() for report in reports):
-                    time.sleep(POLL)
+                linger = LINGER_FAILED if self.index == 0 else 0.0
+            # Rank 0 hosts the store, and ranks that are a step behind may still need it.
+            until = time.monotonic() + linger
+            while time.monotonic() < until and not all(report.exists() for report in reports):
+                time.sleep(POLL)
         finally:
             # Whatever happens, the pytest that this is a copy of must not go on here.
             with contextlib.suppress(BaseException):

@@ -27,7 +27,7 @@ class ZeroSyncConfig:
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
-            such as gloo, in any case: in fp32 and in the order of the ranks, bit-identical whatever the chunks' sizes.
+            such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
         overlap_last: reduce during the backward that is known to be the last of its window.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
