@@ -145,12 +145,15 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 """A context in which a parameter at rest is what DeepSpeed has left of it."""
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with as_it_is():
-            return function(*args, **kwargs)
+class _Handle:
+    """DeepSpeed's handle of a gather, which gives parameters their values when it is waited for."""
 
-    return call
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        with as_it_is():
+            self._handle.wait(*args, **kwargs)
 
 
 class _Users(set[Any]):
@@ -193,9 +196,7 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
     def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
         # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
         with as_it_is():
-            handle = stock[2](*args, **kwargs)
-        handle.wait = _as_it_is(handle.wait)
-        return handle
+            return _Handle(stock[2](*args, **kwargs))
 
     def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         params = [param] if param_list is None else param_list
@@ -242,7 +243,13 @@ def let_backwards_count_parameters_as_they_are() -> None:
     from deepspeed.runtime.zero import stage3
 
     stock = stage3.count_used_parameters_in_backward
-    stage3.count_used_parameters_in_backward = functools.wraps(stock)(_as_it_is(stock))
+
+    @functools.wraps(stock)
+    def count(*args: Any) -> int:
+        with as_it_is():
+            return int(stock(*args))
+
+    stage3.count_used_parameters_in_backward = count
 
 
 def take_class_at_rest(param: Any) -> None:
