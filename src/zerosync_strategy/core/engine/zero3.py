@@ -609,7 +609,9 @@ def take_master_weights(optimizer: Any, param: Any) -> None:
     """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     if is_gathered(param):
+        persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept
         param.partition()
+        param.ds_persist = persistent
 
 
 def master_weights(optimizer: Any) -> list[MasterWeights]:
