@@ -97,6 +97,7 @@ class AttachedEngine:
             self.cache = ParameterCache.of(optimizer, config.held_bytes)
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
             self.values = ParameterValues.of(engine, self.scheduler)
+            self._trained = frozenset(self.reducer.params)
             let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
@@ -351,6 +352,8 @@ class AttachedEngine:
                     self.scheduler.before_step()
                 self.window.begin_step()
             self._adopt_edits()
+            if self.values is not None:
+                self.values.begin_step(self._trained)
             try:
                 with phase("step"), self.frozen.stepping():
                     yield
@@ -360,7 +363,7 @@ class AttachedEngine:
             finally:
                 self._restore_clip_norm()
                 if self.scheduler is not None:
-                    self.scheduler.after_step()
+                    self.scheduler.shards_written()
                 self._parameters_written()
             self.meter.step_done()
             self.race_check.stepped()

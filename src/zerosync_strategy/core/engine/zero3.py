@@ -183,12 +183,13 @@ _STOCK = "_zerosync_stock_gathers"
 _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
-def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]) -> None:
+def give_class_at_rest(
+    param: Any, at_rest: type, releasing: Callable[[Any], None], written: Callable[[Any], None]
+) -> None:
     """From now on ``param`` has the class ``at_rest`` while nobody uses it who says when it is to be released.
 
-    A persistent parameter, which nothing in DeepSpeed takes for changed, keeps what it holds when it is released.
-
     Args:
+        releasing: called before a persistent parameter, which nothing in DeepSpeed takes for changed, is released.
         written: called when a release has written a parameter to its shards.
     """
     stock = param.all_gather, param.partition, param.all_gather_coalesced
@@ -213,7 +214,7 @@ def give_class_at_rest(param: Any, at_rest: type, written: Callable[[Any], None]
             params = [param] if param_list is None else param_list
             for released in params:
                 if released.ds_persist and not has_been_updated and is_gathered(released):
-                    keep(released)
+                    releasing(released)
             stock[1](params, hierarchy, has_been_updated, **kwargs)
             for released in params:
                 users = released.ds_active_sub_modules

@@ -103,8 +103,8 @@ class GatherScheduler:
         for digest in self._digests.values():
             digest.check(self.name)
 
-    def after_step(self) -> None:
-        """The caller's stream has the step; gathers read what it writes (S1)."""
+    def shards_written(self) -> None:
+        """The caller's stream has a step, or another change of shards; gathers read what it writes (S1)."""
         for stream in self._gather_streams:
             self.streams.gathers_wait_for_step(stream)
 

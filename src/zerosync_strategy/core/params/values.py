@@ -57,11 +57,12 @@ class ParameterValues:
         self.cache: Callable[[], dict[Any, Memory]] = dict
         self.differentiable: _Reader | None = None
         self._steps = 0
+        self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
         self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
         zero3.let_backwards_count_parameters_as_they_are()
         for param in self._params:
-            zero3.give_class_at_rest(param, _class_at_rest(type(param)), self._written)
+            zero3.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
             param.__dict__["_zerosync_values"] = self
 
     @classmethod
@@ -81,12 +82,23 @@ class ParameterValues:
             del param.__dict__["_zerosync_values"]
         self._params = []
 
+    def begin_step(self, params: frozenset[Any]) -> None:
+        """The shards of ``params`` have the values of what is gathered of them, until :meth:`stepped`."""
+        self._in_shards = params
+
     def stepped(self) -> None:
         """The shards have been written by an optimizer step or a checkpoint: what was read before is out of date."""
         self._steps += 1
+        self._in_shards = frozenset()
+
+    def _releasing(self, param: Any) -> None:
+        if param not in self._in_shards:
+            zero3.keep(param)
+            self._scheduler.shards_written()
 
     def _written(self, param: Any) -> None:
         self._writes[param] = self._writes.get(param, 0) + 1
+        self._scheduler.shards_written()
 
     def date(self, param: Any) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
