@@ -1,10 +1,14 @@
 """ZeRO-3 parameters held over the window: fewer bytes, the same result, within the budget."""
 
+import tempfile
+import warnings
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness import engines
 from tests.harness.engines import rank
@@ -112,6 +116,58 @@ def test_others_may_gather_evaluate_and_save_in_mid_window(budget: Any) -> None:
         return distance(full_parameters(engine.module), oracle(2))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+class Odd(Model):
+    """Layers that are run again in the backward, read elsewhere, gathered by hand, and one that is not always run."""
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        first, second, third, last = self.layers
+        x = checkpoint(first, x, use_reentrant=True)
+        x = checkpoint(second, torch.tanh(x), use_reentrant=False)
+        x = nn.functional.linear(x, first.weight)  # another module's
+        if not skip:
+            with deepspeed.zero.GatheredParameters([third.weight], enabled=hasattr(third.weight, "ds_id")):
+                x = torch.tanh(third(x))
+        return last(x).square().mean()
+
+
+@pytest.mark.parametrize(("budget", "eager_frames"), [("all", True), ("all", False), (2 * LAYER_BYTES, True)])
+def test_what_others_release_is_there_for_the_backward(budget: Any, eager_frames: bool) -> None:
+    def data_of(k: int, rank: int) -> torch.Tensor:
+        return data(k, rank).requires_grad_()  # for the reentrant checkpoint
+
+    def ours(directory: str) -> float:
+        model = Odd()
+        zero = {"stage3_param_persistence_threshold": 0}
+        engine = engines.make_engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
+        attach(engine, param_memory_budget=budget, eager_frames=eager_frames)
+        for k in range(12):
+            loss = engine(data_of(k, rank()), skip=k % 3 == 1)
+            if k % 4 == 1:
+                full_parameters(engine.module)  # releases
+            if k % 4 == 2:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    engine.save_checkpoint(directory)
+            if k % 4 == 3:
+                with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                    engine(torch.ones(1, WIDTH + 1))
+                loss = engine(data_of(k, rank()), skip=k % 3 == 1)
+            engine.backward(loss / 4)
+            if k % 4 == 3:
+                engine.step()
+        return distance(full_parameters(engine.module), oracle_parameters)
+
+    model = Odd()
+    plain = Oracle(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for k in range(12):
+        plain.backward(lambda rank, k=k: model(data_of(k, rank), skip=k % 3 == 1) / 4)
+        if k % 4 == 3:
+            plain.step()
+    oracle_parameters = full_parameters(model)
+    with tempfile.TemporaryDirectory() as directory:
+        assert run_ranks(ours, directory) == [0.0, 0.0]
 
 
 def test_an_early_evaluation_costs_no_gathers_later() -> None:

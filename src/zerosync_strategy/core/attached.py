@@ -94,13 +94,16 @@ class AttachedEngine:
         self.values: ParameterValues | None = None
         self.unshard_on_read: UnshardOnRead | None = None
         if is_stage_3:
-            self.cache = ParameterCache.of(optimizer, config.held_bytes)
+            if config.eager_frames:
+                compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames)
             self.values = ParameterValues.of(engine, self.scheduler)
             self._trained = frozenset(self.reducer.params)
             let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
+            self.cache.skip_backward_hooks()
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -139,12 +142,8 @@ class AttachedEngine:
         self.race_check.detach()
         self._restore_clip_norm()
         self.traffic.stop()
-        for mechanism in (
-            self.unshard_on_read,
-            self.values,
-            self.scheduler,
-            self.cache,
-        ):  # the last that came goes first
+        # The last that came goes first.
+        for mechanism in (self.unshard_on_read, self.values, self.cache, self.scheduler):
             if mechanism is not None:
                 mechanism.detach()
         fragments.release(self.reducer.params)
@@ -305,6 +304,8 @@ class AttachedEngine:
         with self._parameters_as_they_are():
             if thawed := [param for param in self._frozen if param.requires_grad]:
                 self._check_trained(thawed)
+            if self.cache is not None:
+                self.cache.backward_begins()
             trains = any(param.requires_grad for param in self.reducer.params)
         if trains:  # else the loss only passes through
             self.window.enter_graph()
@@ -397,7 +398,9 @@ class AttachedEngine:
                     " save_checkpoint() wrote, on as many ranks."
                 )
             latest = universal.LATEST
-        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE)
+        return self._checkpointing(
+            f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE, writes=True
+        )
 
     def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
         if universal.loads_universal(self.engine):
@@ -422,7 +425,7 @@ class AttachedEngine:
             )
 
     @contextmanager
-    def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
+    def _checkpointing(self, what: str, remedy: str, writes: bool = False) -> Iterator[None]:
         # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
         trained = as_trained(self.reducer.params)
         with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
@@ -430,7 +433,8 @@ class AttachedEngine:
                 with self._parameters_as_they_are():
                     yield
             finally:
-                self._parameters_written()
+                if writes:
+                    self._parameters_written()
 
     def check_full_state_dict(self) -> None:
         if self._shards_over_groups:

@@ -119,7 +119,7 @@ class ModuleHook:
 
     Attributes:
         when: ``before`` and ``after`` for those that gather and release, ``backward`` for those that prepare the
-            backward, and empty for the engine's own, around the whole model.
+            backward, ``model`` for what begins a forward of the whole model, and empty for the engine's own around it.
         stock: the hook.
         replace: puts another one in its place.
     """
@@ -134,7 +134,8 @@ def module_hooks(engine: Any) -> list[ModuleHook]:
     offload = engine.optimizer.parameter_offload
     before = {id(module._forward_pre_hooks) for module in engine.module.modules()}
     kinds = [(handle, "") for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook)]
-    kinds += [(handle, "backward") for handle in (offload.fwd_pre_hook, *offload.backward_hooks)]
+    kinds.append((offload.fwd_pre_hook, "model"))
+    kinds += [(handle, "backward") for handle in offload.backward_hooks]
     for handle in offload.forward_hooks:
         kinds.append((handle, "before" if id(handle.hooks_dict_ref()) in before else "after"))
     return [

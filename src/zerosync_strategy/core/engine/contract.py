@@ -62,6 +62,8 @@ RELEASES = f"{_COORDINATOR}params_to_release"
 ALL_GATHER_PARAMS = f"{_COORDINATOR}all_gather_params"
 GATHER_STREAM = f"{_COORDINATOR}allgather_stream"
 IN_FLIGHT = f"{_COORDINATOR}inflight_param_registry"
+GATHERED_NUMEL = f"{_COORDINATOR}n_available_params"
+RELEASE_PARAM = f"{_COORDINATOR}release_param"
 OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 
 _STAGE_1_2_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
@@ -183,6 +185,7 @@ STAGE_3 = (
     Internal("edited parameters", "parameter", "ds_tensor"),
     Internal("frozen parameters", "optimizer", "swap_optimizer", optional=True),
     Internal("frozen parameters", "optimizer", "backup_optimizer", optional=True),
+    Internal("edited parameters", "parameter", "ds_zero_partition_rank"),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
@@ -192,6 +195,12 @@ STAGE_3 = (
     Internal("gathers", "coordinator", ALL_GATHER_PARAMS, ("params", "forward")),
     Internal("gathers", "coordinator", GATHER_STREAM),
     Internal("gathers", "coordinator", IN_FLIGHT),
+    Internal("gathers", "coordinator", GATHERED_NUMEL),
+    Internal("gathers", "zero config", "zero_quantized_weights", public=True),
+    Internal("gathers", "zero config", "allgather_sequential", public=True),
+    Internal("gathers", "parameter", "ds_secondary_tensor"),
+    Internal("gathers", _PARTITION_MODULE, "get_allgather_dtype", ("param", "param_ds_tensor")),
+    Internal("gathers", _PARTITION_MODULE, "ZeroParamStatus"),
     Internal("gathers", "parameter", "ds_status"),
     Internal("gathers", "parameter", "ds_process_group"),
     Internal("gathers", "parameter", "ds_shape"),
@@ -203,8 +212,18 @@ STAGE_3 = (
     Internal("gathers", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("gathers", "parameter", "ds_quant_scale", optional=True),
     Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
-    Internal("held parameters", "coordinator", "release_sub_module", ("submodule", "forward")),
-    Internal("held parameters", "coordinator", "release_backward_leftovers", ()),
+    Internal("held parameters", "coordinator", "release_and_reset_all", ("module",)),
+    Internal("held parameters", "coordinator", RELEASE_PARAM, ("param", "free_data")),
+    Internal("held parameters", "engine", "module_forward_pre_hook"),
+    Internal("held parameters", "engine", "module_forward_post_hook"),
+    Internal("held parameters", "offload", "forward_hooks"),
+    Internal("held parameters", "offload", "backward_hooks"),
+    Internal("held parameters", "offload", "fwd_pre_hook"),
+    Internal("held parameters", "zero config", "prefetch_bucket_size", public=True),
+    Internal("held parameters", _PARTITION_MODULE, "free_param", ("param",)),
+    Internal("held parameters", _LINEAR_MODULE, "LinearFunctionForZeroStage3"),
+    Internal("held parameters", "module", "pre_bwd_fn", optional=True),
+    Internal("held parameters", "module", "post_bwd_fn", optional=True),
     Internal("held parameters", "coordinator", "_invalidate_trace", ()),
     Internal("held parameters", "coordinator", RELEASES),
     Internal("held parameters", "parameter", "ds_active_sub_modules"),
@@ -212,7 +231,6 @@ STAGE_3 = (
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
     Internal("held parameters", "module", "ds_recompute_parameters", optional=True),
     Internal("values of sharded parameters", "parameter", "all_gather", ("param_list",), public=True),
-    Internal("values of sharded parameters", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal(
         "values of sharded parameters",
         "parameter",
@@ -233,13 +251,9 @@ STAGE_3 = (
 )
 UNSHARD_ON_READ = (
     Internal("unsharding on read", "engine", "param_names"),
-    Internal("unsharding on read", "engine", "module_forward_pre_hook"),
-    Internal("unsharding on read", "engine", "module_forward_post_hook"),
     Internal("unsharding on read", "engine", "_create_module_forward_pre_hook", ()),
     Internal("unsharding on read", "engine", "_create_module_forward_post_hook", ()),
-    Internal("unsharding on read", "offload", "forward_hooks"),
-    Internal("unsharding on read", "offload", "backward_hooks"),
-    Internal("unsharding on read", "offload", "fwd_pre_hook"),
+    Internal("unsharding on read", "coordinator", "release_backward_leftovers", ()),
     Internal("unsharding on read", "offload", "_remove_module_hooks", ()),
     Internal("unsharding on read", "offload", "setup_zero_stage3_hooks", ()),
     Internal("unsharding on read", "coordinator", "is_invalid_trace", ()),
@@ -249,7 +263,6 @@ UNSHARD_ON_READ = (
     Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", optional=True),
     Internal("unsharding on read", _OFFLOAD_MODULE, "FWD_MODULE_STACK"),
     Internal("unsharding on read", _OFFLOAD_MODULE, "ensure_zero_ordered_dict"),
-    Internal("unsharding on read", _LINEAR_MODULE, "LinearFunctionForZeroStage3"),
     Internal("unsharding on read", _LINEAR_MODULE, "zero3_linear_wrap"),
 )
 SEVERAL_ENGINES = (
@@ -352,6 +365,8 @@ def _owner(engine: Any, owner: str) -> Any:
         return engine._config
     if owner == "zero config":
         return engine._config.zero_config
+    if owner == "module":
+        return engine.module
     if owner == "parameter":
         return next(engine.module.parameters(), None)
     if owner == "optimizer":

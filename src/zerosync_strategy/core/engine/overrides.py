@@ -269,8 +269,11 @@ class ReleaseHooks(Protocol):
     def fetching(self, module: Any) -> None:
         """The parameters of ``module`` are about to be gathered."""
 
-    def releasing(self, module: Any | None) -> AbstractContextManager[None]:
-        """Around the release of the parameters of ``module``; ``None``: of what a backward has left."""
+    def release(self, param: Any) -> bool:
+        """Release ``param`` if nothing uses it, or keep it. Return whether DeepSpeed has nothing left to do."""
+
+    def releasing_all(self) -> AbstractContextManager[None]:
+        """Around the release of all parameters, of which none is kept."""
 
 
 class ReleaseOverrides:
@@ -286,14 +289,14 @@ class ReleaseOverrides:
         self._zerosync_releases.fetching(current_submodule)
         super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
-    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
-        with self._zerosync_releases.releasing(submodule):
-            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+    def release_and_reset_all(self, module: Any) -> None:
+        with self._zerosync_releases.releasing_all():
+            super().release_and_reset_all(module)  # type: ignore[misc]
 
-    def release_backward_leftovers(self) -> None:
-        # Modules whose inputs need no gradient; their parameters are released at the end of the backward.
-        with self._zerosync_releases.releasing(None):
-            super().release_backward_leftovers()  # type: ignore[misc]
+    # One leading underscore: a method that is private to DeepSpeed's class, under the name that Python gives it.
+    def _PartitionedParameterCoordinator__release_param(self, param: Any, free_data: bool = True) -> None:
+        if not free_data or not self._zerosync_releases.release(param):
+            super()._PartitionedParameterCoordinator__release_param(param, free_data)  # type: ignore[misc]
 
 
 class InferenceOverrides:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,7 +28,8 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    return int(getattr(param, "ds_id", 0))
+    number: int = getattr(param, "ds_id", 0)
+    return number
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
@@ -38,14 +39,16 @@ def full_shape(param: Any) -> tuple[int, ...]:
 
 def full_numel(param: Any) -> int:
     """Return the elements of ``param`` when it is gathered."""
-    return int(param.ds_numel if is_sharded(param) else param.numel())
+    try:
+        numel: int = param.ds_numel
+    except AttributeError:
+        numel = param.numel()
+    return numel
 
 
 def full_bytes(param: Any) -> int:
     """Return the bytes of ``param`` when it is gathered."""
-    if is_sharded(param):
-        return int(param.ds_numel) * int(param.ds_tensor.element_size())
-    return int(param.numel()) * int(param.element_size())
+    return full_numel(param) * int(param.ds_tensor.element_size() if is_sharded(param) else param.element_size())
 
 
 def process_group(param: Any) -> Any:
@@ -55,41 +58,57 @@ def process_group(param: Any) -> Any:
 
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
-    return bool(getattr(param, "ds_persist", False))
+    persists: bool = getattr(param, "ds_persist", False)
+    return persists
 
 
 def is_gathered(param: Any) -> bool:
     """Return whether ``param`` has its values: neither released nor still on its way."""
     status = getattr(param, "ds_status", None)
-    return status is None or status.name == "AVAILABLE"
+    return status is None or status._name_ == "AVAILABLE"
+
+
+def all_gathered(params: Iterable[Any]) -> bool:
+    """Return whether all ``params``, of ZeRO-3, have their values."""
+    for param in params:  # noqa: SIM110  # no calls: this runs for every module
+        if param.ds_status._name_ != "AVAILABLE":
+            return False
+    return True
 
 
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor on its way."""
-    return param.ds_status.name == "NOT_AVAILABLE"
+    return bool(param.ds_status._name_ == "NOT_AVAILABLE")
+
+
+def mark_held(params: Iterable[Any], held: bool) -> None:
+    """Let readers of ``params`` know that they keep their values until the step, or no longer."""
+    for param in params:
+        param._zerosync_held = held
+    have_arrived(params)
+
+
+def have_arrived(params: Iterable[Any]) -> None:
+    """``params`` may have their values now, without a module of DeepSpeed's that uses them."""
+    for param in params:
+        if param.ds_active_sub_modules.__class__ is _Users:
+            param.ds_active_sub_modules.settle()
 
 
 def is_in_use(param: Any) -> bool:
     """Return whether ``param`` has its values, and keeps them for a reader's backward.
 
-    So do a module's own parameters while its forward or backward runs, and persistent ones. Others may be there by
-    chance, prefetched or not yet released, and gone by then.
+    So do a module's own parameters while its forward or backward runs, held and persistent ones. Others may be there
+    by chance, prefetched or not yet released, and gone by then.
     """
-    return is_gathered(param) and (not hasattr(param, "ds_id") or param.ds_persist or bool(param.ds_active_sub_modules))
-
-
-@contextmanager
-def kept_from_release(params: Iterable[Any], user: str) -> Iterator[None]:
-    """While active, DeepSpeed releases none of ``params``: ``user`` counts among the modules that use them."""
-    kept = list(params)
-    for param in kept:
-        set.add(param.ds_active_sub_modules, user)  # gives one that is at rest no other class
     try:
-        yield
-    finally:
-        # Not left behind: others, GatheredParameters for one, may release a parameter that is in no use.
-        for param in kept:
-            param.ds_active_sub_modules.discard(user)
+        status = param.ds_status
+    except AttributeError:
+        return True
+    return bool(
+        status._name_ == "AVAILABLE"
+        and (param.ds_active_sub_modules or param.ds_persist or getattr(param, "_zerosync_held", False))
+    )
 
 
 @contextmanager
@@ -159,8 +178,9 @@ class _Handle:
 class _Users(set[Any]):
     """DeepSpeed's set of the modules that use a parameter now: with the first the parameter gets its own class back."""
 
-    def __init__(self, param: Any, at_rest: type) -> None:
+    def __init__(self, param: Any, at_rest: type, releasing: Callable[[Any], None]) -> None:
         super().__init__(param.ds_active_sub_modules)
+        self.releasing = releasing
         self._param = param
         self.own, self.at_rest = type(param), at_rest
 
@@ -170,9 +190,16 @@ class _Users(set[Any]):
 
     def discard(self, user: Any) -> None:
         set.discard(self, user)
+        self.settle()
+
+    def settle(self) -> None:
+        """Give the parameter the class that is right for who uses it."""
         param = self._param
-        if not self and not param.ds_persist and _CONTEXT_DEPTH not in param.__dict__:
-            param.__class__ = self.at_rest
+        attributes = param.__dict__
+        if self or param.ds_persist or _CONTEXT_DEPTH in attributes:
+            return
+        is_held = attributes.get("_zerosync_held", False) and is_gathered(param)
+        param.__class__ = self.own if is_held else self.at_rest
 
     def clear(self) -> None:
         set.clear(self)
@@ -213,7 +240,8 @@ def give_class_at_rest(
         with as_it_is():
             params = [param] if param_list is None else param_list
             for released in params:
-                if released.ds_persist and not has_been_updated and is_gathered(released):
+                stays = released.ds_persist or released.__dict__.get("_zerosync_held", False)
+                if stays and not has_been_updated and is_gathered(released):
                     releasing(released)
             stock[1](params, hierarchy, has_been_updated, **kwargs)
             for released in params:
@@ -226,7 +254,7 @@ def give_class_at_rest(
 
     param.all_gather, param.partition, param.all_gather_coalesced = all_gather, partition, all_gather_coalesced
     param.__dict__[_STOCK] = stock
-    users = param.ds_active_sub_modules = _Users(param, at_rest)
+    users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
 
@@ -359,6 +387,163 @@ def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
         yield
     finally:
         setattr(coordinator, contract.GATHER_STREAM, before)
+
+
+class ShardGather:
+    """The gather of several parameters of one process group: one message, and one copy for each parameter.
+
+    DeepSpeed's own puts a parameter together from each rank's part of it. This one does work that does not grow with
+    the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
+
+    Args:
+        params: released ones, with shards of one dtype, for which :func:`has_plain_shard` holds.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        first = params[0]
+        group, shards = first.ds_process_group, [param.ds_tensor for param in params]
+        dtype = partition_parameters.get_allgather_dtype(first, shards[0])
+        self._params = params
+        self._columns = [shard.ds_numel for shard in shards]
+        self._rows = torch.empty(dist.get_world_size(group), sum(self._columns), dtype=dtype, device=first.device)
+        own = self._rows[dist.get_rank(group)]
+        if any(shard.device != own.device or shard.dtype is not dtype for shard in shards):
+            shards = [shard.to(own.device, dtype) for shard in shards]
+        torch.cat(shards, out=own)
+        self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
+        self._is_done = False
+        for param in params:
+            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
+
+    def wait(self, **_: Any) -> None:
+        """Wait for it, and give the parameters their values."""
+        if self._is_done:
+            return
+        self._work.wait()
+        status, begin = type(self._params[0].ds_status).AVAILABLE, 0
+        for param, columns in zip(self._params, self._columns, strict=True):
+            full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+            param.data = full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)
+            param.ds_status = status
+            begin += columns
+        del self._rows
+        self._is_done = True
+
+
+def has_plain_shard(param: Any) -> bool:
+    """Return whether ``param`` is gathered from one shard of its values: neither quantized, on disk, nor of hpZ."""
+    shard = param.ds_tensor
+    return shard.final_location is None and param.ds_secondary_tensor is None and not hasattr(shard, "ds_quant_scale")
+
+
+def gathers_plainly(engine: Any) -> bool:
+    """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
+    config = engine._config.zero_config
+    return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or config.allgather_sequential)
+
+
+def gather_dtype(param: Any) -> torch.dtype:
+    """Return the dtype in which ``param`` is gathered: with DeepSpeed's ``torch_autocast``, not always its own."""
+    from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+
+    dtype: torch.dtype = get_allgather_dtype(param, param.ds_tensor)
+    return dtype
+
+
+def count_gathered(coordinator: Any, params: Iterable[Any], sign: int = 1) -> None:
+    """Count ``params`` among those that DeepSpeed has gathered and has to release: more of them, or fewer."""
+    numel = getattr(coordinator, contract.GATHERED_NUMEL)
+    setattr(coordinator, contract.GATHERED_NUMEL, numel + sign * sum(param.ds_numel for param in params))
+
+
+def fetch(coordinator: Any, params: list[Any]) -> list[Any]:
+    """Gather released ``params`` as DeepSpeed's coordinator does, but return the handles: it will not release them."""
+    getattr(coordinator, contract.ALL_GATHER_PARAMS)(params, True)
+    count_gathered(coordinator, params, -1)
+    registry = in_flight(coordinator)
+    handles = [registry.pop(param) for param in params]
+    return list({id(handle): handle for handle in handles}.values())
+
+
+def release(coordinator: Any, param: Any) -> bool:
+    """Release ``param`` if it is gathered and nothing uses it, as DeepSpeed's coordinator does, in fewer calls.
+
+    Return whether that was all: not where the shard is on disk, quantized or of hpZ.
+    """
+    if param.ds_status._name_ != "AVAILABLE" or param.ds_active_sub_modules:
+        return True
+    if has_secondary_shard(param) or not has_plain_shard(param):
+        return False
+    users = param.ds_active_sub_modules
+    is_intercepted = users.__class__ is _Users
+    if is_intercepted and (param.ds_persist or param.__dict__.get("_zerosync_held", False)):
+        users.releasing(param)
+    with as_it_is():
+        _free_param()(param)
+    if is_intercepted:
+        param.__class__ = users.at_rest
+    numel = getattr(coordinator, contract.GATHERED_NUMEL)
+    setattr(coordinator, contract.GATHERED_NUMEL, numel - param.ds_numel)
+    return True
+
+
+@functools.cache
+def _free_param() -> Callable[[Any], None]:
+    from deepspeed.runtime.zero.partition_parameters import free_param
+
+    free: Callable[[Any], None] = free_param
+    return free
+
+
+@functools.cache
+def use_quick_linear() -> None:
+    """From now on in this process, ZeRO-3's linear layers cost the host less.
+
+    A layer whose weight is held is torch's own: ZeRO-3's autograd function is there for weights that are released
+    before their backward.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    quicken(LinearFunctionForZeroStage3)
+    in_zero3 = LinearFunctionForZeroStage3.apply
+
+    def apply(input: torch.Tensor, weight: Any, bias: Any = None) -> Any:
+        if getattr(weight, "_zerosync_held", False) and is_gathered(weight) and not torch.compiler.is_compiling():
+            return torch._C._nn.linear(input, weight, bias)
+        return in_zero3(input, weight, bias)
+
+    LinearFunctionForZeroStage3.apply = staticmethod(apply)
+
+
+def quicken_module_functions(module: Any) -> None:
+    """:func:`quicken` the autograd functions by which DeepSpeed finds where the backward of ``module`` is."""
+    for name in ("pre_bwd_fn", "post_bwd_fn"):
+        if (function := vars(module).get(name)) is not None:
+            quicken(function)
+
+
+def quicken(function: Any) -> None:
+    """Let an autograd function be called without a search for default arguments, which costs more than the rest.
+
+    It is given all its arguments, and no tensor of functorch's.
+    """
+    if "apply" in vars(function):
+        return
+    stock, plain = function.apply, super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return stock(*args)
+        return plain(*args)
+
+    function.apply = staticmethod(apply)
+
+
+def prefetched_numel(engine: Any) -> int:
+    """Return the elements that DeepSpeed gathers ahead of their use."""
+    return int(engine._config.zero_config.prefetch_bucket_size)
 
 
 @contextmanager
@@ -575,7 +760,7 @@ def own_part(param: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
     ``None`` where the shard is all padding, or is in no memory.
     """
-    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
+    start = param.ds_zero_partition_rank * shard_numel(param)
     numel = min(shard_numel(param), full_numel(param) - start)
     if numel <= 0 or param.ds_tensor.numel() == 0:
         return None

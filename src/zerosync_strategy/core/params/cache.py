@@ -5,6 +5,16 @@ change only in the optimizer step. A held parameter stays, and DeepSpeed's own s
 gathers the new values. Which are held: all if the budget allows, else those that save most bytes per byte held, which
 are those that the first window gathered most often.
 
+Where all parameters of a module are held, DeepSpeed's hooks around it do not run, and cost nothing (H2): a hook of ours
+looks whether they are there. The first module that needs one in a window lets its *bucket* be gathered, and the next
+buckets ahead of their use; each module waits for its own buckets (U2). Buckets are runs of the parameters of one
+process group in the order in which they were built, so what a turn gathers is in the order of U1. DeepSpeed's record
+of the order of modules has the other modules alone; which those are changes between two windows, and the record is then
+made anew.
+
+Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
+before and after its forward, and what a backward may need is looked through when the backward begins.
+
 The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module, by the module's place
 in the recorded order, and keeps that when the order is recorded anew: after a validation before the first backward, it
 releases every parameter after each forward for good and gathers it again for the backward.
@@ -13,59 +23,138 @@ releases every parameter after each forward for good and gathers it again for th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from zerosync_strategy.core.engine import shared, zero3
+import torch
+
+from zerosync_strategy.core.engine import compilation, shared, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import ReleaseOverrides
+from zerosync_strategy.core.params.scheduler import GatherScheduler
 
-_USER = "zerosync"  # a name among the modules that use a parameter; DeepSpeed's are integers
+AHEAD = 2
+"""Buckets that are gathered ahead of their use."""
+
+
+@dataclass
+class _Bucket:
+    """Parameters that are gathered by one message.
+
+    Attributes:
+        place: among all buckets; those of a process group follow each other.
+        group: the place of the process group in the order of gathers (U1).
+        params: in the order in which they were built.
+        window: in which it was looked through last, and what was missing was gathered.
+        handles: of its gather in this window, until the next.
+        in_flight: nobody has waited for it yet.
+    """
+
+    place: int
+    group: int
+    params: list[Any]
+    window: int = -1
+    handles: list[Any] = field(default_factory=list)
+    in_flight: bool = False
+
+
+@dataclass
+class _HeldModule:
+    """A module whose parameters are all held or persistent.
+
+    Attributes:
+        params: that it needs.
+        buckets: that they are in, in their order.
+        window: in which it has waited for them last.
+    """
+
+    params: list[Any]
+    buckets: list[_Bucket]
+    window: int = -1
 
 
 class ParameterCache:
-    """Keeps parameters of a ZeRO-3 optimizer gathered from their first use in a window to the optimizer step.
+    """Keeps parameters of a ZeRO-3 engine gathered from their first use in a window to the optimizer step.
 
     Args:
-        optimizer: the ZeRO-3 optimizer.
+        engine: the DeepSpeed engine.
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
+        scheduler: gathers them.
+        untraced: compilers will see no hooks of the modules in any case.
 
     Attributes:
         peak_bytes: the most bytes held at once since the last :meth:`end_window`.
         release_memo: DeepSpeed's memo of what to release after which module.
     """
 
-    def __init__(self, optimizer: Any, budget: int | None) -> None:
+    def __init__(self, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool) -> None:
+        self._engine = engine
         self._budget = budget
-        self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held
+        self._scheduler = scheduler
+        self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
         self._gathers: Counter[Any] = Counter()
-        self._held: dict[int, Any] = {}
-        self.peak_bytes = self._held_bytes = 0
-        self._coordinator = zero3.coordinator(optimizer)
+        self._held: dict[int, Any] = {}  # gathered since the last step, by id; others may have released some since
+        self._held_bytes = self.peak_bytes = 0
+        self._window = 0
+        self._model_runs = False  # of the whole model: gather ahead
+        self._releasing_all = False
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._modules: dict[Any, _HeldModule] = {}
+        self._hooks: list[compilation.ModuleHook] = []
+        self._coordinator = zero3.coordinator(engine.optimizer)
         self.release_memo = zero3.release_cache(self._coordinator)
         self._coordinator._zerosync_releases = self
         interpose(self._coordinator, ReleaseOverrides)
+        zero3.use_quick_linear()
+        for module in engine.module.modules():
+            zero3.quicken_module_functions(module)
+        if budget == 0:
+            self._chosen = set()
+            return
+        self._hooks = compilation.module_hooks(engine)
+        extend = {"before": self._before, "after": self._after, "backward": self._before_backward}
+        for hook in self._hooks:
+            if hook.when in extend:
+                extended = extend[hook.when](hook.stock)
+                hook.replace(extended if untraced else torch.compiler.disable(extended))
+        scheduler.before_read = self.before_read
+        if budget is None:
+            self._hold_modules()
 
     @classmethod
-    def of(cls, optimizer: Any, budget: int | None) -> ParameterCache:
-        """Return the cache of this optimizer; engines over one module share one, with the budget of the first."""
-        return shared.acquire(zero3.coordinator(optimizer), "cache", lambda: cls(optimizer, budget))
+    def of(cls, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool) -> ParameterCache:
+        """Return the cache of this engine; engines over one module share one, with the budget of the first."""
+        coordinator = zero3.coordinator(engine.optimizer)
+        return shared.acquire(coordinator, "cache", lambda: cls(engine, budget, scheduler, untraced))
 
     def detach(self) -> None:
         """The engine needs the cache no longer. With the last, DeepSpeed releases parameters as it always did."""
-        if shared.release(self._coordinator, "cache"):
-            restore(self._coordinator, ReleaseOverrides)
-            del self._coordinator._zerosync_releases
+        if not shared.release(self._coordinator, "cache"):
+            return
+        self.wait_for_all()
+        zero3.mark_held(self._held.values(), False)
+        for hook in self._hooks:
+            hook.replace(hook.stock)
+        self._scheduler.before_read = None
+        restore(self._coordinator, ReleaseOverrides)
+        del self._coordinator._zerosync_releases
+        if self._modules:
+            zero3.forget_order(self._engine.optimizer)
 
     def end_window(self, params: Iterable[Any]) -> None:
         """A step has released ``params``."""
         for param in params:
             if self._held.pop(zero3.param_id(param), None) is not None:
                 self._held_bytes -= zero3.full_bytes(param)
-        self.peak_bytes = 0
+        zero3.mark_held(params, False)
+        self.peak_bytes = self._held_bytes
+        self._window += 1
         if self._chosen is None and self._budget is not None and self._gathers:
             self._chosen = self._choose(self._budget)
+            self._hold_modules()
 
     def _choose(self, budget: int) -> set[int]:
         chosen, free = set(), budget
@@ -83,7 +172,142 @@ class ParameterCache:
         """Return whether ``param`` stays gathered from its first use in this window to the step."""
         return self._budget is None or (self._chosen is not None and zero3.param_id(param) in self._chosen)
 
-    # ---- what DeepSpeed's coordinator calls ----------------------------------------------------------------------
+    # ---- modules whose parameters are all held ---------------------------------------------------------------------
+
+    def _hold_modules(self) -> None:
+        """From here on, DeepSpeed's hooks do not run for modules whose parameters are all held."""
+        root = self._engine.module
+        stays = {id(param) for param in root.parameters() if zero3.is_persistent(param) or self.holds(param)}
+        held = {}
+        for module in root.modules():
+            params = [param for param in zero3.parameters_of(module) if zero3.is_sharded(param)]
+            # DeepSpeed may come to gather for the model, or a module without parameters, what is in another's output.
+            if self._budget is None or (params and module is not root and all(id(param) in stays for param in params)):
+                held[module] = sorted(params, key=zero3.param_id)
+        by_id = {zero3.param_id(param): param for params in held.values() for param in params}
+        for group, ordered in self._scheduler.runs(by_id.values()):
+            for run in ordered:
+                bucket = _Bucket(len(self._buckets), group, run)
+                self._buckets.append(bucket)
+                self._bucket_of.update((zero3.param_id(param), bucket) for param in run)
+        for module, params_of_module in held.items():
+            places = {self._bucket_of[zero3.param_id(param)].place for param in params_of_module}
+            self._modules[module] = _HeldModule(params_of_module, [self._buckets[place] for place in sorted(places)])
+        if self._modules:
+            zero3.forget_order(self._engine.optimizer)
+
+    def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: Any, *args: Any) -> Any:
+            if module is self._engine.module:
+                self._model_runs = True
+            try:
+                held = self._modules[module]
+            except KeyError:
+                return stock(module, *args)
+            if held.window != self._window or not zero3.all_gathered(held.params):
+                self._gather(held)
+            return None
+
+        return hook
+
+    def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: Any, *args: Any) -> Any:
+            if module is self._engine.module:
+                self._model_runs = False
+                self.wait_for_all()
+            try:
+                held = self._modules[module]
+            except KeyError:
+                return stock(module, *args)
+            if not zero3.all_gathered(held.params):
+                self._gather(held)  # for the backward: the forward has released some
+            return None
+
+        return hook
+
+    def _before_backward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: Any, *args: Any) -> Any:
+            return None if module in self._modules else stock(module, *args)
+
+        return hook
+
+    def skip_backward_hooks(self) -> None:
+        """Where all modules are held, do nothing of what DeepSpeed, and what is around its hooks, does for backwards.
+
+        Called once everything that is around them is there.
+        """
+        if self._budget is None:
+            for hook in self._hooks:
+                if hook.when == "backward":
+                    hook.replace(_nothing)
+
+    def _gather(self, held: _HeldModule) -> None:
+        """Let the parameters of a module arrive, and those that follow them set out."""
+        complete = zero3.all_gathered(held.params)
+        turn = {bucket.place: bucket for bucket in held.buckets if not complete or bucket.window != self._window}
+        if self._model_runs:
+            for bucket in held.buckets:
+                for ahead in self._buckets[bucket.place + 1 : bucket.place + 1 + AHEAD]:
+                    if ahead.group == bucket.group and ahead.window != self._window:
+                        turn[ahead.place] = ahead
+        for place in sorted(turn):
+            self._issue(turn[place])
+        for bucket in held.buckets:
+            self._wait(bucket)
+        held.window = self._window
+
+    def _issue(self, bucket: _Bucket) -> None:
+        if bucket.in_flight:
+            return
+        bucket.window = self._window
+        missing = [param for param in bucket.params if zero3.is_released(param)]
+        if missing:
+            bucket.handles = self._scheduler.fetch(missing)
+            bucket.in_flight = True
+            self._record(missing)
+
+    def _wait(self, bucket: _Bucket) -> None:
+        for handle in bucket.handles:
+            handle.wait()
+        bucket.in_flight = False
+
+    def _record(self, params: Iterable[Any]) -> None:
+        """``params`` are gathered, or about to be, and stay so."""
+        for param in params:
+            number = zero3.param_id(param)
+            if number not in self._held and not zero3.is_persistent(param):
+                self._held[number] = param
+                self._held_bytes += zero3.full_bytes(param)
+        zero3.mark_held(params, True)
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    # ---- around forwards, backwards and steps ----------------------------------------------------------------------
+
+    def wait_for_all(self) -> None:
+        """Nothing that is held is in flight any more: others than the modules' own hooks may use and release it."""
+        for bucket in self._buckets:
+            if bucket.in_flight:
+                self._wait(bucket)
+
+    def backward_begins(self) -> None:
+        """A backward uses what the forwards of this window have used; it is there, whoever has released it since."""
+        if not self._held:
+            return
+        self.wait_for_all()
+        if not zero3.all_gathered(self._held.values()):
+            missing = {bucket.place for bucket in map(self._bucket_of.get, self._held) if bucket is not None}
+            for place in sorted(missing):
+                self._issue(self._buckets[place])
+            self.wait_for_all()
+
+    def before_read(self, param: Any) -> None:
+        """A reader whom no hook serves finds what is held."""
+        bucket = self._bucket_of.get(zero3.param_id(param))
+        if bucket is not None:
+            self._issue(bucket)
+            self._wait(bucket)
+
+    # ---- what DeepSpeed's coordinator calls, for the other modules -------------------------------------------------
 
     def order_forgotten(self) -> None:
         self.release_memo.cache_clear()
@@ -92,24 +316,21 @@ class ParameterCache:
         if self._chosen is None:
             self._gathers.update(param for param in zero3.parameters_of(module) if not zero3.is_gathered(param))
 
-    @contextmanager
-    def releasing(self, module: Any | None) -> Iterator[None]:
-        if self._chosen is not None and not self._chosen:
-            yield  # nothing is held
-            return
-        if module is None:
-            kept = list(self._held.values())
-        else:
-            kept = [param for param in zero3.released_with(module) if self._holds_now(param)]
-        with zero3.kept_from_release(kept, _USER):
-            yield
+    def release(self, param: Any) -> bool:
+        if self._budget != 0 and not self._releasing_all and self.holds(param) and zero3.is_gathered(param):
+            self._record((param,))
+            return True
+        return zero3.release(self._coordinator, param)
 
-    def _holds_now(self, param: Any) -> bool:
-        number = zero3.param_id(param)
-        if number not in self._held:
-            if not self.holds(param) or zero3.is_persistent(param) or not zero3.is_gathered(param):
-                return False
-            self._held[number] = param
-            self._held_bytes += zero3.full_bytes(param)
-            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        return True
+    @contextmanager
+    def releasing_all(self) -> Iterator[None]:
+        self.wait_for_all()
+        self._releasing_all = True
+        try:
+            yield
+        finally:
+            self._releasing_all = False
+
+
+def _nothing(module: Any, *args: Any) -> None:
+    """A hook that compilers may trace."""

@@ -32,6 +32,8 @@ from zerosync_strategy.core.params.digest import GatherDigest
 from zerosync_strategy.core.params.memory import UnshardedBytes
 from zerosync_strategy.core.params.shard_over import ranks_of
 
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of parameters that are gathered ahead in one message, where ranks send point to point."""
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
 
@@ -47,6 +49,7 @@ class GatherScheduler:
     Attributes:
         names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
+        before_read: called before a parameter is read that no hook has gathered.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
@@ -60,15 +63,19 @@ class GatherScheduler:
         # Two groups of the same ranks stay in the order of their parameters.
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
         by_all_reduce = zero3.gathers_by_all_reduce(engine)
+        self._prefetched_numel = zero3.prefetched_numel(engine)
+        self._gathers_plainly = zero3.gathers_plainly(engine)
         self._digests = {
             id(g): GatherDigest(g, not (by_all_reduce or is_native(g, engine.device)), engine.device, streams)
             for g in ordered
             if dist.get_world_size(g) > 1
         }
+        self._ranks = {id(group): str(list(ranks_of(group))) for group in ordered}
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
         self._params = set(engine.module.parameters())
+        self.before_read: Callable[[Any], None] | None = None
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
         zero3.gather_contexts_by(self)
@@ -110,18 +117,58 @@ class GatherScheduler:
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
-    def issue(self, params: Iterable[Any], gather: Callable[[list[Any]], None]) -> None:
-        """Gather ``params``, which DeepSpeed wants in one turn, by calling ``gather`` for each process group's."""
-        for of_group in self.in_order(params):
+    def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
+        """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
+        for of_group in self.in_order(filter(zero3.is_released, params)):
             with self.gathering(of_group):
-                gather(of_group)
-            self._wrap_handles(of_group)
+                process_group = zero3.process_group(of_group[0])
+                is_shared = id(process_group) in self._digests
+                if is_shared and self._gathers_plainly and all(map(zero3.has_plain_shard, of_group)):
+                    self._gather(of_group, process_group)
+                else:
+                    stock(of_group)
+                    self._wrap_handles(of_group, is_shared)
+
+    def _gather(self, params: list[Any], process_group: Any) -> None:
+        """Gather ``params`` with work that does not grow with the number of ranks (H1)."""
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for param in params:
+            by_dtype.setdefault(zero3.gather_dtype(param), []).append(param)
+        in_flight, stream = zero3.in_flight(self.coordinator), self.stream_of(process_group)
+        for members in by_dtype.values():
+            with nullcontext() if stream is None else self.streams.on_gather_stream(stream):
+                handle = _GatherHandle(zero3.ShardGather(members), process_group, self, members)
+            in_flight.update(dict.fromkeys(members, handle))
+            handle.count()
+        zero3.count_gathered(self.coordinator, params)
 
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
         ordered = sorted(params, key=lambda p: (self._rank_of_group[id(zero3.process_group(p))], zero3.param_id(p)))
         for _, of_group in groupby(ordered, key=lambda param: id(zero3.process_group(param))):
             yield list(of_group)
+
+    def fetch(self, params: list[Any]) -> list[Any]:
+        """Gather ``params``, released ones, as a turn of its own, and return the handles: DeepSpeed knows of none."""
+        return zero3.fetch(self.coordinator, params)
+
+    def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
+        """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
+        for of_group in self.in_order(params):
+            process_group = zero3.process_group(of_group[0])
+            digest = self._digests.get(id(process_group))
+            is_native = digest is None or not digest.tagged
+            limit = self._prefetched_numel * of_group[0].element_size() if is_native else CHUNK_BYTES
+            runs: list[list[Any]] = []
+            room = 0
+            for param in of_group:
+                nbytes = zero3.full_bytes(param)
+                if not runs or nbytes > room:
+                    runs.append([])
+                    room = limit
+                runs[-1].append(param)
+                room -= nbytes
+            yield self._rank_of_group[id(process_group)], runs
 
     def stream_of(self, process_group: Any) -> Any:
         """Return the stream on which ``process_group`` gathers (U4); ``None`` on a device without streams."""
@@ -145,26 +192,26 @@ class GatherScheduler:
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", self.name(zero3.param_id(params[0]))):
             yield
 
-    def _wrap_handles(self, params: list[Any]) -> None:
-        """Let waiting for the gathers of ``params``, just issued, be our waiting."""
+    def _wrap_handles(self, params: list[Any], is_shared: bool) -> None:
+        """Let waiting for the gathers of ``params``, just issued by DeepSpeed, be our waiting."""
         in_flight = zero3.in_flight(self.coordinator)
         wrapped: dict[int, _GatherHandle] = {}
         for param in params:
-            handle, process_group = in_flight.get(param), zero3.process_group(param)
-            if handle is None or isinstance(handle, _GatherHandle):
-                continue
+            handle = in_flight[param]
             if id(handle) not in wrapped:
-                wrapped[id(handle)] = _GatherHandle(handle, process_group, self)
+                wrapped[id(handle)] = _GatherHandle(handle, zero3.process_group(param), self, [])
             wrapped[id(handle)].params.append(param)
             in_flight[param] = wrapped[id(handle)]
-            if id(process_group) in self._digests and not zero3.is_persistent(param):  # else nothing is gathered
-                self.unsharded.add(zero3.full_bytes(param))
-                wrapped[id(handle)].counted.append(param)
+        if is_shared:  # else nothing is gathered
+            for new in wrapped.values():
+                new.count()
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
     def wait_for(self, param: Any) -> None:
         """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
+        if self.before_read is not None:
+            self.before_read(param)
         if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
             handle.wait()
 
@@ -211,7 +258,7 @@ class GatherScheduler:
         """Return the words for the gather of ``params``, for errors."""
         names = ", ".join(self.name(zero3.param_id(param)) for param in params[:3])
         more = f" and {len(params) - 3} more" if len(params) > 3 else ""
-        return f"the gather of {names}{more} over the ranks {list(ranks_of(zero3.process_group(params[0])))}"
+        return f"the gather of {names}{more} over the ranks {self._ranks[id(zero3.process_group(params[0]))]}"
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -236,14 +283,19 @@ class _GatherHandle:
         counted: those of them whose bytes are counted until their memory, which may come with the gather, is free.
     """
 
-    def __init__(self, handle: Any, process_group: Any, scheduler: GatherScheduler) -> None:
+    def __init__(self, handle: Any, process_group: Any, scheduler: GatherScheduler, params: list[Any]) -> None:
         self._handle = handle
         self._process_group = process_group
         self._scheduler = scheduler
         self._waited_for = False
         self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
-        self.params: list[Any] = []
+        self.params = params
         self.counted: list[Any] = []
+
+    def count(self) -> None:
+        """Count the bytes that are being gathered."""
+        self.counted = [param for param in self.params if not zero3.is_persistent(param)]
+        self._scheduler.unsharded.add(sum(map(zero3.full_bytes, self.counted)))
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
@@ -263,6 +315,8 @@ class _GatherHandle:
                         self._handle.wait(*args, **kwargs)
                     self._unsharded = streams.record_unshard(stream)
             self._waited_for = True
+            self._handle = None  # DeepSpeed's keeps what was received
+            zero3.have_arrived(self.params)
             for param in self.counted:
                 with zero3.as_it_is():
                     scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
