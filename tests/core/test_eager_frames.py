@@ -585,3 +585,47 @@ def test_gathers_are_traced_only_on_stage_3() -> None:
         attach(engine)
 
     run_ranks(run)
+
+
+def test_hooks_that_are_registered_anew() -> None:
+    """As TRL does: it takes DeepSpeed's hooks away while it generates."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.layers[0].weight
+            if hasattr(self.layers[1].weight, "ds_id"):  # TRL asks so whether it has to gather a weight
+                assert weight.ds_status.name == "AVAILABLE" and weight.ds_numel == weight.numel()
+            return self.layers[1](F.linear(F.linear(x, weight), self.layers[0].weight)).square().mean()
+
+    def run() -> tuple[float, int, int]:
+        model, plain = Twice(), Twice()
+        engine, mirror, x = make_engine(model), Oracle(plain, adamw(plain)), torch.ones(2, WIDTH)
+        zerosync, sent = attach(engine), []
+        for k in range(8):
+            if k == 4:
+                offload = engine.optimizer.parameter_offload
+                with deepspeed.zero.GatheredParameters(model.parameters()):
+                    for param in model.parameters():
+                        param.ds_active_sub_modules.clear()
+                    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                        hook.remove()
+                    offload.forward_hooks, offload.backward_hooks = [], []
+                    with torch.no_grad():
+                        assert torch.equal(model(x), plain(x))
+                    offload._register_deepspeed_module(offload.module)
+            engine.backward(engine(x))
+            engine.step()
+            mirror.backward(lambda _: plain(x))
+            mirror.step()
+            sent.append(zerosync.report.bytes_sent)
+        zerosync.detach()
+        engine.backward(engine.module.layers[1](x).sum())
+        return distance(full_parameters(model), full_parameters(plain)), sent[3], sent[7]
+
+    for error, before, after in run_ranks(run):
+        assert error < 1e-6 and before == after  # what a forward reads twice is gathered once

@@ -38,6 +38,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
+from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
 
 _COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
@@ -56,7 +57,7 @@ class AttachedEngine:
     Attributes:
         reducer, window, meter, traffic: of the gradients.
         frozen: which parameters are not stepped.
-        cache, scheduler, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
+        cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
         gradient_ready: the window's, without a step between unless gradients are noted down.
 
@@ -90,15 +91,18 @@ class AttachedEngine:
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
+        self.values: ParameterValues | None = None
         self.unshard_on_read: UnshardOnRead | None = None
         if is_stage_3:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
             self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames)
+            self.values = ParameterValues.of(engine, self.scheduler)
+            self._trained = frozenset(self.reducer.params)
             let_average()
             if config.eager_frames:
-                self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, config.trace_gathers)
+                self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
@@ -138,7 +142,8 @@ class AttachedEngine:
         self.race_check.detach()
         self._restore_clip_norm()
         self.traffic.stop()
-        for mechanism in (self.unshard_on_read, self.cache, self.scheduler):  # the last that came goes first
+        # The last that came goes first.
+        for mechanism in (self.unshard_on_read, self.values, self.cache, self.scheduler):
             if mechanism is not None:
                 mechanism.detach()
         fragments.release(self.reducer.params)
@@ -296,11 +301,13 @@ class AttachedEngine:
     def backward_begins(self) -> None:
         if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
             self._with_gradient = set()  # what a dropped window had
-        if thawed := [param for param in self._frozen if param.requires_grad]:
-            self._check_trained(thawed)
-        if self.cache is not None:
-            self.cache.backward_begins()
-        if any(param.requires_grad for param in self.reducer.params):  # else the loss only passes through
+        with self._parameters_as_they_are():
+            if thawed := [param for param in self._frozen if param.requires_grad]:
+                self._check_trained(thawed)
+            if self.cache is not None:
+                self.cache.backward_begins()
+            trains = any(param.requires_grad for param in self.reducer.params)
+        if trains:  # else the loss only passes through
             self.window.enter_graph()
 
     def zero_grad(self) -> None:
@@ -338,7 +345,7 @@ class AttachedEngine:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        with self.activity("the optimizer step"):
+        with self.activity("the optimizer step"), self._parameters_as_they_are():
             if self.window.state is not WindowState.CLOSED:
                 self._check_every_gradient()
             with self.activity("the reduction"):
@@ -346,6 +353,8 @@ class AttachedEngine:
                     self.scheduler.before_step()
                 self.window.begin_step()
             self._adopt_edits()
+            if self.values is not None:
+                self.values.begin_step(self._trained)
             try:
                 with phase("step"), self.frozen.stepping():
                     yield
@@ -355,7 +364,8 @@ class AttachedEngine:
             finally:
                 self._restore_clip_norm()
                 if self.scheduler is not None:
-                    self.scheduler.after_step()
+                    self.scheduler.shards_written()
+                self._parameters_written()
             self.meter.step_done()
             self.race_check.stepped()
 
@@ -372,7 +382,8 @@ class AttachedEngine:
             self.window.warn_if_open("save_checkpoint() was called")
         if self.scheduler is not None:
             self.scheduler.before_checkpoint()
-        self._adopt_edits()  # a resumed run starts from the master weights
+        with self._parameters_as_they_are():
+            self._adopt_edits()  # a resumed run starts from the master weights
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
 
     def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
@@ -387,7 +398,9 @@ class AttachedEngine:
                     " save_checkpoint() wrote, on as many ranks."
                 )
             latest = universal.LATEST
-        return self._checkpointing(f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE)
+        return self._checkpointing(
+            f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE, writes=True
+        )
 
     def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
         if universal.loads_universal(self.engine):
@@ -412,11 +425,16 @@ class AttachedEngine:
             )
 
     @contextmanager
-    def _checkpointing(self, what: str, remedy: str) -> Iterator[None]:
+    def _checkpointing(self, what: str, remedy: str, writes: bool = False) -> Iterator[None]:
         # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
         trained = as_trained(self.reducer.params)
         with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
-            yield
+            try:
+                with self._parameters_as_they_are():
+                    yield
+            finally:
+                if writes:
+                    self._parameters_written()
 
     def check_full_state_dict(self) -> None:
         if self._shards_over_groups:
@@ -448,6 +466,14 @@ class AttachedEngine:
         self._detach()
 
     # ---- helpers -------------------------------------------------------------------------------------------------
+
+    def _parameters_as_they_are(self) -> AbstractContextManager[None]:
+        """Around DeepSpeed's own work on sharded parameters."""
+        return nullcontext() if self.values is None else zero3.as_it_is()
+
+    def _parameters_written(self) -> None:
+        if self.values is not None:
+            self.values.stepped()
 
     def _adopt_edits(self) -> None:
         """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""

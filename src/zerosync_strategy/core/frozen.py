@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterWeights
 
 _State = dict[str, Any]
@@ -60,7 +61,8 @@ class FrozenParameters:
 
     def backward_begins(self, is_first: bool) -> None:
         """A backward begins, the first of its step or a further one: what requires a gradient now is stepped."""
-        frozen = {param for param in self._params if not param.requires_grad}
+        with zero3.as_it_is():
+            frozen = {param for param in self._params if not param.requires_grad}
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
 
     def forget(self) -> None:

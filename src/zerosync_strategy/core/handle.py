@@ -156,9 +156,6 @@ class ZeroSync:
         there, and a gradient of zero where it leaves none; change them alike on all ranks. ``clip_next_step()`` clips
         them at once in here, and before where it was called before. Without a backward since the last step, there are
         none. Collective.
-
-        Under ZeRO-3, a parameter that is not gathered reads as NaN in here, and torch refuses to
-        compute on it in place.
         """
         with self._attached.full_gradients():
             yield
@@ -168,7 +165,7 @@ class ZeroSync:
         """Around code that looks at this rank's own gradients between two backwards, or changes them.
 
         Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
-        parameters of no shape, for which torch takes no new gradient; in it, they read as NaN.
+        parameters of no shape, for which torch takes no new gradient.
         """
         with self._attached.local_gradients():
             yield

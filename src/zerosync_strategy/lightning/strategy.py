@@ -376,7 +376,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
         callbacks.leave(self.lightning_module.trainer)
-        super().teardown()
+        with zero3.as_it_is():  # moves what ZeRO-3 has left of them
+            super().teardown()
 
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:

@@ -30,6 +30,16 @@ def allow_linear_in_graphs() -> None:
         skip_code(called.__code__)  # nor is it compiled by itself, called from a frame that is not
 
 
+def leave_to_eager_code(tensors: Any) -> None:
+    """Let Dynamo run, as it is, whatever computes with tensors of the class ``tensors``, and how they do."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import skip_code
+
+    classes: set[Any] = getattr(config, "nontraceable_tensor_subclasses", set())
+    classes.add(tensors)
+    skip_code(tensors.__torch_function__.__code__)
+
+
 @functools.cache
 def passive_parameters() -> type:
     """Return ZeRO-3's class of a module's dictionary of parameters, but one that gathers nothing when it is read."""
@@ -132,6 +142,11 @@ def module_hooks(engine: Any) -> list[ModuleHook]:
         ModuleHook(when, (hooks := handle.hooks_dict_ref())[handle.id], functools.partial(hooks.__setitem__, handle.id))
         for handle, when in kinds
     ]
+
+
+def registered_hooks(engine: Any) -> Any:
+    """Return DeepSpeed's own list of its hooks around forwards; it is another one when they were registered anew."""
+    return engine.optimizer.parameter_offload.forward_hooks
 
 
 @contextmanager

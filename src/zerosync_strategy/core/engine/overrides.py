@@ -203,6 +203,10 @@ class Stage12Overrides(OptimizerOverrides):
 class Stage3Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-3."""
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
+            super().zero_grad(*args, **kwargs)
+
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync_hooks.gradient_ready(param)
 

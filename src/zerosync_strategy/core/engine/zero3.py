@@ -34,7 +34,7 @@ def param_id(param: Any) -> int:
 
 def full_shape(param: Any) -> tuple[int, ...]:
     """Return the shape of ``param`` when it is gathered."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+    return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
 def full_numel(param: Any) -> int:
@@ -48,8 +48,7 @@ def full_numel(param: Any) -> int:
 
 def full_bytes(param: Any) -> int:
     """Return the bytes of ``param`` when it is gathered."""
-    itemsize: int = param.dtype.itemsize
-    return full_numel(param) * itemsize
+    return full_numel(param) * int(param.ds_tensor.element_size() if is_sharded(param) else param.element_size())
 
 
 def process_group(param: Any) -> Any:
@@ -92,6 +91,14 @@ def mark_held(params: Iterable[Any], held: bool) -> None:
     """Let readers of ``params`` know that they keep their values until the step, or no longer."""
     for param in params:
         param._zerosync_held = held
+    have_arrived(params)
+
+
+def have_arrived(params: Iterable[Any]) -> None:
+    """``params`` may have their values now, without a module of DeepSpeed's that uses them."""
+    for param in params:
+        if param.ds_active_sub_modules.__class__ is _Users:
+            param.ds_active_sub_modules.settle()
 
 
 def is_in_use(param: Any) -> bool:
@@ -113,41 +120,211 @@ def is_in_use(param: Any) -> bool:
 @contextmanager
 def in_full_shape(param: Any) -> Iterator[None]:
     """While active, a parameter has its shape, released or not: autograd wants it so when it is given a gradient."""
-    if param.numel() > 0 or not hasattr(param, "ds_shape"):
-        yield
-        return
-    data, param.data = param.data, param.data.new_empty(()).expand(param.ds_shape)
-    try:
-        yield
-    finally:
-        param.data = data
+    with as_it_is():
+        if param.numel() > 0 or not hasattr(param, "ds_shape"):
+            yield
+            return
+        data, param.data = param.data, param.data.new_empty(()).expand(param.ds_shape)
+        try:
+            yield
+        finally:
+            param.data = data
 
 
 @contextmanager
 def accepting_gradients(params: Iterable[Any]) -> Iterator[None]:
     """While active, ``param.grad = ...`` and ``param.grad *= ...`` work on released parameters, which read as NaN."""
     placeholders = []
-    for param in params:
-        if param.numel() == 0 and full_numel(param) > 0:
-            data = param.data
-            param.data = data.new_full((), torch.nan).expand(full_shape(param))  # torch refuses to add to it
-            placeholders.append((param, data, param.data.data_ptr()))
+    with as_it_is():
+        for param in params:
+            if param.numel() == 0 and full_numel(param) > 0:
+                data = param.data
+                param.data = data.new_full((), torch.nan).expand(full_shape(param))  # torch refuses to add to it
+                placeholders.append((param, data, param.data.data_ptr()))
     try:
         yield
     finally:
-        for param, data, placeholder in placeholders:
-            if param.data.data_ptr() == placeholder:  # not gathered meanwhile
-                param.data = data
+        with as_it_is():
+            for param, data, placeholder in placeholders:
+                if param.data.data_ptr() == placeholder:  # not gathered meanwhile
+                    param.data = data
 
 
 def gather(param: Any) -> torch.Tensor:
     """Return the values of a released parameter, which stays released, in memory of their own. Collective."""
-    param.all_gather_coalesced([param]).wait()
-    full: torch.Tensor = param.data
-    if full.data_ptr() == param.ds_tensor.data_ptr():  # a group of one rank gathers nothing
-        full = full.clone()
-    param.partition()
+    with as_it_is():
+        data = param.data
+        param.all_gather_coalesced([param]).wait()
+        full: torch.Tensor = param.data
+        if full.data_ptr() == param.ds_tensor.data_ptr():  # a group of one rank gathers nothing
+            full = full.clone()
+        param.partition()
+        param.data = data
     return full
+
+
+# ---- parameters at rest ----------------------------------------------------------------------------------------------
+
+
+as_it_is = torch._C.DisableTorchFunctionSubclass
+"""A context in which a parameter at rest is what DeepSpeed has left of it."""
+
+
+class _Handle:
+    """DeepSpeed's handle of a gather, which gives parameters their values when it is waited for."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        with as_it_is():
+            self._handle.wait(*args, **kwargs)
+
+
+class _Users(set[Any]):
+    """DeepSpeed's set of the modules that use a parameter now: with the first the parameter gets its own class back."""
+
+    def __init__(self, param: Any, at_rest: type, releasing: Callable[[Any], None]) -> None:
+        super().__init__(param.ds_active_sub_modules)
+        self.releasing = releasing
+        self._param = param
+        self.own, self.at_rest = type(param), at_rest
+
+    def add(self, user: Any) -> None:
+        set.add(self, user)
+        self._param.__class__ = self.own
+
+    def discard(self, user: Any) -> None:
+        set.discard(self, user)
+        self.settle()
+
+    def settle(self) -> None:
+        """Give the parameter the class that is right for who uses it."""
+        param = self._param
+        attributes = param.__dict__
+        if self or param.ds_persist or _CONTEXT_DEPTH in attributes:
+            return
+        is_held = attributes.get("_zerosync_held", False) and is_gathered(param)
+        param.__class__ = self.own if is_held else self.at_rest
+
+    def clear(self) -> None:
+        set.clear(self)
+        self.discard(None)
+
+
+_STOCK = "_zerosync_stock_gathers"
+_CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
+
+
+def give_class_at_rest(
+    param: Any, at_rest: type, releasing: Callable[[Any], None], written: Callable[[Any], None]
+) -> None:
+    """From now on ``param`` has the class ``at_rest`` while nobody uses it who says when it is to be released.
+
+    Args:
+        releasing: called before a persistent parameter, which nothing in DeepSpeed takes for changed, is released.
+        written: called when a release has written a parameter to its shards.
+    """
+    stock = param.all_gather, param.partition, param.all_gather_coalesced
+
+    def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
+        # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
+        with as_it_is():
+            return _Handle(stock[2](*args, **kwargs))
+
+    def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        params = [param] if param_list is None else param_list
+        with as_it_is():
+            handles = stock[0](params, *args, **kwargs)
+        for gathered in params:
+            users = gathered.ds_active_sub_modules
+            if users.__class__ is _Users and is_gathered(gathered):
+                gathered.__class__ = users.own
+        return handles
+
+    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
+        with as_it_is():
+            params = [param] if param_list is None else param_list
+            for released in params:
+                stays = released.ds_persist or released.__dict__.get("_zerosync_held", False)
+                if stays and not has_been_updated and is_gathered(released):
+                    releasing(released)
+            stock[1](params, hierarchy, has_been_updated, **kwargs)
+            for released in params:
+                users = released.ds_active_sub_modules
+                if users.__class__ is _Users:
+                    if has_been_updated:
+                        written(released)
+                    if not users:
+                        released.__class__ = users.at_rest
+
+    param.all_gather, param.partition, param.all_gather_coalesced = all_gather, partition, all_gather_coalesced
+    param.__dict__[_STOCK] = stock
+    users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
+    if not users and not (param.ds_persist and is_gathered(param)):
+        param.__class__ = at_rest
+
+
+def keep(param: Any) -> None:
+    """Let this rank's shard of a gathered parameter have its present values."""
+    if (pair := own_part(param)) is not None:
+        shard, part = pair
+        shard.copy_(part)
+
+
+@functools.cache
+def let_backwards_count_parameters_as_they_are() -> None:
+    """Let DeepSpeed, from now on in this process, look for the parameters of a backward in :func:`as_it_is`."""
+    from deepspeed.runtime.zero import stage3
+
+    stock = stage3.count_used_parameters_in_backward
+
+    @functools.wraps(stock)
+    def count(*args: Any) -> int:
+        with as_it_is():
+            return int(stock(*args))
+
+    stage3.count_used_parameters_in_backward = count
+
+
+def take_class_at_rest(param: Any) -> None:
+    """Undo :func:`give_class_at_rest`."""
+    param.__class__ = param.ds_active_sub_modules.own
+    param.ds_active_sub_modules = set(param.ds_active_sub_modules)
+    param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
+
+
+def answer_of_gathered(name: str, param: Any) -> Any:
+    """Return what a gathered ``param`` answers to those who ask whether it is.
+
+    Raises:
+        AttributeError: ``name`` is none of that.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if name == "ds_status":
+        return ZeroParamStatus.AVAILABLE
+    if name in ("ds_shape", "ds_numel"):
+        return getattr(param, name)
+    raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}")
+
+
+def write(param: Any, full: torch.Tensor) -> bool:
+    """Give ``param`` the values ``full``: this rank's shard of it, and what is gathered of it.
+
+    Returns:
+        Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
+    """
+    shard = param.ds_tensor
+    if shard.numel() == 0 or hasattr(shard, "ds_quant_scale") or has_secondary_shard(param):
+        return False
+    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
+    numel = min(shard_numel(param), full_numel(param) - start)
+    if numel > 0:
+        shard.data.narrow(0, 0, numel).copy_(full.reshape(-1).narrow(0, start, numel))
+    if is_gathered(param) and param.data_ptr() != full.data_ptr():
+        param.data.copy_(full)
+    return True
 
 
 # ---- the process group of a parameter --------------------------------------------------------------------------------
@@ -305,7 +482,14 @@ def release(coordinator: Any, param: Any) -> bool:
         return True
     if has_secondary_shard(param) or not has_plain_shard(param):
         return False
-    _free_param()(param)
+    users = param.ds_active_sub_modules
+    is_intercepted = users.__class__ is _Users
+    if is_intercepted and (param.ds_persist or param.__dict__.get("_zerosync_held", False)):
+        users.releasing(param)
+    with as_it_is():
+        _free_param()(param)
+    if is_intercepted:
+        param.__class__ = users.at_rest
     numel = getattr(coordinator, contract.GATHERED_NUMEL)
     setattr(coordinator, contract.GATHERED_NUMEL, numel - param.ds_numel)
     return True
@@ -466,6 +650,11 @@ def parameters_of(module: Any) -> list[Any]:
     return list(iter_params(module, recurse=z3_leaf_module(module)))
 
 
+def released_with(module: Any) -> list[Any]:
+    """Return the parameters that may be released after ``module``: its own, and what its backward gathered anew."""
+    return [*parameters_of(module), *getattr(module, "ds_recompute_parameters", ())]
+
+
 def modules_of(module: Any) -> Iterable[Any]:
     """Return the modules whose own parameters :func:`parameters_of` returns."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
@@ -499,7 +688,7 @@ def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
     if not is_sharded(param) or not is_gathered(param):
         return
     param.ds_active_sub_modules.clear()
-    if not (param.ds_persist or keeps(param) or getattr(param, "_ds_z3_gathered_param_context_depth", 0)):
+    if not (param.ds_persist or keeps(param) or _CONTEXT_DEPTH in param.__dict__):
         param.partition()
 
 
@@ -613,7 +802,9 @@ def take_master_weights(optimizer: Any, param: Any) -> None:
     """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     if is_gathered(param):
+        persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept
         param.partition()
+        param.ds_persist = persistent
 
 
 def master_weights(optimizer: Any) -> list[MasterWeights]:

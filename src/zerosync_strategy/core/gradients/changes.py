@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.engine import zero3
+
 
 class LocalChanges:
     """Finds changes to the local gradients since the last backward.
@@ -26,7 +28,8 @@ class LocalChanges:
 
     def note(self) -> None:
         """The gradients are as they should be."""
-        self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
+        with zero3.as_it_is():
+            self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
 
     def check(self, but: Any = None) -> None:
         """Forget the gradients.
@@ -38,8 +41,9 @@ class LocalChanges:
             RuntimeError: some have changed. To drop one is no change.
         """
         seen, self._seen = self._seen, []
-        for param, grad, version in seen:
-            now = param.grad
+        with zero3.as_it_is():
+            now_of = [param.grad for param, _, _ in seen]
+        for (param, grad, version), now in zip(seen, now_of, strict=True):
             if now is None or param is but:
                 continue
             # Views of one buffer have one version, which the gradient of `but` has changed for all of them.

@@ -110,8 +110,8 @@ class GatherScheduler:
         for digest in self._digests.values():
             digest.check(self.name)
 
-    def after_step(self) -> None:
-        """The caller's stream has the step; gathers read what it writes (S1)."""
+    def shards_written(self) -> None:
+        """The caller's stream has a step, or another change of shards; gathers read what it writes (S1)."""
         for stream in self._gather_streams:
             self.streams.gathers_wait_for_step(stream)
 
@@ -189,7 +189,7 @@ class GatherScheduler:
             if digest.tagged:
                 gathering_by = zero3.gathering_by(partial(_all_gather, tag))
         on_stream = zero3.gathering_on(self.coordinator, self.stream_of(process_group))
-        with on_stream, gathering_by, phase("gather", self.name(zero3.param_id(params[0]))):
+        with on_stream, gathering_by, zero3.as_it_is(), phase("gather", self.name(zero3.param_id(params[0]))):
             yield
 
     def _wrap_handles(self, params: list[Any], is_shared: bool) -> None:
@@ -307,7 +307,7 @@ class _GatherHandle:
         streams = scheduler.streams
         if not self._waited_for:
             stream = scheduler.stream_of(self._process_group)
-            with rank_status().activity(scheduler.describe(self.params)):
+            with rank_status().activity(scheduler.describe(self.params)), zero3.as_it_is():
                 if stream is None:
                     self._handle.wait(*args, **kwargs)
                 else:
@@ -316,7 +316,9 @@ class _GatherHandle:
                     self._unsharded = streams.record_unshard(stream)
             self._waited_for = True
             self._handle = None  # DeepSpeed's keeps what was received
+            zero3.have_arrived(self.params)
             for param in self.counted:
-                scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
+                with zero3.as_it_is():
+                    scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
         if self._unsharded is not None:
             streams.wait_for_unshard(self._unsharded)

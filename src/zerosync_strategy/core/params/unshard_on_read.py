@@ -39,11 +39,12 @@ from torch.utils.checkpoint import checkpoint
 from zerosync_strategy.core.engine import compilation, shared, zero3
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.values import Memory, ParameterValues, unsharded
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
 _RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
 _by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
-_Frame = tuple[nn.Module, dict[Any, torch.Tensor]]  # a module whose forward runs, and what it has read
+_Frame = tuple[nn.Module, dict[Any, Memory]]  # a module whose forward runs, and what it has read
 
 
 class UnshardOnRead:
@@ -52,15 +53,18 @@ class UnshardOnRead:
     Args:
         engine: the engine.
         scheduler: waits for a parameter in flight, and unshards one into memory of its own.
+        values: of the parameters; what a module's forward reads of them twice is gathered once.
         trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
     """
 
-    def __init__(self, engine: Any, scheduler: GatherScheduler, trace_gathers: bool) -> None:
+    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> None:
         compilation.unwrap_compiled(engine)
         compilation.allow_linear_in_graphs()
         self._optimizer = engine.optimizer
         self._module = engine.module
         self.scheduler = scheduler
+        self._values = values
+        values.cache, values.differentiable = self._cache, self._differentiable_read
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
@@ -82,16 +86,16 @@ class UnshardOnRead:
         }
         self._make_placeholders()
         self._coordinator = zero3.coordinator(engine.optimizer)
-        self._hooks = compilation.module_hooks(engine)
-        for hook in self._hooks:
-            extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
-            hook.replace(_untraced(extended) if trace_gathers and hook.when else torch.compiler.disable(extended))
+        self._engine = engine
+        self._hooks: list[compilation.ModuleHook] = []
+        self._extended: dict[Any, compilation.ModuleHook] = {}  # by what has replaced it
+        self._extend_hooks()
 
     @classmethod
-    def of(cls, engine: Any, scheduler: GatherScheduler, trace_gathers: bool) -> UnshardOnRead:
+    def of(cls, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> UnshardOnRead:
         """Return that of this engine; engines over one module share one, with the option of the first."""
         coordinator = zero3.coordinator(engine.optimizer)
-        return shared.acquire(coordinator, "unshard_on_read", lambda: cls(engine, scheduler, trace_gathers))
+        return shared.acquire(coordinator, "unshard_on_read", lambda: cls(engine, scheduler, values, trace_gathers))
 
     def detach(self) -> None:
         """The engine needs it no longer. With the last, the modules have their classes and hooks back."""
@@ -111,9 +115,10 @@ class UnshardOnRead:
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
+        self._values.withdraw()
         for hook in self._hooks:
             hook.replace(hook.stock)
-        self._hooks = []
+        self._hooks, self._registered = [], None
         for module, names in self._modules.items():
             module.__class__ = _readable(type(module).__bases__[0], names, _as_it_is)
 
@@ -125,8 +130,11 @@ class UnshardOnRead:
         """
         if torch._C._current_graph_task_id() == -1:
             zero3.release_leftovers(self._coordinator)  # of one that raised
-        if any(param.requires_grad != trains for param, trains in self._trains.items()):
-            self._make_placeholders()
+        if self._registered is not None and self._registered is not compilation.registered_hooks(self._engine):
+            self._extend_hooks()  # someone has removed them and registered them anew, as TRL does when it generates
+        with zero3.as_it_is():
+            if any(param.requires_grad != trains for param, trains in self._trains.items()):
+                self._make_placeholders()
         if not self._running:
             self._leave(0)
         self._running += 1
@@ -152,19 +160,19 @@ class UnshardOnRead:
 
     def read(self, module: Any, param: Any) -> Any:
         """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not (self._running or compilation.is_in_forward(module) or in_backward):
+        if not (self._running or compilation.is_in_forward(module) or _in_backward()):
             return param
-        self.scheduler.wait_for(param)
-        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
-        read = self._frames[-1][1] if self._frames and not in_backward else {}
-        key = (param, torch.is_inference_mode_enabled())
-        placeholder = self._placeholder(param)
-        if key not in read:
-            with torch.no_grad():  # DeepSpeed records the stream for memory that it releases, whoever else has it (L1)
-                read[key] = param.data if zero3.is_gathered(param) else torch.ops.zerosync.unshard(placeholder)
+        memory = self._values.memory(param)
+        return unsharded(self._differentiable_read(param, memory), memory)
+
+    def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        return _Read.apply(placeholder if self._trace_gathers else param, read[key])  # type: ignore[no-untyped-call]
+        read: torch.Tensor = _Read.apply(self._placeholder(param) if self._trace_gathers else param, memory.full)  # type: ignore[no-untyped-call]
+        return read
+
+    def _cache(self) -> dict[Any, Memory]:
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        return self._frames[-1][1] if self._frames and not _in_backward() else {}
 
     # ---- placeholders --------------------------------------------------------------------------------------------
 
@@ -190,12 +198,14 @@ class UnshardOnRead:
         # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
         # shape that it sees, and when the node stores one, for the layout.
         def in_shape(_: Any) -> None:
-            if param.numel() == 0:
-                param.data = blank
+            with zero3.as_it_is():
+                if param.numel() == 0:
+                    param.data = blank
 
         def as_it_was(_: Any) -> None:
-            if zero3.is_released(param) and param.numel() > 0:
-                param.data = blank.new_empty(0)
+            with zero3.as_it_is():
+                if zero3.is_released(param) and param.numel() > 0:
+                    param.data = blank.new_empty(0)
 
         with zero3.in_full_shape(param), torch.enable_grad():
             placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
@@ -208,6 +218,18 @@ class UnshardOnRead:
         return placeholder
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    def _extend_hooks(self) -> None:
+        self._registered = compilation.registered_hooks(self._engine)
+        found = [self._extended.get(hook.stock, hook) for hook in compilation.module_hooks(self._engine)]
+        for hook in found:
+            if hook not in self._hooks:
+                extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
+                traced_over = self._trace_gathers and hook.when
+                replacement = _untraced(extended) if traced_over else torch.compiler.disable(extended)
+                hook.replace(replacement)
+                self._extended[replacement] = hook
+        self._hooks = found
 
     def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: nn.Module, *args: Any) -> Any:
@@ -271,6 +293,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return grad if ctx.param.requires_grad else None, None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_sharded(param: Any) -> bool:

@@ -1,0 +1,316 @@
+"""Sharded parameters read and written anywhere (N1), against plain torch: ZeRO-3 with nothing persistent."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.engines import make_engine, rank
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+SHARDED = {"stage3_param_persistence_threshold": 0}
+
+
+class Net(nn.Module):
+    """An embedding, layers, a target that follows them, and a penalty inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(5, 6, padding_idx=2)
+        self.online = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.penalty: Callable[[Net], Any] = lambda net: 0.0
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        with torch.no_grad():
+            goal = self.target(x)
+        return (self.online(x) - goal - 1.0).square().mean() + self.penalty(self)
+
+
+def data(k: int, of_rank: int) -> torch.Tensor:
+    return torch.randint(5, (4,), generator=torch.Generator().manual_seed(10 * k + of_rank))
+
+
+def sgd(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*net.words.parameters(), *net.online.parameters()], lr=0.2, momentum=0.9)
+
+
+def soft_update(net: Net) -> None:
+    for target, online in zip(net.target.parameters(), net.online.parameters(), strict=True):
+        target.data.mul_(0.75).add_(online.data, alpha=0.25)
+
+
+def lerp(net: Net) -> None:
+    with torch.no_grad():
+        for target, online in zip(net.target.parameters(), net.online.parameters(), strict=True):
+            target.lerp_(online, 0.25)
+            online.clamp_(-0.3, 0.3)
+
+
+def foreach(net: Net) -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_(list(net.target.parameters()), list(net.online.parameters()), 0.25)
+        torch._foreach_mul_([param.detach() for param in net.online.parameters()], 0.5)
+
+
+def mix(net: Net) -> None:
+    for target, online in zip(net.target.parameters(), net.online.parameters(), strict=True):
+        target.data.copy_(0.1 * online.data + 0.9 * target.data)
+        online.data = online.data.clamp(-0.3, 0.3)
+
+
+def sync(net: Net) -> None:
+    net.target.load_state_dict(net.online.state_dict())
+
+
+def load(net: Net) -> None:
+    net.target.load_state_dict({name: torch.full_like(v, 0.1) for name, v in net.online.state_dict().items()})
+    net.online[0].load_state_dict({"weight": torch.full((6, 6), 0.2), "bias": torch.ones(6)})
+
+
+def initialize(net: Net) -> None:
+    torch.manual_seed(3)
+    net.words.reset_parameters()  # normal_, and zero for the padding
+    nn.init.orthogonal_(net.target[0].weight)
+    nn.init.xavier_uniform_(net.online[2].weight)
+    nn.init.zeros_(net.online[0].bias)
+    net.online[0].reset_parameters()
+
+
+def views(net: Net) -> None:
+    with torch.no_grad():
+        net.words.weight[1] = 0.5
+        net.words.weight[3, 2:4].fill_(0.25)
+        net.words.weight.data.view(-1)[3] += 1.0
+        net.online[0].weight.t()[0].mul_(2.0)
+        for row in (net.target[0].weight.data[2:]).unbind():
+            row.zero_()
+        torch.mul(net.target[0].bias, 2, out=net.target[0].bias)
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(net.target[2].bias) / 2, [net.target[2].bias])
+
+
+WRITES = [soft_update, lerp, foreach, mix, sync, load, initialize, views]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "options"),
+    [
+        (2, {}, {}),
+        (3, {}, {}),
+        (3, SHARDED, {}),
+        (3, SHARDED, {"param_memory_budget": "all"}),
+        (3, {**SHARDED, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, {}),
+    ],
+    ids=["2", "3, persistent", "3", "3, held", "3, offloaded"],
+)
+def test_writes_last(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    """Between a backward and its step, after the step, and after an evaluation, which leaves parameters gathered."""
+
+    def run() -> dict[str, float]:
+        errors = {}
+        for write in WRITES:
+            net = Net()
+            plain = copy.deepcopy(net)
+            engine, oracle = make_engine(net, sgd(net), stage, zero), Oracle(plain, sgd(plain))
+            attach(engine, **options)
+
+            def backward(k: int, engine: Any = engine, oracle: Oracle = oracle, plain: Net = plain) -> None:
+                engine.backward(engine(data(k, rank())))
+                oracle.backward(lambda r: plain(data(k, r)))
+
+            def both(call: Callable[[Any], Any], engine: Any = engine, oracle: Oracle = oracle) -> None:
+                call(engine)
+                call(oracle)
+
+            for k in range(3):
+                backward(k)
+                if k == 1:
+                    both(lambda trained, write=write: write(trained.module))
+                both(lambda trained: trained.step())
+                if k == 0:
+                    both(lambda trained, write=write: write(trained.module))
+            with torch.no_grad():
+                engine(data(9, rank()))
+            both(lambda trained, write=write: write(trained.module))
+            backward(5)
+            both(lambda trained: trained.step())
+            errors[write.__name__] = distance(full_parameters(net), full_parameters(plain))
+            engine.destroy()
+        return errors
+
+    for errors in run_ranks(run):
+        assert errors == dict.fromkeys(errors, 0.0)
+
+
+def penalty(net: Net) -> torch.Tensor:
+    return 0.1 * sum(param.pow(2).sum() for param in net.online.parameters()) + net.words.weight.abs().mean()
+
+
+@pytest.mark.parametrize(("zero", "options"), [({}, {}), (SHARDED, {}), (SHARDED, {"param_memory_budget": "all"})])
+def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[str, Any]) -> None:
+    """Computed beside the loss, and inside a forward."""
+
+    def run() -> list[float]:
+        errors = []
+        for inside in (False, True):
+            net = Net()
+            plain = copy.deepcopy(net)
+            engine, oracle = make_engine(net, sgd(net), 3, zero), Oracle(plain, sgd(plain))
+            attach(engine, **options)
+            net.penalty = plain.penalty = penalty if inside else net.penalty
+            for k in range(3):
+                for part in range(2):
+                    loss = engine(data(2 * k + part, rank())) + (0 if inside else penalty(net))
+                    engine.backward(loss)
+                    oracle.backward(
+                        lambda r, k=2 * k + part, i=inside, p=plain: p(data(k, r)) + (0 if i else penalty(p))
+                    )
+                engine.step()
+                oracle.step()
+            errors.append(distance(full_parameters(net), full_parameters(plain)))
+            engine.destroy()
+        return errors
+
+    for errors in run_ranks(run):
+        assert max(errors) < 1e-6  # a parameter's gradients are summed in another order
+
+
+@pytest.mark.parametrize("trace_gathers", [False, True])
+def test_a_penalty_in_a_compiled_forward(trace_gathers: bool) -> None:
+    def run() -> float:
+        net = Net()
+        plain = copy.deepcopy(net)
+        net.penalty = plain.penalty = penalty
+        engine, oracle = make_engine(net, sgd(net), 3, SHARDED), Oracle(plain, sgd(plain))
+        attach(engine, trace_gathers=trace_gathers)
+        engine.compile(backend="aot_eager")
+        for k in range(2):
+            engine.backward(engine(data(k, rank())))
+            oracle.backward(lambda r, k=k: plain(data(k, r)))
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    for error in run_ranks(run):
+        assert error < 1e-6
+
+
+def test_what_is_written_is_saved(tmp_path: Path) -> None:
+    """Of parameters that DeepSpeed keeps gathered, and of sharded ones, before any step follows."""
+
+    def run(stage: int, zero: dict[str, Any]) -> None:
+        net = Net()
+        engine = make_engine(net, sgd(net), stage, zero)
+        attach(engine)
+        engine.backward(engine(data(0, rank())))
+        engine.step()
+        for param in net.parameters():
+            param.data.fill_(0.5)
+        engine.save_checkpoint(str(tmp_path))
+        for param in net.parameters():
+            param.data.zero_()
+        engine.load_checkpoint(str(tmp_path))
+        assert all((full == 0.5).all() for full in full_parameters(net).values())
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.backward(engine(data(1, rank())))
+        engine.step()
+        assert all((full == 0.5).all() for full in full_parameters(net).values())
+
+    for stage, zero in ((1, {}), (2, {}), (3, {}), (3, SHARDED)):
+        run_ranks(run, stage, zero)
+
+
+def test_what_is_read_is_there() -> None:
+    """At rest; after a forward, which leaves parameters gathered or on their way; and after a step."""
+
+    def run() -> None:
+        net = Net()
+        engine = make_engine(net, sgd(net), 3, SHARDED)
+        zerosync = attach(engine)
+
+        def check() -> None:
+            expected = full_parameters(net)
+            for name, param in net.named_parameters():
+                assert torch.equal(param, expected[name]) and torch.equal(param.data, expected[name])
+                assert param.norm() == expected[name].norm() and param.shape == expected[name].shape
+                assert len(param) == len(expected[name]) and param.numel() == expected[name].numel()
+                assert param.dim() == param.data.dim() == expected[name].dim()
+                assert type(param * 1) is torch.Tensor and isinstance(param, nn.Parameter)
+                assert param.requires_grad == (not name.startswith("target")) and not param.detach().requires_grad
+                assert param.to(param.device) is param and param.float() is param
+                assert param.double().dtype is torch.float64 and param.grad is None
+            assert torch.equal(net.online[0].weight @ torch.ones(6), expected["online.0.weight"] @ torch.ones(6))
+            twin = copy.deepcopy(net.online[0].weight)
+            assert type(twin) is nn.Parameter and torch.equal(twin, expected["online.0.weight"])
+            assert str(list(net.online[0].weight.T.shape)) == "[6, 6]" and "sharded" in repr(net.online[0].weight)
+
+        check()
+        loss = engine(data(0, rank()))
+        net.online[0].weight.register_hook(lambda grad: None)
+        engine.backward(loss)
+        engine.zero_grad()
+        check()
+        with torch.inference_mode():
+            engine(data(0, rank()))
+            assert net.online[0].weight.norm() == full_parameters(net)["online.0.weight"].norm()
+        check()
+        engine.backward(engine(data(0, rank())))
+        engine.step()
+        check()
+        zerosync.detach()
+        assert {type(param) for param in net.parameters()} == {nn.Parameter}
+        engine.backward(engine(data(0, rank())))
+        engine.step()
+
+    run_ranks(run)
+
+
+def test_what_cannot_be_right_is_an_error() -> None:
+    def run() -> None:
+        net = Net()
+        engine = make_engine(net, sgd(net), 3, SHARDED)
+        zerosync = attach(engine)
+        weight, row = net.online[0].weight, net.online[0].weight.data[0]
+        assert row.norm() == full_parameters(net)["online.0.weight"][0].norm()
+        weight.data.mul_(2)
+        for use in (row.norm, row.zero_):
+            with pytest.raises(RuntimeError, match=r"'online.0.weight'.*after the parameter had changed"):
+                use()
+        row = weight.data[0]
+        engine.backward(engine(data(0, rank())))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"after the parameter had changed.*zerosync.full_parameters\(\)"):
+            row.zero_()
+        for state in (net.state_dict(), weight):
+            with pytest.raises(RuntimeError, match=r"to be saved while ZeRO-3 has it sharded.*full_state\(\)"):
+                torch.save(state, io.BytesIO())
+        with pytest.raises(RuntimeError, match=r"leaf Variable|in-place|inplace"):
+            weight.mul_(2)  # requires a gradient
+        with pytest.raises(ValueError, match=r"new data: \(3,\) of torch.float32 on cpu, where it is \(6, 6\)"):
+            weight.data = torch.zeros(3)
+        with zerosync.full_parameters():
+            torch.save(net.state_dict(), io.BytesIO())
+            assert type(weight) is nn.Parameter and weight.data_ptr()
+        engine.destroy()
+
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED)
+        zerosync = attach(engine, eager_frames=False)
+        engine.backward(engine(data(0, rank())))
+        for use in (net.online[0].weight.norm, net.online[0].weight.data.zero_):
+            with pytest.raises(RuntimeError, match=r"'online.0.weight' was read or written .*zerosync.full_parameters"):
+                use()
+        engine.step()
+        with zerosync.full_parameters():
+            net.online[0].weight.data.zero_()
+        assert not full_parameters(net)["online.0.weight"].any()
+
+    run_ranks(run)
