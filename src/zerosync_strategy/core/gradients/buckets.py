@@ -13,9 +13,9 @@ the buckets before it are complete, or at its end. Which ones depends on the opt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,6 +49,7 @@ class Bucket(ABC):
         layout: of the gradients.
         params: the parameters, in the order of the layout.
         deferred: their gradients may stay local until the window closes.
+        chunk_bytes: of a chunk, where the bucket may be divided.
         local: counts the bytes of the gradients.
         streams: of the engine.
         names: of the parameters, for profiles.
@@ -74,6 +75,8 @@ class Bucket(ABC):
         layout: ShardLayout,
         params: Sequence[Any],
         deferred: bool,
+        *,
+        chunk_bytes: int,
         local: LocalGradients,
         streams: Streams,
         names: Mapping[Any, str],
@@ -92,23 +95,34 @@ class Bucket(ABC):
         self.dtype = local.dtype if local.converts else params[0].dtype
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"
+        self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
+        self._place()
+
+    @abstractmethod
+    def _place(self) -> None:
+        """Find out where the gradients go: ``target`` and ``evenly_sharded``."""
 
     @abstractmethod
     def collect(self, param: Any) -> None:
         """Autograd has added to ``param.grad``: keep it where the bucket wants it."""
 
-    @abstractmethod
     def add(self, param: Any, gradient: torch.Tensor) -> None:
-        """Add ``gradient``, in full, to that of ``param``; its memory stays the caller's."""
+        """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
+        if param.grad is None:
+            with zero3.in_full_shape(param):
+                param.grad = gradient.to(param.dtype, copy=True)
+        else:
+            param.grad.add_(gradient)
 
     @abstractmethod
-    def chunks(self, limit: int, before: float) -> Iterator[Chunk]:
-        """Yield what to send, on the reduction stream: every gradient, zeros where there is none.
+    def chunks(self, before: float) -> Iterator[Chunk]:
+        """Yield what to send, on the reduction stream: every gradient, times ``before``; zeros where there is none."""
 
-        Args:
-            limit: bytes of a chunk, where the bucket may be divided.
-            before: a factor to multiply the gradients with.
-        """
+    def _columns(self, rows: torch.Tensor, offset: int, width: int) -> Iterator[Chunk]:
+        """Yield ``rows``, of which this rank's belongs at ``offset`` of its shard, by ``width`` columns."""
+        for first in range(0, rows.shape[1], width):
+            columns = rows[:, first : first + width]
+            yield Chunk(columns.to(self.layout.dtype), None, [(offset + first, columns.shape[1])])
 
     @abstractmethod
     def drop(self) -> None:
@@ -121,7 +135,34 @@ class Bucket(ABC):
         self.drop()
 
 
-def runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred: set[Any]) -> Iterator[list[Any]]:
+_B = TypeVar("_B", bound=Bucket)
+
+
+def make_buckets(
+    make: Callable[[Any, list[Any], bool], _B],
+    layouts: Sequence[ShardLayout],
+    local: LocalGradients,
+    config: ZeroSyncConfig,
+    limit: int,
+) -> Iterator[list[_B]]:
+    """Yield the buckets of each layout, all in the order in which backward is expected to complete them.
+
+    Args:
+        make: of a layout, its parameters, and whether they are deferred.
+        layouts: of all gradients, in the order of the parameters.
+        local: knows the bytes of each gradient.
+        config: says what may be deferred.
+        limit: bytes of a bucket with several parameters.
+    """
+    params = [param for layout in layouts for param in layout.params]
+    nbytes = {param: local.nbytes(param) for param in params}
+    deferred, limit = _choose_deferred(nbytes, config, limit)
+    for layout in reversed(layouts):
+        runs = _runs(layout.params, nbytes, limit, deferred)
+        yield [make(layout, members, members[0] in deferred) for members in runs]
+
+
+def _runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred: set[Any]) -> Iterator[list[Any]]:
     """Cut ``params`` into runs of at most ``limit`` bytes, or one parameter, of which all or none are deferred.
 
     From the last parameter to the first, which is about the order in which backward completes them; each run is in the
@@ -139,14 +180,11 @@ def runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred:
         yield members[::-1]
 
 
-def choose_deferred(
-    params: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
-) -> tuple[set[Any], int]:
+def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
     """Return the parameters whose gradients may stay local until the window closes, and the bytes of a bucket.
 
     Args:
-        params: in the order of the model.
-        local: knows the bytes of each gradient.
+        nbytes: of each gradient, in the order of the model.
         config: says what may be deferred.
         limit: bytes of a bucket with several parameters.
     """
@@ -154,26 +192,15 @@ def choose_deferred(
     if not config.coalesce:
         return set(), limit
     if budget is None:
-        return set(params), limit
+        return set(nbytes), limit
     # What streams takes an eighth of the budget at most before it is reduced. What may be deferred is one run of
     # parameters, because each change between deferred and streamed ends a bucket. Backward completes it last.
     limit = min(limit, budget // 8)
     free = budget - limit
     deferred = set()
-    for param in params:
-        free -= local.nbytes(param)
+    for param, size in nbytes.items():
+        free -= size
         if free < 0:
             break
         deferred.add(param)
     return deferred, limit
-
-
-def part_of(ranges: list[tuple[int, int]], skip: int, size: int) -> list[tuple[int, int]]:
-    """Return the ranges of ``size`` elements of ``ranges``, ``(offset, elements)``, after the first ``skip``."""
-    found = []
-    for offset, numel in ranges:
-        first, last = max(0, skip), min(numel, skip + size)
-        if first < last:
-            found.append((offset + first, last - first))
-        skip -= numel
-    return found

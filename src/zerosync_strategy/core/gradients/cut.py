@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.gradients.buckets import Bucket, Chunk, choose_deferred, runs
+from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import CutLayout
-from zerosync_strategy.core.gradients.local import LocalGradients, add_to_grad
-
-SMALL = 4 * 2**20
-"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
 
 
 class CutBucket(Bucket):
@@ -23,16 +17,8 @@ class CutBucket(Bucket):
 
     layout: CutLayout
 
-    def __init__(
-        self,
-        layout: CutLayout,
-        params: Sequence[Any],
-        deferred: bool,
-        local: LocalGradients,
-        streams: Streams,
-        names: Mapping[Any, str],
-    ) -> None:
-        super().__init__(layout, params, deferred, local, streams, names)
+    def _place(self) -> None:
+        layout, params = self.layout, self.params
         self._counted: set[int] = set()  # ids of parameters
         self._width = sum(layout.shard_numels[param] for param in params)
         self._numels = [zero3.full_numel(param) for param in params]
@@ -54,10 +40,7 @@ class CutBucket(Bucket):
             self._counted.add(id(param))
             self.local.count(self.local.nbytes(param))
 
-    def add(self, param: Any, gradient: torch.Tensor) -> None:
-        add_to_grad(param, gradient)
-
-    def chunks(self, limit: int, before: float) -> Iterator[Chunk]:
+    def chunks(self, before: float) -> Iterator[Chunk]:
         layout = self.layout
         gradients = [self._gradient(param) for param in self.params]
         device = self.params[0].device
@@ -81,14 +64,9 @@ class CutBucket(Bucket):
                 self.streams.record_stream_for_reduction(gradient)
         if before != 1.0:
             packed.mul_(before)
-        ((offset, _),) = self.target
+        ((offset, width),) = self.target
         # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
-        width = max(1, limit // (layout.world_size * layout.dtype.itemsize))
-        if len(self.params) > 1:
-            width = self._width
-        for first in range(0, self._width, width):
-            columns = packed[:, first : first + width]
-            yield Chunk(columns, None, [(offset + first, columns.shape[1])])
+        yield from self._columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
 
     def drop(self) -> None:
         for param in self.params:
@@ -101,35 +79,3 @@ class CutBucket(Bucket):
     def _gradient(self, param: Any) -> torch.Tensor | None:
         gradient: torch.Tensor | None = zero.accumulated_gradient(param) if self.local.converts else param.grad
         return gradient
-
-
-def make_cut_buckets(
-    layouts: Sequence[CutLayout],
-    local: LocalGradients,
-    streams: Streams,
-    config: ZeroSyncConfig,
-    limit: int,
-    names: Mapping[Any, str],
-) -> list[CutBucket]:
-    """Return the buckets in the order in which backward is expected to complete them.
-
-    Args:
-        layouts: of all gradients, in the order of the parameters.
-        local: knows the bytes of each gradient.
-        streams: of the engine.
-        config: says what may be deferred.
-        limit: bytes of a bucket with several parameters.
-        names: of the parameters, for profiles.
-    """
-    params = [param for layout in layouts for param in layout.params]
-    nbytes = {param: local.nbytes(param) for param in params}
-    # While a bucket is packed, its gradients are there twice: a quarter of a small model, and not all of it.
-    limit = min(limit, max(sum(nbytes.values()) // 4, SMALL))
-    deferred, limit = choose_deferred(params, local, config, limit)
-    buckets = [
-        CutBucket(layout, members, members[0] in deferred, local, streams, names)
-        for layout in layouts
-        for members in runs(layout.params, nbytes, limit, deferred)
-    ]
-    # With several layouts, those of the later modules first.
-    return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))

@@ -7,44 +7,40 @@ the matrix of all shards itself. Any other one has each owner's part in one piec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import Owners
-from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.gradients.buckets import Bucket, Chunk, choose_deferred, part_of, runs
+from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import FlatLayout
-from zerosync_strategy.core.gradients.local import LocalGradients, add_to_grad
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one reduction sends of a bucket with owners: elements ``first`` to ``last``. See :class:`Chunk`."""
+
+    first: int
+    last: int
+    owners: Owners
+    target: list[tuple[int, int]]
 
 
 class FlatBucket(Bucket):
-    """A bucket of one flat layout. See :class:`Bucket`.
-
-    Attributes:
-        owners: which rank receives which part of it; ``None`` for the matrix of all shards.
-    """
+    """A bucket of one flat layout. See :class:`Bucket`."""
 
     layout: FlatLayout
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        params: Sequence[Any],
-        deferred: bool,
-        local: LocalGradients,
-        streams: Streams,
-        names: Mapping[Any, str],
-    ) -> None:
-        super().__init__(layout, params, deferred, local, streams, names)
+    def _place(self) -> None:
+        layout = self.layout
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
         self._views: dict[int, torch.Tensor] = {}  # by id of the parameter, of what is in its place
         self._begins: dict[Any, int] = {}  # of each parameter in the memory
         self._blanks: list[tuple[int, int]] = []
-        self.owners: Owners | None = None
+        self._pieces: list[_Piece] | None = None
         by_offset = sorted(self.params, key=layout.offsets.__getitem__)
         if len(self.params) == len(layout.params):
             self._begins = {param: layout.offsets[param] for param in by_offset}
@@ -81,8 +77,16 @@ class FlatBucket(Bucket):
                         self.target.append((column, size))
                 offset += size
         self._numel = -(-end // layout.world_size) * layout.world_size
-        self.owners = Owners(sizes, layout.rank, layout.world_size, self._numel)
+        self._pieces = list(self._cut(Owners(sizes, layout.rank, layout.world_size, self._numel)))
         self.evenly_sharded = len(sizes) == layout.world_size and max(sizes.values()) * len(sizes) <= 1.25 * end
+
+    def _cut(self, owners: Owners) -> Iterator[_Piece]:
+        size = self._chunk_width * self.layout.world_size
+        for first in range(0, self._numel, size):
+            last = min(first + size, self._numel)
+            of_piece = owners.between(first, last)
+            target = _part_of(self.target, owners.own_elements_before(first), of_piece.own_size)
+            yield _Piece(first, last, of_piece, target)
 
     def collect(self, param: Any) -> None:
         gradient, view = param.grad, self._views.get(id(param))
@@ -100,28 +104,21 @@ class FlatBucket(Bucket):
 
     def add(self, param: Any, gradient: torch.Tensor) -> None:
         if param.grad is not None or self.local.converts:
-            add_to_grad(param, gradient)
-            return
-        param.grad = self._place_of(param).copy_(gradient)
+            super().add(param, gradient)
+        else:
+            param.grad = self._place_of(param).copy_(gradient)
 
-    def chunks(self, limit: int, before: float) -> Iterator[Chunk]:
+    def chunks(self, before: float) -> Iterator[Chunk]:
         memory = self._complete()
-        layout = self.layout
         if before != 1.0:
             memory.mul_(before)
-        width = max(1, limit // (layout.world_size * layout.dtype.itemsize))
-        if self.owners is None:
-            rows = memory.view(layout.world_size, layout.shard_numel)
-            for first in range(0, layout.shard_numel, width):
-                columns = rows[:, first : first + width]
-                yield Chunk(columns.to(layout.dtype), None, [(first, columns.shape[1])])
+        if self._pieces is None:
+            rows = memory.view(self.layout.world_size, self.layout.shard_numel)
+            yield from self._columns(rows, 0, self._chunk_width)
             return
-        size = width * layout.world_size
-        for first in range(0, self._numel, size):
-            owners = self.owners.between(first, min(first + size, self._numel))
-            skipped = self.owners.own_elements_before(first)
-            target = part_of(self.target, skipped, owners.own_size)
-            yield Chunk(memory[first : first + size].to(layout.dtype), owners, target)
+        for piece in self._pieces:
+            part = memory[piece.first : piece.last].to(self.layout.dtype)
+            yield Chunk(part, piece.owners, piece.target)
 
     def drop(self) -> None:
         if self._memory is not None:
@@ -161,40 +158,35 @@ class FlatBucket(Bucket):
         return view
 
 
-def make_flat_buckets(
-    layouts: Sequence[FlatLayout],
-    local: LocalGradients,
-    streams: Streams,
-    config: ZeroSyncConfig,
-    limit: int,
-    names: Mapping[Any, str],
+def merge_deferred(
+    by_layout: Iterable[list[FlatBucket]], make: Callable[[FlatLayout, list[Any], bool], FlatBucket]
 ) -> list[FlatBucket]:
-    """Return the buckets in the order in which backward is expected to complete them.
-
-    Those that may be deferred are one bucket per layout, unless smaller ones are spread evenly over the ranks.
+    """Make one bucket of those that are deferred in a layout, unless they are spread evenly over the ranks.
 
     Args:
-        layouts: of all gradients, in the order of the parameters.
-        local: knows the bytes of each gradient.
-        streams: of the engine.
-        config: says what may be deferred.
-        limit: bytes of a bucket with several parameters.
-        names: of the parameters, for profiles.
+        by_layout: the buckets of each layout.
+        make: of a layout, its parameters, and whether they are deferred.
     """
-    params = [param for layout in layouts for param in layout.params]
-    nbytes = {param: local.nbytes(param) for param in params}
-    deferred, limit = choose_deferred(params, local, config, limit)
-    buckets = []
-    for layout in reversed(layouts):
-        made = [
-            FlatBucket(layout, members, members[0] in deferred, local, streams, names)
-            for members in runs(layout.params, nbytes, limit, deferred)
-        ]
-        if not all(bucket.evenly_sharded for bucket in made if bucket.deferred):
-            merged = [param for param in layout.params if param in deferred]
-            made = [bucket for bucket in made if not bucket.deferred]
-            made.append(FlatBucket(layout, merged, True, local, streams, names))
-            if len(layouts) == 1:
-                made[-1].evenly_sharded = False  # complete at the end of a backward only, it would overlap nothing
-        buckets += made
-    return buckets
+    by_layout = list(by_layout)
+    merged = []
+    for buckets in by_layout:
+        apart = [bucket for bucket in buckets if bucket.deferred]
+        if not all(bucket.evenly_sharded for bucket in apart):
+            layout, params = apart[0].layout, {param for bucket in apart for param in bucket.params}
+            whole = make(layout, [param for param in layout.params if param in params], True)
+            if len(by_layout) == 1:
+                whole.evenly_sharded = False  # complete at the end of a backward only, it would overlap nothing
+            buckets = [*(bucket for bucket in buckets if not bucket.deferred), whole]
+        merged += buckets
+    return merged
+
+
+def _part_of(ranges: list[tuple[int, int]], skip: int, size: int) -> list[tuple[int, int]]:
+    """Return the ranges of ``size`` elements of ``ranges``, ``(offset, elements)``, after the first ``skip``."""
+    found = []
+    for offset, numel in ranges:
+        first, last = max(0, skip), min(numel, skip + size)
+        if first < last:
+            found.append((offset + first, last - first))
+        skip -= numel
+    return found

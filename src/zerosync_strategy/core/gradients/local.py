@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from zerosync_strategy.core.engine import zero, zero3
 
 
@@ -36,12 +34,3 @@ class LocalGradients:
     def reset_peak(self) -> None:
         """Count the peak anew."""
         self.peak_bytes = self._bytes
-
-
-def add_to_grad(param: Any, gradient: torch.Tensor) -> None:
-    """Add ``gradient``, in full, to ``param.grad``, as autograd does; its memory stays the caller's."""
-    if param.grad is None:
-        with zero3.in_full_shape(param):
-            param.grad = gradient.to(param.dtype, copy=True)
-    else:
-        param.grad.add_(gradient)

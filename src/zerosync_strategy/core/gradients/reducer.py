@@ -85,8 +85,8 @@ class Reducer(ABC):
         self.is_native = bool(self.layouts) and all(
             is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
         )
-        self._limit = zero.reduce_bucket_bytes(optimizer) if self.is_native else CHUNK_BYTES
-        self.buckets = self._make_buckets(config, self._limit, names)
+        limit = zero.reduce_bucket_bytes(optimizer) if self.is_native else CHUNK_BYTES
+        self.buckets = self._make_buckets(config, limit, names)
         self.sent_floor = 0
         self.norm: torch.Tensor | None = None
         self._ordered = config.reduction == "ordered"
@@ -112,7 +112,8 @@ class Reducer(ABC):
     def _read_layouts(self) -> Sequence[ShardLayout]: ...
 
     @abstractmethod
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> Sequence[Bucket]: ...
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> Sequence[Bucket]:
+        """Return the buckets, of ``limit`` bytes, in the order in which backward is expected to complete them."""
 
     @abstractmethod
     def _allocate_shards(self) -> None:
@@ -254,7 +255,7 @@ class Reducer(ABC):
         self._settle_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
-            for chunk in bucket.chunks(self._limit, before):
+            for chunk in bucket.chunks(before):
                 self._wait_reduce_scatter((IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT) - 1)
                 targets, adds = self._parts(layout, chunk.target), bucket.is_reduced
                 if chunk.owners is not None:

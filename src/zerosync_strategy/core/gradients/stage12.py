@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from zerosync_strategy.core.comm.collectives import all_gather
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
-from zerosync_strategy.core.gradients.flat import FlatBucket, make_flat_buckets
+from zerosync_strategy.core.gradients.buckets import make_buckets
+from zerosync_strategy.core.gradients.flat import FlatBucket, merge_deferred
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
 
@@ -34,7 +36,8 @@ class Stage12Reducer(Reducer):
         ]
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[FlatBucket]:
-        return make_flat_buckets(self.layouts, self.local, self.streams, config, limit, names)
+        make = partial(FlatBucket, chunk_bytes=limit, local=self.local, streams=self.streams, names=names)
+        return merge_deferred(make_buckets(make, self.layouts, self.local, config, limit), make)
 
     def _allocate_shards(self) -> None:
         for layout in self.layouts:

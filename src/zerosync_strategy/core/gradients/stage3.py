@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,9 +13,13 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.gradients.cut import CutBucket, make_cut_buckets
+from zerosync_strategy.core.gradients.buckets import make_buckets
+from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
+
+SMALL_BYTES = 4 * 2**20
+"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
 
 
 class Stage3Reducer(Reducer):
@@ -23,7 +29,7 @@ class Stage3Reducer(Reducer):
 
     def _read_layouts(self) -> list[CutLayout]:
         optimizer = self.optimizer
-        self._shards_on_device = not zero3.is_offloaded(optimizer)
+        self._shards_on_device = not zero.offloads(optimizer)
         by_group: dict[Any, list[Any]] = {}
         for param in (param for group in zero3.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3.gradient_group(optimizer, param), []).append(param)
@@ -39,7 +45,12 @@ class Stage3Reducer(Reducer):
         return layouts
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
-        return make_cut_buckets(self.layouts, self.local, self.streams, config, limit, names)
+        make = partial(CutBucket, chunk_bytes=limit, local=self.local, streams=self.streams, names=names)
+        # While a bucket is packed, its gradients are there twice: a quarter of a small model, and not all of it.
+        limit = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
+        buckets = chain.from_iterable(make_buckets(make, self.layouts, self.local, config, limit))
+        # With several layouts, those of the later modules first.
+        return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
     def _allocate_shards(self) -> None:
         pass  # DeepSpeed keeps them
