@@ -6,8 +6,8 @@ torch's fake process group takes every collective, and moves nothing. So what is
 operators (ATen calls), collectives by kind with the bytes that one rank sends for them, and Python calls (cProfile).
 Seconds are this process's; they include a CPU's own copies, which on a GPU run beside the host. Values mean nothing:
 sums lack the other ranks' parts. DeepSpeed's own reduction ("stock") beside ZeroSync's on each stage; "3-held" has
-``param_memory_budget="all"``. Peaks of memory are those of the process above what it had before the forward, as
-multiples of the bytes of all parameters, which are those of all gradients.
+``param_memory_budget="all"``, "streamed" has ``coalesce=False``. Peaks of memory are those of the process above what
+it had before the forward, as multiples of the bytes of all parameters, which are those of all gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = ("stock-1", "stock-2", "stock-3", "zerosync-1", "zerosync-2", "zerosync-3", "zerosync-3-held", "torch")
+OPTIONS: dict[str, dict[str, Any]] = {"held": {"param_memory_budget": "all"}, "streamed": {"coalesce": False}}
+SYSTEMS = (
+    *("stock-1", "stock-2", "stock-3", "zerosync-1", "zerosync-2", "zerosync-2-streamed"),
+    *("zerosync-3", "zerosync-3-streamed", "zerosync-3-held", "torch"),
+)
 HERE = Path(__file__).resolve().parent
 
 
@@ -55,7 +59,7 @@ def measure(
 
         prepare_cpu()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        kind, stage, *held = system.split("-")
+        kind, stage, *option = system.split("-")
         zero: dict[str, Any] = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
         if bucket is not None:
             zero |= {"reduce_bucket_size": bucket}
@@ -69,7 +73,7 @@ def measure(
         forward = engine
         if kind == "zerosync":
             began = time.perf_counter()
-            attach(engine, **({"param_memory_budget": "all"} if held else {}))
+            attach(engine, **(OPTIONS[option[0]] if option else {}))
             attach_seconds = time.perf_counter() - began
 
     x = torch.ones(1, width)

@@ -29,6 +29,15 @@ def test_a_step_costs_the_same_on_a_thousand_ranks(stage: int, most: float) -> N
         assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
 
 
+@pytest.mark.parametrize("bucket", [None, 2 * WIDTH * (WIDTH + 1)])
+def test_streaming_costs_the_same_on_a_thousand_ranks(bucket: int | None) -> None:
+    """With small buckets each is of few ranks: of ours on 8, of hundreds on 1,024."""
+    on_8, on_1024 = (measured("zerosync-2-streamed", world_size, bucket=bucket) for world_size in (8, 1024))
+    for part in ("forward and backward", "step"):
+        assert on_1024["aten_calls"][part] <= 1.2 * on_8["aten_calls"][part]
+    assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [8, 1024])
 def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None:

@@ -52,6 +52,8 @@ class Owners:
     Attributes:
         ranges: by rank, where its part begins and ends.
         own_size: the elements that this rank receives.
+        owned: the elements that any rank receives.
+        is_even: all ranks receive as many, and nothing is padding.
     """
 
     def __init__(self, sizes: Mapping[int, int], rank: int, world_size: int, numel: int) -> None:
@@ -61,6 +63,7 @@ class Owners:
         for owner in sorted(sizes):
             self.ranges[owner] = (end, end + sizes[owner])
             end += sizes[owner]
+        self.owned = end
         self.own_size = sizes.get(rank, 0)
         self.is_even = len(sizes) == world_size and len(set(sizes.values())) == 1 and end == numel
 
@@ -77,8 +80,19 @@ class Owners:
         begin, end = self.ranges.get(self.rank, (0, 0))
         return max(0, min(element, end) - begin)
 
+    def part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """Return what ``owner`` receives of the flat ``tensor``; empty if that is nothing."""
+        begin, end = self.ranges.get(owner, (0, 0))
+        return tensor[begin:end]
+
     @functools.cached_property
-    def splits(self) -> tuple[list[int], list[int]]:
+    def sizes(self) -> tuple[int, ...]:
+        """By rank: the elements that it receives. A tuple: DeepSpeed looks at each element of a list (H1)."""
+        ranges = (self.ranges.get(owner, (0, 0)) for owner in range(self.world_size))
+        return tuple(end - begin for begin, end in ranges)
+
+    @functools.cached_property
+    def splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """By rank: the elements that it receives, and those that this rank receives from it.
 
         The latter where all ranks have as many consecutive elements of the tensor.
@@ -91,7 +105,7 @@ class Owners:
         first, last = self.ranges.get(self.rank, (0, 0))
         for source in range(first // width, -(-last // width) if last else 0):
             received[source] = min(last, (source + 1) * width) - max(first, source * width)
-        return sent, received
+        return tuple(sent), tuple(received)
 
 
 REDUCED_ONE_BY_ONE = 8
@@ -100,8 +114,12 @@ REDUCED_ONE_BY_ONE = 8
 
 def is_native(process_group: Any, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
-    return backends.get(device.type) not in ("gloo", None)
+    return _backend_by_device(dist.get_backend_config(process_group)).get(device.type) not in ("gloo", None)
+
+
+@functools.cache
+def _backend_by_device(backend_config: str) -> dict[str, str]:
+    return dict(pair.split(":") for pair in backend_config.split(","))
 
 
 def reduce_scatter(
@@ -160,35 +178,39 @@ def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, o
     from deepspeed import comm
 
     rank, world_size = owners.rank, owners.world_size
-    parts = {owner: packed[begin:end] for owner, (begin, end) in owners.ranges.items()}
-    own = parts.get(rank, packed[:0])
+    own = owners.part(packed, rank)
     if not is_native(process_group, packed.device):
-        empty = packed[:0]
         received = packed.new_empty(world_size - 1, owners.own_size).unbind(0)
         gathered = [*received[:rank], own, *received[rank:]]
-        exchange = _exchange([parts.get(peer, empty) for peer in range(world_size)], gathered, process_group, tag)
+        sent = [owners.part(packed, peer) for peer in range(world_size)]
+        exchange = _exchange(sent, gathered, process_group, tag)
         return Pending(lambda: _sum_when_done(exchange, gathered, None), exchange.works)
     if ordered:
         received_all = packed.new_empty(world_size, owners.own_size)
-        sizes = [len(parts.get(peer, ())) for peer in range(world_size)]
-        used = packed[: sum(sizes)]
-        splits = [owners.own_size] * world_size
-        work = comm.all_to_all_single(received_all.view(-1), used, splits, sizes, group=process_group, async_op=True)
+        used, splits = packed[: owners.owned], (owners.own_size,) * world_size
+        work = comm.all_to_all_single(
+            received_all.view(-1), used, splits, owners.sizes, group=process_group, async_op=True
+        )
         return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=used)), [work])
     if owners.is_even:
         return reduce_scatter(packed.view(world_size, -1), process_group, ordered)
-    if len(parts) <= REDUCED_ONE_BY_ONE:
+    if len(owners.ranges) <= REDUCED_ONE_BY_ONE:
         works = [
-            comm.reduce(part, dst=dist.get_global_rank(process_group, owner), group=process_group, async_op=True)
-            for owner, part in parts.items()
+            comm.reduce(
+                owners.part(packed, owner),
+                dst=dist.get_global_rank(process_group, owner),
+                group=process_group,
+                async_op=True,
+            )
+            for owner in owners.ranges
         ]
         return Pending(lambda: _when_done(_Works(works), own, keep=packed), works)
     scattered = packed.new_empty(owners.numel // world_size)
     comm.reduce_scatter_tensor(scattered, packed, group=process_group, async_op=True).wait()
     result = packed.new_empty(owners.own_size)
-    sent, received_sizes = owners.splits
-    used = scattered[: sum(sent)]
-    work = comm.all_to_all_single(result, used, received_sizes, sent, group=process_group, async_op=True)
+    forwarded, arriving = owners.splits
+    used = scattered[: sum(forwarded)]
+    work = comm.all_to_all_single(result, used, arriving, forwarded, group=process_group, async_op=True)
     return Pending(lambda: _when_done(_Works([work]), result, keep=used), [work])
 
 
