@@ -8,6 +8,8 @@ before they send anything else; nothing is sent or waited for where nothing was 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,21 +21,61 @@ from zerosync_strategy.core.failures.rank_status import RankError
 _POLL = 0.02  # seconds
 
 
-def require_same_begun(window: str, begun: int, process_group: Any) -> None:
-    """Compare how many reductions each rank of ``process_group`` has begun in a window that it has aborted.
+class BegunReductions:
+    """The reductions that this rank has begun in a window, and has to compare with the others' if it aborts it.
 
     Args:
-        window: a name that is the same on all ranks.
-        begun: the reductions of this rank.
-
-    Raises:
-        RankError: the numbers differ, or not all ranks have aborted within the timeout of the group.
+        name: of what reduces, the same on all ranks.
+        process_groups: in which it does.
     """
+
+    def __init__(self, name: str, process_groups: Iterable[Any]) -> None:
+        self._name = name
+        self._groups = list(dict.fromkeys(process_groups))
+        self._expected = False  # from here on, another rank may have begun some
+        self._begun: Counter[Any] = Counter()  # by process group
+        self._aborted: Counter[Any] | None = None  # those of an aborted window, until they are compared
+        self._compared = 0
+
+    def expect(self) -> None:
+        """Ranks may begin reductions from here on."""
+        self._expected = True
+
+    def add(self, process_group: Any) -> None:
+        """This rank has begun one."""
+        self._begun[process_group] += 1
+
+    def close(self) -> None:
+        """The window ends with all of them complete."""
+        self._expected = False
+        self._begun.clear()
+
+    def abort(self) -> None:
+        """The window ends anywhere."""
+        if self._expected and self._aborted is None:
+            self._aborted = self._begun.copy()
+        self.close()
+
+    def compare_aborted(self) -> None:
+        """Before the first reduction after an aborted window: nothing of that one may meet it. A collective call.
+
+        Raises:
+            RankError: the numbers differ, or not all ranks have aborted within the timeout of a group.
+        """
+        if self._aborted is None:
+            return
+        begun, self._aborted = self._aborted, None
+        self._compared += 1
+        for group in self._groups:
+            _require_same(f"{self._name}/{self._compared}", begun[group], group)
+
+
+def _require_same(window: str, begun: int, process_group: Any) -> None:
     group: Any = dist.group.WORLD if process_group is None else process_group
     size, timeout = dist.get_world_size(process_group), timeout_of(process_group)
     store = dist.distributed_c10d._get_default_store()
     key = f"zerosync/aborted/{window}/{group.group_name}"
-    alike = store.add(f"{key}/{begun}", 1)
+    store.add(f"{key}/{begun}", 1)
     arrived = store.add(key, 1)
     until = time.monotonic() + timeout.total_seconds()
     while arrived < size:

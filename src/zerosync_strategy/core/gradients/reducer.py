@@ -10,7 +10,7 @@ proportion to the number of parameters, whatever the number of ranks (H1).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -23,7 +23,7 @@ from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.failures.aborted import require_same_begun
+from zerosync_strategy.core.failures.aborted import BegunReductions
 from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
@@ -98,12 +98,7 @@ class Reducer(ABC):
         self._abandoned: list[_InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
         self._streaming_backwards = 0
-        # Of this window, whether ranks may have begun reductions, and how many this one has, by process group.
-        self._may_have_begun = False
-        self._begun: Counter[Any] = Counter()
-        self._aborted: Counter[Any] | None = None  # those of an aborted window, until the ranks have compared them
-        self._aborts = 0
-        self._number = next(_numbers)
+        self._begun = BegunReductions(str(next(_numbers)), (layout.process_group for layout in self.layouts))
         self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
@@ -162,7 +157,7 @@ class Reducer(ABC):
             bucket.pending = set(map(id, bucket.params))
         self.is_streaming = bool(self._to_stream)
         if self.is_streaming:
-            self._may_have_begun = True
+            self._begun.expect()
             self._streaming_backwards += 1
             self.streams.reductions_wait_for_caller()
 
@@ -210,7 +205,7 @@ class Reducer(ABC):
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over the ranks what is not reduced yet, into the shards. A collective call."""
-        self._may_have_begun = True
+        self._begun.expect()
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
                 if bucket.needs_reduce:
@@ -232,8 +227,7 @@ class Reducer(ABC):
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
         self._windows_closed += 1
         self._streaming_backwards = 0
-        self._may_have_begun = False
-        self._begun.clear()
+        self._begun.close()
 
     def end_window(self) -> None:
         """The step has used the shards."""
@@ -252,7 +246,7 @@ class Reducer(ABC):
         # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
         tag = self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
         before, _ = self._scales(layout)
-        self._settle_aborted()
+        self._begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
             for chunk in bucket.chunks(before):
@@ -263,7 +257,7 @@ class Reducer(ABC):
                 else:
                     out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
                     pending = reduce_scatter(chunk.rows, layout.process_group, self._ordered, tag, out)
-                self._begun[layout.process_group] += 1
+                self._begun.add(layout.process_group)
                 self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))
         bucket.is_reduced = True
         bucket.mark_reduced()
@@ -302,15 +296,6 @@ class Reducer(ABC):
             self._allocate_shards()
             self._shards_ready = True
 
-    def _settle_aborted(self) -> None:
-        """Before the first reduction after an aborted window: nothing of that one may meet it."""
-        if self._aborted is None:
-            return
-        begun, self._aborted = self._aborted, None
-        window = f"{self._number}/{self._windows_closed}/{self._aborts}"
-        for group in dict.fromkeys(layout.process_group for layout in self.layouts):
-            require_same_begun(window, begun[group], group)
-
     # ---- dropping --------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
@@ -327,11 +312,8 @@ class Reducer(ABC):
 
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""
-        self._aborts += 1
-        if self.is_native and self._may_have_begun and self._aborted is None:
-            self._aborted = self._begun.copy()
-        self._may_have_begun = False
-        self._begun.clear()
+        if self.is_native:
+            self._begun.abort()
         self.drop()
         zero.forget_backward(self.optimizer)
 
