@@ -114,12 +114,17 @@ REDUCED_ONE_BY_ONE = 8
 
 def is_native(process_group: Any, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
-    return _backend_by_device(dist.get_backend_config(process_group)).get(device.type) not in ("gloo", None)
+    return backend_for(process_group, device.type) not in ("gloo", None)
+
+
+def backend_for(process_group: Any, device_type: str) -> str | None:
+    """Return the backend of ``process_group`` for tensors on devices of a type, if it has one."""
+    return _backends(dist.get_backend_config(process_group)).get(device_type)
 
 
 @functools.cache
-def _backend_by_device(backend_config: str) -> dict[str, str]:
-    return dict(pair.split(":") for pair in backend_config.split(","))
+def _backends(config: str) -> dict[str, str]:
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 def reduce_scatter(

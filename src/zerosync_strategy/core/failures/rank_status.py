@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm.collectives import backend_for
 from zerosync_strategy.core.failures.answers import Answer, lines_of
 from zerosync_strategy.core.failures.deadlock import DeadlockWatch
 from zerosync_strategy.core.failures.inquiry import Inquiries
@@ -47,9 +48,10 @@ class RankStatus:
     Args:
         store: the store of the process group.
         rank, world_size: of this process.
+        watch: look for deadlocks, in a thread. For gloo: NCCL's calls return before they are complete.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, watch: bool = False) -> None:
         self._rank = rank
         self._activities: list[tuple[str, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
@@ -60,7 +62,7 @@ class RankStatus:
         self._watch: DeadlockWatch | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
             self._inquiries = Inquiries(store, rank, world_size, self._status)
-            if world_size > 1:
+            if watch:
                 self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
 
     @contextmanager
@@ -169,7 +171,9 @@ def rank_status() -> RankStatus:
             _current[1].end()
             waits.forget()
         store = dist.distributed_c10d._get_default_store()
-        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size())
+        world_size = dist.get_world_size()
+        watch = world_size > 1 and backend_for(None, "cpu") == "gloo"
+        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), world_size, watch)
     return _current[1]
 
 
