@@ -33,6 +33,7 @@ from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
+from zerosync_strategy.core.optimizers import listed
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
@@ -105,7 +106,7 @@ class AttachedEngine:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
-        self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
+        self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
@@ -291,9 +292,8 @@ class AttachedEngine:
         found, self._with_gradient = self._with_gradient, set()
         names = [repr(self._names[p]) for p in self.reducer.params if p.requires_grad and p not in found]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
-                f"step() found no gradient of {', '.join(names[:3])}{more} since the last step, and the configuration"
+                f"step() found no gradient of {listed(names)} since the last step, and the configuration"
                 " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
                 " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
             )
@@ -302,7 +302,7 @@ class AttachedEngine:
         if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
             self._with_gradient = set()  # what a dropped window had
         with self._parameters_as_they_are():
-            if thawed := [param for param in self._frozen if param.requires_grad]:
+            if thawed := [param for param in self._untrained if param.requires_grad]:
                 self._check_trained(thawed)
             if self.cache is not None:
                 self.cache.backward_begins()
@@ -499,9 +499,8 @@ class AttachedEngine:
         trained = {id(param) for engine in _engines for param in engine.reducer.params}
         names = [repr(self._names[param]) for param in thawed if id(param) not in trained]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
-                f"backward() found that {', '.join(names[:3])}{more} required no gradient when the DeepSpeed engine was"
+                f"backward() found that {listed(names)} required no gradient when the DeepSpeed engine was"
                 " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine is"
                 " built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that is not"
                 " to be trained must stay frozen."

@@ -69,7 +69,7 @@ def dtype_problem(module: torch.nn.Module) -> str:
     if not names:
         return ""
     return (
-        f"parameters are complex: {_listed(names)}. ZeRO's flat shards are real and drop the imaginary parts, and"
+        f"parameters are complex: {listed(names)}. ZeRO's flat shards are real and drop the imaginary parts, and"
         " DeepSpeed makes a whole parameter group complex where one is. Keep them as real parameters with a last"
         " dimension of 2, and use torch.view_as_complex() in forward()."
     )
@@ -92,12 +92,12 @@ def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) ->
     if not foreign:
         return ""
     return (
-        f"the optimizer has parameters that are not in the {type(module).__name__}: {_listed(foreign)}. Make"
+        f"the optimizer has parameters that are not in the {type(module).__name__}: {listed(foreign)}. Make"
         " each an nn.Parameter of the module, or of a module in it, before the optimizer is made."
     )
 
 
-def _listed(names: Sequence[str], shown: int = 5) -> str:
+def listed(names: Sequence[str], shown: int = 5) -> str:
     """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
-from zerosync_strategy.core.engine.zero import MasterWeights
+from zerosync_strategy.core.engine.zero import MasterWeights, offloads
 
 # ---- one parameter ---------------------------------------------------------------------------------------------------
 
@@ -318,10 +318,9 @@ def write(param: Any, full: torch.Tensor) -> bool:
     shard = param.ds_tensor
     if shard.numel() == 0 or hasattr(shard, "ds_quant_scale") or has_secondary_shard(param):
         return False
-    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
-    numel = min(shard_numel(param), full_numel(param) - start)
-    if numel > 0:
-        shard.data.narrow(0, 0, numel).copy_(full.reshape(-1).narrow(0, start, numel))
+    if (pair := own_part(param, full)) is not None:
+        own, part = pair
+        own.copy_(part)
     if is_gathered(param) and param.data_ptr() != full.data_ptr():
         param.data.copy_(full)
     return True
@@ -722,11 +721,6 @@ def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> flo
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
-def is_offloaded(optimizer: Any) -> bool:
-    """Return whether the optimizer steps on the host, where it keeps the gradient shards."""
-    return bool(optimizer.offload_optimizer)
-
-
 def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's shard of each gradient, flat, by the id of the parameter."""
     return getattr(optimizer, contract.GRADIENT_SHARDS)
@@ -734,7 +728,7 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
     """Let the coming step find the gradient shards of ``params``."""
-    if is_offloaded(optimizer):
+    if offloads(optimizer):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
         optimizer.zerosync_stock_finalize()
         return
@@ -762,16 +756,17 @@ def all_parameters(optimizer: Any) -> list[Any]:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def own_part(param: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return this rank's shard of a gathered parameter, without padding, and the same part of its full values.
+def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
 
-    ``None`` where the shard is all padding, or is in no memory.
+    Without ``full``, of its gathered values. ``None`` where the shard is all padding, or is in no memory.
     """
     start = param.ds_zero_partition_rank * shard_numel(param)
     numel = min(shard_numel(param), full_numel(param) - start)
     if numel <= 0 or param.ds_tensor.numel() == 0:
         return None
-    return param.ds_tensor.data.narrow(0, 0, numel), param.data.reshape(-1).narrow(0, start, numel)
+    values = param.data if full is None else full
+    return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)
 
 
 def set_values(param: Any, values: torch.Tensor) -> None:
