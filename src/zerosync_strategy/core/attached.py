@@ -29,8 +29,9 @@ from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
+from zerosync_strategy.core.gradients.layout import FlatLayout
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
-from zerosync_strategy.core.gradients.stage12 import Stage12Reducer, gather_parameters
+from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
 from zerosync_strategy.core.optimizers import listed
@@ -41,6 +42,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
+from zerosync_strategy.core.states import StripedStates, full_from, into_shard
 
 _COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
@@ -57,6 +59,7 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
+        states: in which order the optimizer has its shards; ``None`` on stage 3.
         frozen: which parameters are not stepped.
         cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
@@ -80,6 +83,10 @@ class AttachedEngine:
         self.frozen = FrozenParameters(
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
         )
+        self.states: StripedStates | None = None
+        if isinstance(self.reducer, Stage12Reducer):
+            stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
+            self.states = StripedStates(optimizer, stepping, self.reducer.layouts)
         self._changes = LocalChanges(self.reducer.params, self._names)
         self.window = Window(
             self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, self._changes
@@ -136,6 +143,7 @@ class AttachedEngine:
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
                 " Leave it attached, or build the engine anew."
             )
+        self.in_stock_layout()
         self._detach()
 
     def _detach(self) -> None:
@@ -219,7 +227,30 @@ class AttachedEngine:
             if self.window.state is WindowState.OPEN and is_local:
                 return self._average(param)
             self.window.reduce()
-            return stock()
+            if self.states is None:
+                return stock()
+            layout, shard = self._gradient_shard(param)
+            return full_from(shard, layout, layout.own_slices(param), param)
+
+    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
+        self.check_gradients("safe_set_full_grad()")
+        layout, shard = self._gradient_shard(param)
+        into_shard(value, shard, layout.own_slices(param))
+
+    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
+        assert self.states is not None
+        with self.activity("safe_get_full_fp32_param()"):
+            return self.states.read(param, key)
+
+    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        assert self.states is not None
+        self.states.write(param, value, key)
+
+    def _gradient_shard(self, param: Any) -> tuple[FlatLayout, torch.Tensor]:
+        reducer = self.reducer
+        assert isinstance(reducer, Stage12Reducer)
+        layout = next(layout for layout in reducer.layouts if param in layout.offsets)
+        return layout, zero12.gradient_shard(reducer.optimizer, layout.group_index)
 
     def _average(self, param: Any) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
@@ -352,6 +383,8 @@ class AttachedEngine:
                 if self.scheduler is not None:
                     self.scheduler.before_step()
                 self.window.begin_step()
+            if self.states is not None:
+                self.states.to_stripes()
             self._adopt_edits()
             if self.values is not None:
                 self.values.begin_step(self._trained)
@@ -366,15 +399,19 @@ class AttachedEngine:
                 if self.scheduler is not None:
                     self.scheduler.shards_written()
                 self._parameters_written()
+            if self.states is not None:
+                self.states.check()
             self.meter.step_done()
             self.race_check.stepped()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.reducer.is_native else zero12.parameter_gather(gather_parameters)
+        reducer = self.reducer
+        assert isinstance(reducer, Stage12Reducer)
+        return zero12.parameter_gather(self.engine.optimizer, reducer.gather_parameters)
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         if self.reducer.norm is None:
-            self.reducer.norm = self.reducer.combine_norms(stock())
+            self.reducer.norm = self.reducer.combine_norms(stock)
         return self.reducer.norm
 
     def saving(self, path: Any) -> AbstractContextManager[None]:
@@ -401,6 +438,13 @@ class AttachedEngine:
         return self._checkpointing(
             f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE, writes=True
         )
+
+    def fragments_linked(self) -> None:
+        fragments.intercept(self.reducer.params, self)
+
+    def in_stock_layout(self) -> None:
+        if self.states is not None:
+            self.states.to_stock()
 
     def restoring(self, model_file: str, strict: bool, optimizer_state: bool) -> None:
         if universal.loads_universal(self.engine):
@@ -430,6 +474,7 @@ class AttachedEngine:
         trained = as_trained(self.reducer.params)
         with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
             try:
+                self.in_stock_layout()
                 with self._parameters_as_they_are():
                     yield
             finally:
@@ -479,19 +524,17 @@ class AttachedEngine:
         """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
         optimizer, reducer = self.engine.optimizer, self.reducer
         concurrent = reducer.streams.concurrent
-        if isinstance(reducer, Stage12Reducer):
-            adopt_edits_of_stage_1_2(optimizer, reducer.groups, self._names, concurrent)
+        if isinstance(reducer, Stage12Reducer) and self.states is not None:
+            groups = zip(reducer.groups, map(self.states.own, reducer.layouts), strict=True)
+            adopt_edits_of_stage_1_2(optimizer, groups, self._names, concurrent)
         else:
             adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
 
     def _master_weights(self) -> list[zero.MasterWeights]:
-        optimizer, reducer = self.engine.optimizer, self.reducer
-        if isinstance(reducer, Stage12Reducer):
-            return zero12.master_weights(optimizer, reducer.groups)
-        return zero3.master_weights(optimizer)
+        return zero3.master_weights(self.engine.optimizer) if self.states is None else self.states.master_weights()
 
     def _states_made(self) -> None:
-        if isinstance(self.reducer, Stage12Reducer):
+        if self.states is not None:
             zero12.link_states_anew(self.engine.optimizer)
 
     def _check_trained(self, thawed: list[Any]) -> None:

@@ -121,7 +121,7 @@ class Follower(Recorder):
     def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
         return all(map(self.is_host_memory, [*inputs, *new]))
 
-    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None], tensors: list[torch.Tensor]) -> Any:
         self._launching = issue
         try:
             out = collective()

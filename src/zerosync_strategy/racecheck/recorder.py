@@ -139,8 +139,11 @@ class Recorder(ABC):
         """Whether an operator with arguments ``inputs`` and newly allocated results ``new`` ran on the host."""
 
     @abstractmethod
-    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
-        """Run ``collective`` and return its result. At its start, call ``issue`` with its timeline and maybe a name."""
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None], tensors: list[torch.Tensor]) -> Any:
+        """Run ``collective``, which uses ``tensors``, and return its result.
+
+        At its start, call ``issue`` with its timeline and maybe a name.
+        """
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -228,14 +231,12 @@ class Recorder(ABC):
 
         def issue(timeline: Timeline, name: str = name) -> None:
             with self._lock:
-                for tensor, _ in touched:
-                    self.block(tensor).recorded.append(timeline)  # the backend keeps its tensors alive
                 self._issue(timeline, name, touched)
 
         if touched and all(self.is_host_memory(tensor) for tensor, _ in touched):
             issue(self.checker.host)
             return func(*args, **kwargs)
-        return self.launch(lambda: func(*args, **kwargs), issue)
+        return self.launch(lambda: func(*args, **kwargs), issue, [tensor for tensor, _ in touched])
 
     def _issue(self, timeline: Timeline, name: str, touched: Iterable[tuple[torch.Tensor, bool]]) -> Operation:
         operation = self.checker.issue(timeline, name, _site())

@@ -11,7 +11,8 @@ The simulation follows the contract of CUDA and NCCL, not the timing of one run:
 - An operator that reads a value back (``.item()``) makes the host wait for the current stream. So does a blocking copy
   between host and device.
 - A collective runs on a stream of its process group, after all earlier operations of the current stream. A synchronous
-  collective, or ``wait()`` on its work, makes the current stream wait for it. The backend keeps its tensors alive.
+  collective, or ``wait()`` on its work, makes the current stream wait for it. Until then, and no longer, the backend
+  keeps its tensors alive (as NCCL's has since torch 2.8).
 - A backward runs each node on the stream of its forward, after the nodes that produce its gradients. It joins the
   streams of the leaves with the caller's stream before its final callbacks.
 - The allocator gives freed memory to the next allocation on the same stream, even if other streams still use it.
@@ -55,6 +56,7 @@ class Simulation(Device):
         super().__init__()
         self._backend = backend
         self._group_streams: dict[str, Stream] = {}  # by name of the process group
+        self._kept: list[torch.Tensor] = []  # by the work of the collective that is being called
         self._active_call: tuple[Stream, str] | None = (
             None  # the outermost collective call: its group's stream, its name
         )
@@ -84,11 +86,12 @@ class Simulation(Device):
     def _nodes(self) -> SimulatedNodes:
         return SimulatedNodes(self)
 
-    def launch(self, collective: Callable[[], Any], issue: Callable[..., None]) -> Any:
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None], tensors: list[torch.Tensor]) -> Any:
         timeline, *name = self._active_call or (self._group_stream(None),)
         self.checker.issue(self.current, "call")
         timeline.wait(self.current.clock)
         issue(timeline, *name)
+        self._kept += tensors
         return collective()
 
     def _group_stream(self, group: Any) -> Stream:
@@ -102,15 +105,17 @@ class Simulation(Device):
         """Call ``function`` of torch.distributed as a collective of the device, and return its work, if any."""
         group = self._group_stream(inspect.signature(function).bind(*args, **kwargs).arguments.get("group"))
         outer, self._active_call = self._active_call, self._active_call or (group, function.__name__)
+        kept, self._kept = self._kept, []
         try:
             with self.silent():  # gloo copies in this thread; a device's backend would not
                 work = function(*args, **kwargs)
         finally:
             self._active_call = outer
+            kept, self._kept = self._kept, kept
         if work is None:
             self.current.wait(group.clock)
             return None
-        return work if isinstance(work, _Work) else _Work(self, work, Clock(group.clock))
+        return work if isinstance(work, _Work) else _Work(self, work, Clock(group.clock), kept)
 
 
 def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,8 +135,9 @@ def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Work:
     """The work of an asynchronous collective: ``wait`` makes the current stream wait for it, not the host."""
 
-    def __init__(self, device: Device, work: Any, clock: Clock) -> None:
+    def __init__(self, device: Device, work: Any, clock: Clock, kept: list[torch.Tensor]) -> None:
         self._device = device
+        self._kept = kept  # alive until wait()
         self._work = work
         self._clock = clock
 
@@ -139,6 +145,7 @@ class _Work:
         with self._device.silent():
             result = self._work.wait(*args, **kwargs)
         self._device.current.wait(self._clock)
+        self._kept.clear()
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,7 @@ copy what they send. So off NCCL, ranks send each other their shards point to po
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,77 +39,6 @@ class Pending:
     def is_complete(self) -> bool:
         """Whether it needs its tensors no longer. gloo does not say it of a send or receive that nobody waits for."""
         return all(work.is_completed() for work in self.works)
-
-
-class Owners:
-    """Which rank receives which part of a flat tensor, whose parts lie in the order of the ranks.
-
-    Args:
-        sizes: by rank, the elements that it receives; ranks that receive none are left out.
-        rank, world_size: of the process group.
-        numel: of the tensor. Elements behind the last part are padding.
-
-    Attributes:
-        ranges: by rank, where its part begins and ends.
-        own_size: the elements that this rank receives.
-        owned: the elements that any rank receives.
-        is_even: all ranks receive as many, and nothing is padding.
-    """
-
-    def __init__(self, sizes: Mapping[int, int], rank: int, world_size: int, numel: int) -> None:
-        self.rank, self.world_size, self.numel = rank, world_size, numel
-        self.ranges: dict[int, tuple[int, int]] = {}
-        end = 0
-        for owner in sorted(sizes):
-            self.ranges[owner] = (end, end + sizes[owner])
-            end += sizes[owner]
-        self.owned = end
-        self.own_size = sizes.get(rank, 0)
-        self.is_even = len(sizes) == world_size and len(set(sizes.values())) == 1 and end == numel
-
-    def between(self, first: int, last: int) -> Owners:
-        """Return the owners of the elements from ``first`` up to ``last``."""
-        if (first, last) == (0, self.numel):
-            return self
-        cut = {owner: min(end, last) - max(begin, first) for owner, (begin, end) in self.ranges.items()}
-        sizes = {owner: size for owner, size in cut.items() if size > 0}
-        return Owners(sizes, self.rank, self.world_size, last - first)
-
-    def own_elements_before(self, element: int) -> int:
-        """Return how many of the elements before ``element`` this rank receives."""
-        begin, end = self.ranges.get(self.rank, (0, 0))
-        return max(0, min(element, end) - begin)
-
-    def part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return what ``owner`` receives of the flat ``tensor``; empty if that is nothing."""
-        begin, end = self.ranges.get(owner, (0, 0))
-        return tensor[begin:end]
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """By rank: the elements that it receives. A tuple: DeepSpeed looks at each element of a list (H1)."""
-        ranges = (self.ranges.get(owner, (0, 0)) for owner in range(self.world_size))
-        return tuple(end - begin for begin, end in ranges)
-
-    @functools.cached_property
-    def splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """By rank: the elements that it receives, and those that this rank receives from it.
-
-        The latter where all ranks have as many consecutive elements of the tensor.
-        """
-        width = self.numel // self.world_size
-        begin, end = self.rank * width, (self.rank + 1) * width
-        sent, received = [0] * self.world_size, [0] * self.world_size
-        for owner, (first, last) in self.ranges.items():
-            sent[owner] = max(0, min(last, end) - max(first, begin))
-        first, last = self.ranges.get(self.rank, (0, 0))
-        for source in range(first // width, -(-last // width) if last else 0):
-            received[source] = min(last, (source + 1) * width) - max(first, source * width)
-        return tuple(sent), tuple(received)
-
-
-REDUCED_ONE_BY_ONE = 8
-"""Owners of a tensor to which one ``reduce`` each is sent, at most."""
 
 
 def is_native(process_group: Any, device: torch.device) -> bool:
@@ -165,60 +94,6 @@ def reduce_scatter(
     return Pending(lambda: _when_done(_Works([work]), result, keep=packed), [work])
 
 
-def reduce_to_owners(packed: torch.Tensor, owners: Owners, process_group: Any, ordered: bool, tag: int = 0) -> Pending:
-    """Sum over the ranks of ``process_group``; each owner receives the sum of its part of ``packed``.
-
-    For parts of any size. Few are reduced one by one, natively. Many are reduce-scattered evenly, and what each rank
-    has then received, 1/W of ``packed``, is sent to its owners: two calls, whatever the number of ranks. See
-    :func:`reduce_scatter`.
-
-    Args:
-        packed: flat, of a multiple of W elements. Must stay as it is until ``finish``, which may write to it.
-        owners: of its parts.
-        ordered, tag: as for :func:`reduce_scatter`.
-
-    Returns:
-        This rank's part, pending; empty if it has none.
-    """
-    from deepspeed import comm
-
-    rank, world_size = owners.rank, owners.world_size
-    own = owners.part(packed, rank)
-    if not is_native(process_group, packed.device):
-        received = packed.new_empty(world_size - 1, owners.own_size).unbind(0)
-        gathered = [*received[:rank], own, *received[rank:]]
-        sent = [owners.part(packed, peer) for peer in range(world_size)]
-        exchange = _exchange(sent, gathered, process_group, tag)
-        return Pending(lambda: _sum_when_done(exchange, gathered, None), exchange.works)
-    if ordered:
-        received_all = packed.new_empty(world_size, owners.own_size)
-        used, splits = packed[: owners.owned], (owners.own_size,) * world_size
-        work = comm.all_to_all_single(
-            received_all.view(-1), used, splits, owners.sizes, group=process_group, async_op=True
-        )
-        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=used)), [work])
-    if owners.is_even:
-        return reduce_scatter(packed.view(world_size, -1), process_group, ordered)
-    if len(owners.ranges) <= REDUCED_ONE_BY_ONE:
-        works = [
-            comm.reduce(
-                owners.part(packed, owner),
-                dst=dist.get_global_rank(process_group, owner),
-                group=process_group,
-                async_op=True,
-            )
-            for owner in owners.ranges
-        ]
-        return Pending(lambda: _when_done(_Works(works), own, keep=packed), works)
-    scattered = packed.new_empty(owners.numel // world_size)
-    comm.reduce_scatter_tensor(scattered, packed, group=process_group, async_op=True).wait()
-    result = packed.new_empty(owners.own_size)
-    forwarded, arriving = owners.splits
-    used = scattered[: sum(forwarded)]
-    work = comm.all_to_all_single(result, used, arriving, forwarded, group=process_group, async_op=True)
-    return Pending(lambda: _when_done(_Works([work]), result, keep=used), [work])
-
-
 def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
     """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. For backends but NCCL.
 
@@ -235,14 +110,20 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) 
     return Pending(lambda: _when_done(exchange, own), exchange.works)
 
 
-def all_gather_rows(rows: torch.Tensor, process_group: Any) -> None:
-    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend."""
+def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0) -> Pending:
+    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend.
+
+    Args:
+        rows: a matrix, contiguous.
+        tag: as for :func:`all_gather`.
+    """
     from deepspeed import comm
 
-    if is_native(process_group, rows.device):
-        comm.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(process_group)], group=process_group)
-    else:
-        all_gather(list(rows), process_group).wait()
+    if not is_native(process_group, rows.device):
+        return all_gather(rows.unbind(0), process_group, tag)
+    own = rows[dist.get_rank(process_group)]
+    work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
+    return Pending(lambda: _when_done(_Works([work]), own), [work])
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:

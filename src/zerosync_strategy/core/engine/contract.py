@@ -140,6 +140,16 @@ STAGE_1_2 = (
     Internal("reduction", "optimizer", "_build_compact_grad_partition_buffer", ("group_idx",), since="0.19.8"),
     Internal("reduction", "optimizer", "cpu_offload"),
     Internal("gradient norm", "optimizer", "scaled_global_norm", ()),
+    Internal("gradient norm", "optimizer", "get_grad_norm_direct", ("gradients", "params")),
+    Internal("gradient norm", "optimizer", "has_moe_layers"),
+    Internal("gradient norm", "optimizer", "_average_expert_grad_norms", ("norm_groups",)),
+    Internal("gradient norm", "optimizer", "model_parallel_world_size"),
+    Internal("gradient norm", _STAGE_1_2_MODULE, "combine_grad_norm_groups", ("norm_groups",)),
+    Internal("checkpoints", "optimizer", "state_dict", (), public=True),
+    Internal("checkpoints", "optimizer", "load_state_dict", public=True),
+    Internal("checkpoints", "optimizer", "refresh_fp32_params", ()),
+    Internal("access to shards", "optimizer", "_link_all_hp_params", ()),
+    Internal("access to shards", "parameter", "get_full_hp_param", optional=True),
     Internal("access to shards", "parameter", "get_full_hp_grad", optional=True),
     Internal("access to shards", "parameter", "set_full_hp_grad", optional=True),
     Internal("access to shards", "parameter", "set_full_hp_param", optional=True),
@@ -153,10 +163,7 @@ STAGE_1_2 = (
     Internal("DeepCompile", "optimizer", "get_param_id", ("param",)),
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = (
-    Internal("reduction with an offloaded optimizer", "optimizer", "params_in_partition"),
-    Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",)),
-    Internal("reduction with an offloaded optimizer", "optimizer", "grad_position"),
-    Internal("reduction with an offloaded optimizer", "optimizer", "norm_for_param_grads"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "param_buffer_of_bit16_for_cpu_offload_groups"),
     Internal("reduction with an offloaded optimizer", "optimizer", "update_offload_overflow_tracker", ("grad",)),
 )
 STAGE_3 = (

@@ -14,7 +14,8 @@ import torch
 from zerosync_strategy.core.engine import contract
 
 _MARK = "_hp_grad"  # safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further
-_GET, _SET, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "set_full_hp_param"
+_GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param"
+_STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
 class FragmentHooks(Protocol):
@@ -23,8 +24,14 @@ class FragmentHooks(Protocol):
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
         """Return the averaged gradient of ``param``; ``stock`` reads it in the shards. Collective."""
 
-    def check_gradients(self, function: str) -> None:
-        """Raise where the gradients in the shards are not those that the coming step uses."""
+    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
+        """Set this rank's part of the averaged gradient of ``param``, on stages 1 and 2."""
+
+    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
+        """Return the master weights of ``param``, or its state ``key``, on stages 1 and 2. Collective."""
+
+    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        """Set this rank's part of what :meth:`full_master` returns."""
 
 
 def intercept(params: Iterable[Any], hooks: FragmentHooks) -> None:
@@ -48,23 +55,20 @@ def _intercept(param: Any, hooks: FragmentHooks) -> None:
             param, lambda: param._z3_optimizer.get_fp32_grad_for_param(param)
         )
     else:
-        if missing := {_GET, _SET, _SET_VALUE} - attributes.keys():
+        if missing := _STAGE_1_2 - attributes.keys():
             raise contract.changed("access to shards", f"parameters lack {', '.join(sorted(missing))}")
-        stock = {name: attributes[name] for name in (_GET, _SET, _SET_VALUE)}
-        attributes["_zerosync_stock"] = stock
-
-        def set_gradient(value: torch.Tensor) -> None:
-            hooks.check_gradients("safe_set_full_grad()")
-            stock[_SET](value)
+        attributes["_zerosync_stock"] = stock = {name: attributes[name] for name in _STAGE_1_2}
 
         def set_value(value: torch.Tensor, optim_state_key: str | None = None) -> None:
-            stock[_SET_VALUE](value, optim_state_key)
+            hooks.set_full_master(param, value, optim_state_key)
             if optim_state_key is None:
                 with torch.no_grad():
                     param.copy_(value.view_as(param))  # a step starts from the parameters as it finds them
 
         attributes[_GET] = lambda: hooks.full_gradient(param, stock[_GET])
-        attributes[_SET], attributes[_SET_VALUE] = set_gradient, set_value
+        attributes[_SET] = lambda value: hooks.set_full_gradient(param, value)
+        attributes[_GET_VALUE] = lambda optim_state_key=None: hooks.full_master(param, optim_state_key)
+        attributes[_SET_VALUE] = set_value
     attributes[_MARK] = True
 
 

@@ -66,6 +66,12 @@ class EngineHooks(Protocol):
     def check_full_state_dict(self) -> None:
         """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
 
+    def fragments_linked(self) -> None:
+        """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""
+
+    def in_stock_layout(self) -> None:
+        """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
+
     def check_gradients(self, function: str) -> None:
         """Raise where the gradients in the shards are not those that the coming step uses."""
 
@@ -191,6 +197,22 @@ class Stage12Overrides(OptimizerOverrides):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_hooks.gather_parameters():
             return super().step(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_hooks.in_stock_layout()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_hooks.in_stock_layout()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()  # type: ignore[misc]
+        self._zerosync_hooks.fragments_linked()
+
+    def refresh_fp32_params(self) -> None:
+        self._zerosync_hooks.in_stock_layout()
+        super().refresh_fp32_params()  # type: ignore[misc]
 
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync_hooks.gradient_ready(param)

@@ -5,7 +5,7 @@ Each parameter group lies in one flat buffer, which is cut into equal shards, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
-from zerosync_strategy.core.engine.zero import MasterWeights
 
 
 @dataclass(frozen=True)
@@ -83,39 +82,38 @@ def discard_gradient_shard(optimizer: Any, index: int) -> None:
 
 
 def hand_over_gradients(optimizer: Any) -> None:
-    """Let the coming step find the gradient shards. An offloaded optimizer wants copies, their norms and overflow."""
+    """Let the coming step find the gradient shards. Offloaded, it wants copies, and to know whether they are finite."""
     if not optimizer.cpu_offload:
         return
-    for index, params in enumerate(optimizer.params_in_partition):
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
         shard = gradient_shard(optimizer, index)
-        optimizer.single_partition_of_fp32_groups[index].grad.copy_(shard)
-        for param in params:
-            key = optimizer.get_param_id(param)
-            _, _, offset, numel = optimizer.grad_position[key]
-            part = shard.narrow(0, int(offset), int(numel))
-            optimizer.norm_for_param_grads[key] = part.double().norm(2)
-            optimizer.update_offload_overflow_tracker(part)
+        master.grad.copy_(shard)
+        optimizer.update_offload_overflow_tracker(shard)
 
 
-def weights(optimizer: Any, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of one group, flat: the parameters, this rank's shard of them, and the shard's master weights."""
-    rank = dist.get_rank(optimizer.real_dp_process_group[index])
-    shard = optimizer.parallel_partitioned_bit16_groups[index][rank]
-    return optimizer.bit16_groups_flat[index], shard, optimizer.single_partition_of_fp32_groups[index].data
+def is_model_parallel(optimizer: Any) -> bool:
+    """Return whether other ranks have other parts of the parameters, so that norms are taken parameter by parameter."""
+    return bool(optimizer.model_parallel_world_size > 1)
 
 
-def master_weights(optimizer: Any, groups: Iterable[FlatGroup]) -> list[MasterWeights]:
-    """Return this rank's master weights of each group, by the parameters that they are of."""
-    masters = []
-    for group in groups:
-        first = dist.get_rank(group.process_group) * group.shard_numel
-        slices = []
-        for param, offset in sorted(zip(group.params, group.offsets, strict=True), key=lambda pair: pair[1]):
-            begin, end = max(offset - first, 0), min(offset - first + param.numel(), group.shard_numel)
-            if begin < end:
-                slices.append((param, begin, end))
-        masters.append(MasterWeights(optimizer.single_partition_of_fp32_groups[group.index], slices))
-    return masters
+def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
+    """Return the flat buffer of one group's parameters."""
+    flat: torch.Tensor = optimizer.bit16_groups_flat[index]
+    return flat
+
+
+def master(optimizer: Any, index: int) -> Any:
+    """Return the master weights of this rank's shard of one group, flat: what the torch optimizer steps."""
+    return optimizer.single_partition_of_fp32_groups[index]
+
+
+def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
+    """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
+    if optimizer.cpu_offload:
+        copied: torch.Tensor = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[index].data
+        return copied
+    stepped: torch.Tensor = master(optimizer, index).data
+    return stepped
 
 
 def link_states_anew(optimizer: Any) -> None:
@@ -129,18 +127,44 @@ def gradient_norm(optimizer: Any) -> torch.Tensor:
     return norm
 
 
-@contextmanager
-def parameter_gather(gather: Callable[..., None]) -> Iterator[None]:
-    """While active, the optimizer's step gives the updated parameters to all ranks by ``gather``.
-
-    It is called with DeepSpeed's keywords, of which ``partitioned_param_groups`` (by group, one shard per rank) and
-    ``dp_process_group`` (by group) say everything.
-    """
+def norm_of_shards(optimizer: Any) -> torch.Tensor:
+    """Compute the norm of :func:`gradient_norm` from whole shards, whatever elements they have. Collective."""
     from deepspeed.runtime.zero import stage_1_and_2
 
-    stock = stage_1_and_2.all_gather_dp_groups
-    stage_1_and_2.all_gather_dp_groups = gather
+    norms = [
+        optimizer.get_grad_norm_direct([gradient_shard(optimizer, index)], params[:1])
+        for index, params in enumerate(optimizer.bit16_groups)
+    ]
+    if optimizer.has_moe_layers:
+        optimizer._average_expert_grad_norms(norms)
+    norm: torch.Tensor = stage_1_and_2.combine_grad_norm_groups(norms)
+    return norm
+
+
+class _Elsewhere:
+    """In place of the shards of the parameters, to which DeepSpeed's step copies the stepped ones: copies nothing."""
+
+    @property
+    def data(self) -> _Elsewhere:
+        return self
+
+    def __getitem__(self, _: int) -> _Elsewhere:
+        return self
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@contextmanager
+def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[None]:
+    """While active, the step of ``optimizer`` gives the updated parameters to all ranks by ``gather`` alone."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stock, shards = stage_1_and_2.all_gather_dp_groups, optimizer.parallel_partitioned_bit16_groups
+    stage_1_and_2.all_gather_dp_groups = lambda **_: gather()
+    optimizer.parallel_partitioned_bit16_groups = _Elsewhere()
     try:
         yield
     finally:
         stage_1_and_2.all_gather_dp_groups = stock
+        optimizer.parallel_partitioned_bit16_groups = shards

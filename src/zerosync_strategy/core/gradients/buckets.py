@@ -7,19 +7,18 @@ the buckets before it are complete, or at its end. Which ones depends on the opt
 - coalesced without a budget: none;
 - without coalescing: all;
 - with a budget: those that do not fit into it;
-- in the backward that is known to be the last: also those that are spread evenly over the ranks.
+- in the backward that is known to be the last: all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Owners
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero3
@@ -32,14 +31,12 @@ class Chunk:
     """What one reduction sends.
 
     Attributes:
-        rows: a matrix of which rank r receives row r, or, with ``owners``, a flat tensor of parts of any size.
-        owners: which rank receives which part.
-        target: where the result goes: ranges ``(offset, elements)`` of this rank's shard, in order.
+        rows: a matrix of which rank r receives row r.
+        offset: in this rank's shard, where the result goes.
     """
 
     rows: torch.Tensor
-    owners: Owners | None
-    target: list[tuple[int, int]]
+    offset: int
 
 
 class Bucket(ABC):
@@ -62,13 +59,10 @@ class Bucket(ABC):
         grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
             completed there (B1).
         spare_events: by stream, its event, recorded or not.
-        target: its ranges of this rank's shard, ``(offset, elements)``.
-        evenly_sharded: no rank receives much more of it than the others. The last backward streams no other bucket: it
-            would keep one link busy after the other, where the close keeps all busy.
+        target: what it has of this rank's shard: the offset and the number of elements.
     """
 
-    target: list[tuple[int, int]]
-    evenly_sharded: bool
+    target: tuple[int, int]
 
     def __init__(
         self,
@@ -96,11 +90,6 @@ class Bucket(ABC):
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
-        self._place()
-
-    @abstractmethod
-    def _place(self) -> None:
-        """Find out where the gradients go: ``target`` and ``evenly_sharded``."""
 
     @abstractmethod
     def collect(self, param: Any) -> None:
@@ -122,7 +111,7 @@ class Bucket(ABC):
         """Yield ``rows``, of which this rank's belongs at ``offset`` of its shard, by ``width`` columns."""
         for first in range(0, rows.shape[1], width):
             columns = rows[:, first : first + width]
-            yield Chunk(columns.to(self.layout.dtype), None, [(offset + first, columns.shape[1])])
+            yield Chunk(columns.to(self.layout.dtype), offset + first)
 
     @abstractmethod
     def drop(self) -> None:
@@ -135,20 +124,14 @@ class Bucket(ABC):
         self.drop()
 
 
-_B = TypeVar("_B", bound=Bucket)
+def choose_buckets(
+    layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int
+) -> Iterator[tuple[Any, list[tuple[list[Any], bool]]]]:
+    """Yield each layout with the parameters of its buckets, and whether they are deferred.
 
-
-def make_buckets(
-    make: Callable[[Any, list[Any], bool], _B],
-    layouts: Sequence[ShardLayout],
-    local: LocalGradients,
-    config: ZeroSyncConfig,
-    limit: int,
-) -> Iterator[list[_B]]:
-    """Yield the buckets of each layout, all in the order in which backward is expected to complete them.
+    Buckets come in about the order in which backward is expected to complete them.
 
     Args:
-        make: of a layout, its parameters, and whether they are deferred.
         layouts: of all gradients, in the order of the parameters.
         local: knows the bytes of each gradient.
         config: says what may be deferred.
@@ -159,7 +142,7 @@ def make_buckets(
     deferred, limit = _choose_deferred(nbytes, config, limit)
     for layout in reversed(layouts):
         runs = _runs(layout.params, nbytes, limit, deferred)
-        yield [make(layout, members, members[0] in deferred) for members in runs]
+        yield layout, [(members, members[0] in deferred) for members in runs]
 
 
 def _runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred: set[Any]) -> Iterator[list[Any]]:

@@ -17,7 +17,8 @@ class CutBucket(Bucket):
 
     layout: CutLayout
 
-    def _place(self) -> None:
+    def __init__(self, *common: Any, **named: Any) -> None:
+        super().__init__(*common, **named)
         layout, params = self.layout, self.params
         self._counted: set[int] = set()  # ids of parameters
         self._width = sum(layout.shard_numels[param] for param in params)
@@ -25,8 +26,7 @@ class CutBucket(Bucket):
         # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
         for param, numel in zip(params, self._numels, strict=True):
             assert layout.shard_numels[param] == -(-numel // layout.world_size)
-        self.target = [(layout.columns[params[0]], self._width)]
-        self.evenly_sharded = True
+        self.target = (layout.columns[params[0]], self._width)
 
     def collect(self, param: Any) -> None:
         if param.grad is None:
@@ -64,7 +64,7 @@ class CutBucket(Bucket):
                 self.streams.record_stream_for_reduction(gradient)
         if before != 1.0:
             packed.mul_(before)
-        ((offset, width),) = self.target
+        offset, width = self.target
         # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
         yield from self._columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
 

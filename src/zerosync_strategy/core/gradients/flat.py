@@ -1,92 +1,60 @@
-"""Buckets of stages 1 and 2: gradients lie in memory of the layout's own order, so that nothing is packed.
+"""Buckets of stages 1 and 2: gradients lie in memory of the flat buffer's own order, so that nothing is packed.
 
 When autograd completes a gradient for the first time in a window, it is copied once into its place, and ``param.grad``
-is a view of that place from then on (as DDP's ``gradient_as_bucket_view``). A bucket of all gradients of a layout is
-the matrix of all shards itself. Any other one has each owner's part in one piece, in the order of the ranks.
+is a view of that place from then on (as DDP's ``gradient_as_bucket_view``). A bucket sends one stripe. That begins a
+few elements after the bucket's first parameter, so that its rows are even: these elements, the bucket's *head*, go to
+the bucket below, at the end of whose memory there is room for them. A bucket is always reduced after the one above it,
+as backward completes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Owners
 from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import FlatLayout
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """What one reduction sends of a bucket with owners: elements ``first`` to ``last``. See :class:`Chunk`."""
-
-    first: int
-    last: int
-    owners: Owners
-    target: list[tuple[int, int]]
+_ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
 
 class FlatBucket(Bucket):
-    """A bucket of one flat layout. See :class:`Bucket`."""
+    """A bucket of one flat layout. See :class:`Bucket`.
+
+    Args:
+        common, named: as for :class:`Bucket`.
+        index: of its stripe.
+        below: the bucket of the parameters before, if there is one.
+    """
 
     layout: FlatLayout
 
-    def _place(self) -> None:
-        layout = self.layout
+    def __init__(self, *common: Any, index: int, below: FlatBucket | None, **named: Any) -> None:
+        super().__init__(*common, **named)
+        layout, params = self.layout, self.params
+        self._stripe = stripe = layout.stripes.all[index]
+        self._below = below
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
         self._views: dict[int, torch.Tensor] = {}  # by id of the parameter, of what is in its place
-        self._begins: dict[Any, int] = {}  # of each parameter in the memory
+        self._from_above: torch.Tensor | None = None  # the head of the bucket above, for the end of the memory
+        begin = 0 if below is None else layout.offsets[params[0]]
+        # The memory has the flat buffer's elements from `origin` up to the end of the stripe.
+        self._head = stripe.first - begin
+        origin = begin - -self._head % _ALIGNMENT
+        self._numel = stripe.last - origin
+        self._begins = {param: layout.offsets[param] - origin for param in params}
         self._blanks: list[tuple[int, int]] = []
-        self._pieces: list[_Piece] | None = None
-        by_offset = sorted(self.params, key=layout.offsets.__getitem__)
-        if len(self.params) == len(layout.params):
-            self._begins = {param: layout.offsets[param] for param in by_offset}
-            self._numel = layout.world_size * layout.shard_numel
-            self.target = [(0, layout.shard_numel)]
-            self.evenly_sharded = True
-        else:
-            self._place_by_owner(by_offset)
-        end = 0
-        for param in by_offset:
-            if self._begins[param] > end:
-                self._blanks.append((end, self._begins[param]))
-            end = self._begins[param] + param.numel()
-        if end < self._numel:
-            self._blanks.append((end, self._numel))
-
-    def _place_by_owner(self, by_offset: list[Any]) -> None:
-        layout, end = self.layout, 0
-        sizes: dict[int, int] = {}
-        self.target = []
-        for param in by_offset:
-            self._begins[param] = end
-            end += param.numel()
-            offset, stop = layout.offsets[param], layout.offsets[param] + param.numel()
-            while offset < stop:
-                owner, column = divmod(offset, layout.shard_numel)
-                size = min(stop - offset, layout.shard_numel - column)
-                sizes[owner] = sizes.get(owner, 0) + size
-                if owner == layout.rank:
-                    if self.target and sum(self.target[-1]) == column:
-                        column, before = self.target.pop()
-                        self.target.append((column, before + size))
-                    else:
-                        self.target.append((column, size))
-                offset += size
-        self._numel = -(-end // layout.world_size) * layout.world_size
-        self._pieces = list(self._cut(Owners(sizes, layout.rank, layout.world_size, self._numel)))
-        self.evenly_sharded = len(sizes) == layout.world_size and max(sizes.values()) * len(sizes) <= 1.25 * end
-
-    def _cut(self, owners: Owners) -> Iterator[_Piece]:
-        size = self._chunk_width * self.layout.world_size
-        for first in range(0, self._numel, size):
-            last = min(first + size, self._numel)
-            of_piece = owners.between(first, last)
-            target = _part_of(self.target, owners.own_elements_before(first), of_piece.own_size)
-            yield _Piece(first, last, of_piece, target)
+        end = begin - origin
+        for param, offset in self._begins.items():
+            if offset > end:
+                self._blanks.append((end, offset))
+            end = offset + param.numel()
+        self._end = end
+        self._first = stripe.first - origin
+        self.target = (stripe.offset, stripe.width)
 
     def collect(self, param: Any) -> None:
         gradient, view = param.grad, self._views.get(id(param))
@@ -110,20 +78,24 @@ class FlatBucket(Bucket):
 
     def chunks(self, before: float) -> Iterator[Chunk]:
         memory = self._complete()
+        if self._head and self._below is not None:
+            self._below.take_head(memory[self._first - self._head : self._first])
+        if not self._stripe.width:
+            return
         if before != 1.0:
             memory.mul_(before)
-        if self._pieces is None:
-            rows = memory.view(self.layout.world_size, self.layout.shard_numel)
-            yield from self._columns(rows, 0, self._chunk_width)
-            return
-        for piece in self._pieces:
-            part = memory[piece.first : piece.last].to(self.layout.dtype)
-            yield Chunk(part, piece.owners, piece.target)
+        rows = memory[self._first :].view(-1, self._stripe.width)
+        yield from self._columns(rows, self._stripe.offset, self._chunk_width)
+
+    def take_head(self, head: torch.Tensor) -> None:
+        """Reduce also ``head``, the first elements of the bucket above, on whose reduction this one follows."""
+        self._from_above = head.clone() if self._from_above is None else self._from_above.add_(head)
+        self.needs_reduce = True
 
     def drop(self) -> None:
         if self._memory is not None:
             self.local.count(-self._memory.nbytes)
-        self._memory = self._allocation = None
+        self._memory = self._allocation = self._from_above = None
         self._views.clear()
         for param in self.params:
             param.grad = None
@@ -140,9 +112,17 @@ class FlatBucket(Bucket):
             else:  # the program's own
                 self.streams.record_stream_for_reduction(gradient)
                 self._place_of(param).copy_(gradient)
-        assert self._memory is not None
-        self.streams.record_stream_for_reduction(self._memory)
-        return self._memory
+        memory = self._memory
+        assert memory is not None
+        self.streams.record_stream_for_reduction(memory)
+        if self._end < self._numel:
+            above = self._from_above
+            if above is None:
+                memory[self._end :].zero_()
+            else:
+                memory[self._numel - len(above) :].copy_(above)
+                memory[self._end : self._numel - len(above)].zero_()
+        return memory
 
     def _place_of(self, param: Any) -> torch.Tensor:
         if self._memory is None:
@@ -156,37 +136,3 @@ class FlatBucket(Bucket):
         begin = self._begins[param]
         view = self._views[id(param)] = self._memory[begin : begin + param.numel()].view(param.shape)
         return view
-
-
-def merge_deferred(
-    by_layout: Iterable[list[FlatBucket]], make: Callable[[FlatLayout, list[Any], bool], FlatBucket]
-) -> list[FlatBucket]:
-    """Make one bucket of those that are deferred in a layout, unless they are spread evenly over the ranks.
-
-    Args:
-        by_layout: the buckets of each layout.
-        make: of a layout, its parameters, and whether they are deferred.
-    """
-    by_layout = list(by_layout)
-    merged = []
-    for buckets in by_layout:
-        apart = [bucket for bucket in buckets if bucket.deferred]
-        if not all(bucket.evenly_sharded for bucket in apart):
-            layout, params = apart[0].layout, {param for bucket in apart for param in bucket.params}
-            whole = make(layout, [param for param in layout.params if param in params], True)
-            if len(by_layout) == 1:
-                whole.evenly_sharded = False  # complete at the end of a backward only, it would overlap nothing
-            buckets = [*(bucket for bucket in buckets if not bucket.deferred), whole]
-        merged += buckets
-    return merged
-
-
-def _part_of(ranges: list[tuple[int, int]], skip: int, size: int) -> list[tuple[int, int]]:
-    """Return the ranges of ``size`` elements of ``ranges``, ``(offset, elements)``, after the first ``skip``."""
-    found = []
-    for offset, numel in ranges:
-        first, last = max(0, skip), min(numel, skip + size)
-        if first < last:
-            found.append((offset + first, last - first))
-        skip -= numel
-    return found

@@ -7,9 +7,9 @@ Unchanged elements stay as they are in the shard, which may be of a wider dtype 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import all_gather_rows
+from zerosync_strategy.core.comm.stripes import OwnSlice
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -20,24 +20,24 @@ def show_gradients(reducer: Reducer) -> None:
     """Give every parameter its averaged gradient, without the loss scale. A collective call after ``close``."""
     scale = zero.loss_scale(reducer.optimizer)
     for layout in reducer.layouts:
-        rows = _gather_shards(reducer, layout, scale)
+        memory = _gather_shards(reducer, layout, scale)
         for param in layout.params:
-            gradient = layout.gradient_in(rows, param).view(zero3.full_shape(param))
+            gradient = layout.gradient_in(memory, param).view(zero3.full_shape(param))
             with zero3.in_full_shape(param):
                 param.grad = gradient.clone()  # the program may keep it
 
 
 def _gather_shards(reducer: Reducer, layout: ShardLayout, scale: float) -> torch.Tensor:
-    """Return all ranks' shards of one layout, by rank, without the loss scale."""
+    """Return all ranks' shards of one layout, flat, without the loss scale."""
     first = layout.params[0]
-    rows = torch.empty(layout.world_size, layout.shard_numel, dtype=first.dtype, device=first.device)
-    own = rows[dist.get_rank(layout.process_group)]
-    offset = 0
-    for shard in reducer.shard_parts(layout, 0, layout.shard_numel):
-        own.narrow(0, offset, shard.numel()).copy_(_unscaled(shard, scale, first.dtype))
-        offset += shard.numel()
-    all_gather_rows(rows, layout.process_group)
-    return rows
+    memory = torch.empty(layout.world_size * layout.shard_numel, dtype=first.dtype, device=first.device)
+    for rows, offset in layout.matrices(memory):
+        own, done = rows[layout.rank], 0
+        for shard in reducer.shard_parts(layout, offset, len(own)):
+            own.narrow(0, done, shard.numel()).copy_(_unscaled(shard, scale, first.dtype))
+            done += shard.numel()
+        all_gather_rows(rows, layout.process_group).wait()
+    return memory
 
 
 @torch.no_grad()
@@ -46,20 +46,24 @@ def take_gradients_back(reducer: Reducer) -> None:
     scale = zero.loss_scale(reducer.optimizer)
     for layout in reducer.layouts:
         for param in layout.params:
-            own = layout.own_slice(param)
-            if own.start == own.stop:
-                continue
-            (target,) = reducer.shard_parts(layout, own.offset, own.stop - own.start)
-            gradient = param.grad
-            if gradient is None:
-                target.zero_()
-                continue
-            part = gradient.reshape(-1)[own.start : own.stop].to(target.device)
-            scaled = part if scale == 1 else part.float() * scale
-            unchanged = part == _unscaled(target, scale, part.dtype)
-            target.copy_(torch.where(unchanged, target, scaled.to(target.dtype)))
+            for own in layout.own_slices(param):
+                if own.start < own.stop:
+                    _take_back(reducer, layout, param.grad, own, scale)
     reducer.hand_over()
     reducer.norm = None
+
+
+def _take_back(
+    reducer: Reducer, layout: ShardLayout, gradient: torch.Tensor | None, own: OwnSlice, scale: float
+) -> None:
+    (target,) = reducer.shard_parts(layout, own.offset, own.stop - own.start)
+    if gradient is None:
+        target.zero_()
+        return
+    part = gradient.reshape(-1)[own.start : own.stop].to(target.device)
+    scaled = part if scale == 1 else part.float() * scale
+    unchanged = part == _unscaled(target, scale, part.dtype)
+    target.copy_(torch.where(unchanged, target, scaled.to(target.dtype)))
 
 
 def hide_gradients(reducer: Reducer) -> None:

@@ -1,29 +1,22 @@
 """Where ZeRO keeps which part of each gradient: the layout that a reduction sends by, read off the live optimizer.
 
 Over a process group of W ranks, each rank's shard has the same number of elements, padding included. So all shards, one
-rank's in each row, are a matrix. Stages 1 and 2 lay the gradients one after the other into that matrix, row by row
-(:class:`FlatLayout`). ZeRO-3 gives each gradient columns of its own and lays it into them row by row
-(:class:`CutLayout`).
+rank's in each row, are a matrix. Stages 1 and 2 lay the gradients one after the other into a flat buffer, which is cut
+into stripes of such rows (:class:`FlatLayout`). ZeRO-3 gives each gradient columns of its own and lays it into them row
+by row (:class:`CutLayout`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.stripes import OwnSlice, Stripes
 from zerosync_strategy.core.engine import zero3
-
-
-class OwnSlice(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flattened gradient, at ``offset`` in this rank's shard; may be none."""
-
-    start: int
-    stop: int
-    offset: int
 
 
 class ShardLayout(ABC):
@@ -50,33 +43,52 @@ class ShardLayout(ABC):
         self.group_index = 0
 
     @abstractmethod
-    def gradient_in(self, rows: torch.Tensor, param: Any) -> torch.Tensor:
-        """Return the gradient of ``param``, flat, in ``rows``, the matrix of all shards. May be a copy."""
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the matrices of shards in ``memory``, which has all shards: rows by rank, and where in the shard."""
 
     @abstractmethod
-    def own_slice(self, param: Any) -> OwnSlice:
-        """Return which part of the gradient of ``param`` this rank keeps."""
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        """Return the gradient of ``param``, flat, in ``memory``, which has all shards. May be a copy."""
+
+    @abstractmethod
+    def own_slices(self, param: Any) -> list[OwnSlice]:
+        """Return which parts of the gradient of ``param`` this rank keeps."""
 
 
 class FlatLayout(ShardLayout):
-    """Parameter ``params[i]`` begins at ``offsets[i]`` of the flattened matrix."""
+    """Parameter ``params[i]`` begins at ``offsets[i]`` of the flat buffer. The parameters are in that order.
+
+    Attributes:
+        stripes: how the buffer is divided among the ranks; by :meth:`divide`.
+    """
+
+    stripes: Stripes
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], shard_numel: int, divisor: float,
         dtype: torch.dtype, group_index: int,
     ) -> None:  # fmt: skip
-        super().__init__(process_group, params, shard_numel, divisor, dtype)
+        self.offsets = dict(sorted(zip(params, offsets, strict=True), key=lambda pair: pair[1]))
+        super().__init__(process_group, list(self.offsets), shard_numel, divisor, dtype)
         self.group_index = group_index
-        self.offsets = dict(zip(params, offsets, strict=True))
+        self.numel = self.world_size * shard_numel
 
-    def gradient_in(self, rows: torch.Tensor, param: Any) -> torch.Tensor:
-        return rows.view(-1).narrow(0, self.offsets[param], param.numel())
+    def divide(self, firsts: Sequence[Any]) -> None:
+        """Let a stripe begin at each of these parameters, in their order."""
+        starts = [0, *(self.offsets[param] for param in firsts[1:])]
+        self.stripes = Stripes(starts, self.numel, self.rank, self.world_size)
 
-    def own_slice(self, param: Any) -> OwnSlice:
-        offset, own = self.offsets[param], self.rank * self.shard_numel
-        first = max(offset, own)
-        last = max(first, min(offset + param.numel(), own + self.shard_numel))
-        return OwnSlice(first - offset, last - offset, first - own)
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        for stripe in self.stripes:
+            yield stripe.rows(memory), stripe.offset
+
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        return memory.narrow(0, self.offsets[param], param.numel())
+
+    def own_slices(self, param: Any, stock: bool = False) -> list[OwnSlice]:
+        """Return which parts of ``param`` this rank keeps by stripes, or in DeepSpeed's own layout with ``stock``."""
+        begin = self.offsets[param]
+        return self.stripes.own_of(begin, begin + param.numel(), stock)
 
 
 class CutLayout(ShardLayout):
@@ -94,11 +106,15 @@ class CutLayout(ShardLayout):
             column += shard_numel
         self.column_list = list(self.columns.values())
 
-    def gradient_in(self, rows: torch.Tensor, param: Any) -> torch.Tensor:
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        yield memory.view(self.world_size, self.shard_numel), 0
+
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        rows = memory.view(self.world_size, self.shard_numel)
         columns = rows.narrow(1, self.columns[param], self.shard_numels[param])
         return columns.reshape(-1)[: zero3.full_numel(param)]
 
-    def own_slice(self, param: Any) -> OwnSlice:
+    def own_slices(self, param: Any) -> list[OwnSlice]:
         shard_numel, numel = self.shard_numels[param], zero3.full_numel(param)
         first, last = (min((self.rank + k) * shard_numel, numel) for k in (0, 1))
-        return OwnSlice(first, last, self.columns[param])
+        return [OwnSlice(first, last, self.columns[param])]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter, reduce_to_owners
+from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
@@ -127,8 +127,8 @@ class Reducer(ABC):
         """Return :attr:`norm`, the same on every rank. A collective call after :meth:`close`."""
 
     @abstractmethod
-    def combine_norms(self, stock: Any) -> torch.Tensor:
-        """Return the norm of all gradients from what DeepSpeed computes as such. A collective call."""
+    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
+        """Return the norm of all gradients; ``stock`` is what DeepSpeed computes as such. A collective call."""
 
     @abstractmethod
     def _discard_shards(self) -> None:
@@ -150,9 +150,7 @@ class Reducer(ABC):
         zero.expect_backward(self.optimizer)
         for bucket in self.buckets:
             bucket.needs_reduce = True
-        self._to_stream = deque(
-            bucket for bucket in self.buckets if not bucket.deferred or (last and bucket.evenly_sharded)
-        )
+        self._to_stream = deque(bucket for bucket in self.buckets if last or not bucket.deferred)
         for bucket in self._to_stream:
             bucket.pending = set(map(id, bucket.params))
         self.is_streaming = bool(self._to_stream)
@@ -218,7 +216,7 @@ class Reducer(ABC):
         self._ready_shards()
         for bucket in self.buckets:
             if not bucket.is_reduced:
-                for part in self._parts(bucket.layout, bucket.target):
+                for part in self.shard_parts(bucket.layout, *bucket.target):
                     part.zero_()
             bucket.is_reduced = False
         self.hand_over()
@@ -251,20 +249,15 @@ class Reducer(ABC):
             self._ready_shards()
             for chunk in bucket.chunks(before):
                 self._wait_reduce_scatter((IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT) - 1)
-                targets, adds = self._parts(layout, chunk.target), bucket.is_reduced
-                if chunk.owners is not None:
-                    pending = reduce_to_owners(chunk.rows, chunk.owners, layout.process_group, self._ordered, tag)
-                else:
-                    out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
-                    pending = reduce_scatter(chunk.rows, layout.process_group, self._ordered, tag, out)
+                targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
+                adds = bucket.is_reduced
+                out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
+                pending = reduce_scatter(chunk.rows, layout.process_group, self._ordered, tag, out)
                 self._begun.add(layout.process_group)
                 self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))
         bucket.is_reduced = True
         bucket.mark_reduced()
         self.sent_floor += sent_by_one_rank(bucket.numel * layout.dtype.itemsize, layout.world_size)
-
-    def _parts(self, layout: ShardLayout, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-        return [part for offset, numel in ranges for part in self.shard_parts(layout, offset, numel)]
 
     def _wait_reduce_scatter(self, allowed: int) -> None:
         """Wait until at most ``allowed`` chunks are in flight; put the others' averages into the shards."""

@@ -1,20 +1,23 @@
-"""The reduction of ZeRO-1 and ZeRO-2: each group's parameters lie in one flat buffer, cut into equal shards."""
+"""The reduction of ZeRO-1 and ZeRO-2: each group's parameters lie in one flat buffer, cut into stripes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import all_gather
+from zerosync_strategy.core.comm.collectives import Pending, all_gather_rows
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
-from zerosync_strategy.core.gradients.buckets import make_buckets
-from zerosync_strategy.core.gradients.flat import FlatBucket, merge_deferred
+from zerosync_strategy.core.gradients.buckets import choose_buckets
+from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
+from zerosync_strategy.core.gradients.reducer import IN_FLIGHT, IN_FLIGHT_NATIVE, Reducer, sent_by_one_rank
+
+SMALL_BYTES = 4 * 2**20
+"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
 
 
 class Stage12Reducer(Reducer):
@@ -22,6 +25,7 @@ class Stage12Reducer(Reducer):
 
     Attributes:
         groups: the parameter groups.
+        keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
     """
 
     groups: list[zero12.FlatGroup]
@@ -36,8 +40,30 @@ class Stage12Reducer(Reducer):
         ]
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[FlatBucket]:
-        make = partial(FlatBucket, chunk_bytes=limit, local=self.local, streams=self.streams, names=names)
-        return merge_deferred(make_buckets(make, self.layouts, self.local, config, limit), make)
+        self.keeps_stock_layout = _why_stock(self.optimizer)
+        if self.keeps_stock_layout and (not config.coalesce or config.unreduced_bytes is not None):
+            raise ValueError(
+                "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which the"
+                f" shards of stages 1 and 2 must be laid out anew, and {self.keeps_stock_layout}. Leave them out, or"
+                " use stage 3."
+            )
+        common: dict[str, Any] = {"local": self.local, "streams": self.streams, "names": names}
+        if self.is_native:  # more than one, so that the last backward can reduce some
+            size = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
+        else:
+            size = limit
+        buckets: list[FlatBucket] = []
+        for layout, chosen in choose_buckets(self.layouts, self.local, config, size):
+            if self.keeps_stock_layout and chosen:
+                chosen = [(layout.params, True)]
+            ascending = chosen[::-1]
+            layout.divide([params[0] for params, _ in ascending])
+            below, of_layout = None, []
+            for index, (params, deferred) in enumerate(ascending):
+                below = FlatBucket(layout, params, deferred, chunk_bytes=limit, index=index, below=below, **common)
+                of_layout.append(below)
+            buckets += of_layout[::-1]
+        return buckets
 
     def _allocate_shards(self) -> None:
         for layout in self.layouts:
@@ -52,9 +78,11 @@ class Stage12Reducer(Reducer):
     def compute_norm(self) -> torch.Tensor:
         return zero12.gradient_norm(self.optimizer)
 
-    def combine_norms(self, stock: Any) -> torch.Tensor:
-        norm: torch.Tensor = stock
-        return norm
+    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
+        if zero12.is_model_parallel(self.optimizer):
+            norm: torch.Tensor = stock()
+            return norm
+        return zero12.norm_of_shards(self.optimizer)
 
     def _discard_shards(self) -> None:
         for layout in self.layouts:
@@ -67,8 +95,31 @@ class Stage12Reducer(Reducer):
             for param in layout.params
         }
 
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Give the parameters that the step has updated to all ranks, stripe by stripe, in place. Collective."""
+        allowed = IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT
+        in_flight: deque[Pending] = deque()
+        for layout in self.layouts:
+            flat = zero12.flat_parameters(self.optimizer, layout.group_index)
+            shard = zero12.stepped_shard(self.optimizer, layout.group_index)
+            for stripe in layout.stripes:
+                rows = stripe.rows(flat)
+                rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
+                while len(in_flight) >= allowed:
+                    in_flight.popleft().wait()
+                in_flight.append(all_gather_rows(rows, layout.process_group))
+        for pending in in_flight:
+            pending.wait()
 
-def gather_parameters(*, partitioned_param_groups: Any, dp_process_group: Any, **_: Any) -> None:
-    """Give the updated parameters of ZeRO-1/2 to all ranks, from where they lie to where they go."""
-    for shards, process_group in zip(partitioned_param_groups, dp_process_group, strict=True):
-        all_gather(shards, process_group).wait()
+
+def _why_stock(optimizer: Any) -> str:
+    if zero12.is_model_parallel(optimizer):
+        return "with tensor parallelism, DeepSpeed takes the norm of the gradients parameter by parameter"
+    module = type(optimizer.optimizer).__module__.partition(".")[0]
+    if module in _BLOCKWISE:
+        return f"the optimizer {type(optimizer.optimizer).__name__} keeps its states by blocks of elements"
+    return ""
+
+
+_BLOCKWISE = frozenset({"bitsandbytes", "torchao"})  # packages whose optimizers have 8-bit or 4-bit states

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.gradients.buckets import make_buckets
+from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
@@ -45,10 +43,14 @@ class Stage3Reducer(Reducer):
         return layouts
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
-        make = partial(CutBucket, chunk_bytes=limit, local=self.local, streams=self.streams, names=names)
+        common = {"chunk_bytes": limit, "local": self.local, "streams": self.streams, "names": names}
         # While a bucket is packed, its gradients are there twice: a quarter of a small model, and not all of it.
         limit = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
-        buckets = chain.from_iterable(make_buckets(make, self.layouts, self.local, config, limit))
+        buckets = [
+            CutBucket(layout, params, deferred, **common)
+            for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
+            for params, deferred in chosen
+        ]
         # With several layouts, those of the later modules first.
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
@@ -82,7 +84,7 @@ class Stage3Reducer(Reducer):
         everyone = dist.get_world_size(zero.data_parallel_group(self.optimizer))
         return any(layout.world_size < everyone for layout in self.layouts)
 
-    def combine_norms(self, stock: list[Any]) -> torch.Tensor:
+    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
         """Return the norm of all gradients, the same on every rank (U3), from DeepSpeed's by group of parameters.
 
         A group's norm is summed over the ranks that shard it. Parameters of another group of ranks are others, so each
@@ -91,7 +93,7 @@ class Stage3Reducer(Reducer):
         from deepspeed import comm
 
         optimizer = self.optimizer
-        stacked = torch.stack([torch.as_tensor(norm) for norm in stock])
+        stacked = torch.stack([torch.as_tensor(norm) for norm in stock()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         stacked = torch.where(stacked >= 0, stacked, torch.inf)
         if not self.over_groups:

@@ -8,36 +8,42 @@ edit must be made alike on all ranks, as in plain data parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.stripes import OwnSlice
 from zerosync_strategy.core.engine import zero3, zero12
 
 
 @torch.no_grad()
 def adopt_edits_of_stage_1_2(
-    optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str], concurrent: bool
+    optimizer: Any,
+    groups: Iterable[tuple[zero12.FlatGroup, Sequence[OwnSlice]]],
+    names: Mapping[Any, str],
+    concurrent: bool,
 ) -> None:
     """Adopt edits into the master weights of ZeRO-1 or ZeRO-2.
 
     Args:
-        groups: of the optimizer.
+        groups: of the optimizer, each with the elements that this rank has of it.
         names: of the parameters, for errors.
         concurrent: the device runs beside the host, which must not wait for it.
 
     Raises:
         ValueError: a parameter was given data of another shape.
     """
-    for group in groups:
-        flat, shard, master = zero12.weights(optimizer, group.index)
+    for group, slices in groups:
+        flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
         begin, itemsize = flat.data_ptr(), flat.element_size()
         for param, offset, shape in zip(group.params, group.offsets, group.shapes, strict=True):
             if param.data_ptr() != begin + offset * itemsize:  # param.data = ...: no longer a view of the flat buffer
                 _check_shape(param, shape, names)
                 flat.narrow(0, offset, param.numel()).copy_(param.data.reshape(-1))
-        _adopt(shard, master, concurrent)
+        for own in slices:
+            part = master.narrow(0, own.offset, own.stop - own.start)
+            _adopt(flat[own.start : own.stop], part, concurrent)
 
 
 @torch.no_grad()

@@ -1,0 +1,140 @@
+"""Stripes: how a flat buffer is divided among ranks so that every part of it belongs to all of them alike.
+
+ZeRO-1 and 2 give the first rank the first part of a group's flat buffer, the second rank the next, and so on. What a
+backward completes first then belongs to the last rank alone, and a reduction that begins meanwhile would keep one link
+busy after the other. So the buffer is cut into *stripes*, each a matrix with one row per rank: its reduction and its
+gather are even, native collectives, in place. A rank's shard is its rows of all stripes, one after the other, and has
+as many elements as DeepSpeed's shard. One stripe alone is DeepSpeed's own layout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+ALIGNMENT = 8
+"""Elements of which each row of a stripe, but for the last one's, has a multiple: NCCL copies 16 bytes at a time."""
+
+
+class OwnSlice(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flat tensor, at ``offset`` in this rank's shard; may be none."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+class Stripe(NamedTuple):
+    """Elements ``first`` to ``last`` of the flat buffer, in rows of ``width``, at ``offset`` in every rank's shard."""
+
+    first: int
+    last: int
+    width: int
+    offset: int
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the stripe of the flat buffer, one row per rank."""
+        return flat[self.first : self.last].view(-1, self.width)
+
+
+class Stripes:
+    """The stripes of one flat buffer.
+
+    Args:
+        starts: where each stripe is to begin, ascending from 0. It begins up to ``ALIGNMENT * world_size`` elements
+            later, so that its rows are even; the last one may have no element then.
+        numel: of the buffer, a multiple of ``world_size``.
+        rank: of this process in the process group.
+        world_size: of the process group.
+
+    Attributes:
+        all: the stripes, those without elements too.
+        is_stock: a shard has the same elements as DeepSpeed's, in the same order.
+        shard_numel: elements of one rank's shard.
+    """
+
+    def __init__(self, starts: Sequence[int], numel: int, rank: int, world_size: int) -> None:
+        unit = ALIGNMENT * world_size
+        bounds = [0, *(min(-(-start // unit) * unit, numel) for start in starts[1:]), numel]
+        self.all: list[Stripe] = []
+        offset = 0
+        for first, last in pairwise(bounds):
+            width = (last - first) // world_size
+            self.all.append(Stripe(first, last, width, offset))
+            offset += width
+        self.shard_numel = offset
+        self._rank, self._world_size = rank, world_size
+        self._stock = [Stripe(0, numel, numel // world_size, 0)]
+        self._own = {stock: list(_own(self._stock if stock else self.all, rank)) for stock in (False, True)}
+        self.is_stock = world_size == 1 or sum(stripe.width > 0 for stripe in self.all) <= 1
+
+    def __iter__(self) -> Iterator[Stripe]:
+        return (stripe for stripe in self.all if stripe.width)
+
+    def own(self, stock: bool = False) -> list[OwnSlice]:
+        """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
+        return self._own[stock]
+
+    def own_of(self, begin: int, end: int, stock: bool = False) -> list[OwnSlice]:
+        """Return which of the elements from ``begin`` up to ``end``, counted from there, are in this rank's shard."""
+        found, slices = [], self._own[stock]
+        index = max(0, bisect_right(slices, begin, key=lambda own: own.start) - 1)
+        while index < len(slices) and slices[index].start < end:
+            own = slices[index]
+            first, last = max(begin, own.start), min(end, own.stop)
+            if first < last:
+                found.append(OwnSlice(first - begin, last - begin, own.offset + first - own.start))
+            index += 1
+        return found
+
+    def exchange(self, shard: torch.Tensor, to_stripes: bool, process_group: Any, device: torch.device) -> torch.Tensor:
+        """Return this rank's shard by stripes of what all ranks have in DeepSpeed's layout, or the other way round.
+
+        Collective. For what is rare: its host work grows with the number of ranks.
+
+        Args:
+            shard: this rank's, flat.
+            to_stripes: it is in DeepSpeed's layout.
+            process_group: of the ranks.
+            device: of which the process group can send tensors.
+        """
+        from deepspeed import comm
+
+        before, after = (self._stock, self.all) if to_stripes else (self.all, self._stock)
+        own_before, own_after = self._own[to_stripes], self._own[not to_stripes]
+        # Both lists are in the order of the flat buffer; what is exchanged with each rank keeps that order.
+        sent = [list(_common(own_before, list(_own(after, peer)))) for peer in range(self._world_size)]
+        received = [list(_common(own_after, list(_own(before, peer)))) for peer in range(self._world_size)]
+        out = torch.cat([shard[begin:end] for pieces in sent for begin, end in pieces]).to(device)
+        into = torch.empty_like(out)
+        sizes_in, sizes_out = (tuple(sum(b - a for a, b in each) for each in pieces) for pieces in (received, sent))
+        comm.all_to_all_single(into, out, sizes_in, sizes_out, group=process_group)
+        into = into.to(shard.device)
+        result, done = torch.empty_like(shard), 0
+        for begin, end in (piece for pieces in received for piece in pieces):
+            result[begin:end] = into[done : done + end - begin]
+            done += end - begin
+        return result
+
+
+def _own(stripes: Iterable[Stripe], rank: int) -> Iterator[OwnSlice]:
+    for first, _, width, offset in stripes:
+        if width:
+            yield OwnSlice(first + rank * width, first + (rank + 1) * width, offset)
+
+
+def _common(own: list[OwnSlice], other: list[OwnSlice]) -> Iterator[tuple[int, int]]:
+    """Yield where in the shard of ``own`` the elements lie that ``other`` has too. Both ascend."""
+    i = j = 0
+    while i < len(own) and j < len(other):
+        first, last = max(own[i].start, other[j].start), min(own[i].stop, other[j].stop)
+        if first < last:
+            yield own[i].offset + first - own[i].start, own[i].offset + last - own[i].start
+        if own[i].stop <= other[j].stop:
+            i += 1
+        else:
+            j += 1

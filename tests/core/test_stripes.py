@@ -1,0 +1,136 @@
+"""Stages 1 and 2 by stripes: shards are exchanged with DeepSpeed's layout, and checkpoints are in that."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
+
+from tests.harness import engines
+from tests.harness.engines import rank
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.comm.stripes import Stripes
+from zerosync_strategy.core.gradients import reducer
+
+WIDTHS = (7, 5, 11, 3, 6)
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 1, 2, 100], [0, 30, 31, 200, 359], [0, 24, 48, 72]])
+def test_an_exchange_and_back(starts: list[int]) -> None:
+    def run() -> None:
+        engines.start()
+        flat = torch.randn(360, generator=torch.Generator().manual_seed(1))
+        stripes = Stripes(starts, 360, rank(), 3)
+        stock, striped = torch.zeros(120), torch.zeros(120)
+        for own in stripes.own(stock=True):
+            stock[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
+        for own in stripes.own():
+            striped[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
+        cpu = torch.device("cpu")
+        assert torch.equal(stripes.exchange(stock, True, dist.group.WORLD, cpu), striped)
+        assert torch.equal(stripes.exchange(striped, False, dist.group.WORLD, cpu), stock)
+        for begin, end in ((0, 360), (17, 18), (50, 333)):
+            for of_stock, shard in ((False, striped), (True, stock)):
+                for own in stripes.own_of(begin, end, of_stock):
+                    part = shard[own.offset : own.offset + own.stop - own.start]
+                    assert torch.equal(part, flat[begin:end][own.start : own.stop])
+
+    run_ranks(run, world_size=3)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)])
+
+
+def make_engine(stage: int, config: dict[str, Any], zero: dict[str, Any]) -> Any:
+    module = model()
+    params = list(module.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.3}]
+    return engines.make_engine(module, torch.optim.AdamW(groups, lr=0.05), stage, zero, **config)
+
+
+def train(engine: Any, steps: range) -> None:
+    for k in steps:
+        x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * k + rank()))
+        engine.backward(engine(x.to(next(engine.module.parameters()).dtype)).float().square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "offload"])
+def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path: Path) -> None:
+    """Written by either, read by either, and by DeepSpeed's converter; training goes on as without them."""
+    config = {"bf16": {"enabled": True}} if kind == "bf16" else {}
+    rounding = 5e-3 if kind == "bf16" else 1e-6  # of DeepSpeed's own sums
+    zero = {"offload_optimizer": {"device": "cpu"}} if kind == "offload" else {}
+
+    def run() -> None:
+        reducer.CHUNK_BYTES = 100
+        engine = make_engine(stage, config, zero)
+        zerosync = attach(engine)
+        stripes = [layout.stripes for layout in zerosync._attached.reducer.layouts]
+        assert not any(each.is_stock for each in stripes)
+        train(engine, range(3))
+        engine.save_checkpoint(str(tmp_path / "ours"))
+        if rank() == 0:
+            converted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "ours"))
+        for name, param in engine.module.named_parameters():
+            master = safe_get_full_fp32_param(param)
+            assert distance({"": master}, {"": param.float()}) < 5e-2
+            if rank() == 0:
+                assert torch.equal(converted[name], master), name
+        train(engine, range(3, 5))
+        moments = [safe_get_full_optimizer_state(param, "exp_avg") for param in engine.module.parameters()]
+        result = full_parameters(engine.module)
+
+        for attached in (False, True):
+            other = make_engine(stage, config, zero)
+            if attached:
+                attach(other)
+                train(other, range(7, 8))  # what is loaded replaces it
+            other.load_checkpoint(str(tmp_path / "ours"))
+            train(other, range(3, 5))
+            assert distance(full_parameters(other.module), result) <= (0.0 if attached else rounding), attached
+            if not attached:
+                other.load_checkpoint(str(tmp_path / "ours"))
+                other.save_checkpoint(str(tmp_path / "theirs"))
+                continue
+            for param, moment in zip(other.module.parameters(), moments, strict=True):
+                assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), moment)
+            other.load_checkpoint(str(tmp_path / "theirs"))
+            train(other, range(3, 5))
+            assert distance(full_parameters(other.module), result) == 0.0
+        zerosync.detach()
+        train(engine, range(5, 6))  # DeepSpeed's own again, with the same weights and states
+        train(other, range(5, 6))
+        assert distance(full_parameters(other.module), full_parameters(engine.module)) <= rounding
+
+    run_ranks(run, world_size=ranks)
+
+
+def test_states_by_blocks_are_refused() -> None:
+    class Blockwise(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["absmax"] = torch.ones(4)
+
+    def run() -> None:
+        reducer.CHUNK_BYTES = 100
+        module = model()
+        engine = engines.make_engine(module, Blockwise(module.parameters(), lr=0.1), 2)
+        attach(engine)
+        with pytest.raises(RuntimeError, match=r"Blockwise keeps a state 'absmax' of shape \(4,\)"):
+            train(engine, range(1))
+
+    run_ranks(run)
