@@ -175,6 +175,11 @@ class AttachedEngine:
         if self._shows_gradients:
             self._clip_shown()
 
+    @property
+    def clips_next_step(self) -> bool:
+        """Whether the coming step is to be clipped to another norm than the configured one."""
+        return self._configured_clip_norm is not None
+
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
         """Around code that sees and changes averaged gradients; see :meth:`ZeroSync.full_gradients`."""
@@ -312,6 +317,8 @@ class AttachedEngine:
 
     def zero_grad(self) -> None:
         self._shows_gradients = False  # they are dropped with those in the shards
+        if self.window.state is WindowState.REDUCED:
+            self._restore_clip_norm()  # it was asked for the gradients that are dropped
         self.frozen.forget()
         if self._with_gradient is not None:
             self._with_gradient = set()
