@@ -184,6 +184,11 @@ def test_the_lightning_that_is_in_use_is_served() -> None:
         assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == expected
 
 
+def test_the_command_says_the_version() -> None:
+    said = subprocess.check_output([sys.executable, "-c", "from zerosync_strategy import cli; cli.main(['--version'])"])
+    assert said.decode() == f"zerosync {zerosync_strategy.__version__}\n"
+
+
 def test_every_public_name_can_be_had() -> None:
     names: dict[str, object] = {}
     exec("from zerosync_strategy import *", names)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zerosync_strategy.names import loaded_home
+from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ContractError",

@@ -21,6 +21,8 @@ def make_fabric(
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
     of_fabric = {name: options.pop(name) for name in ("precision", "plugins", "callbacks") if name in options}
+    if stage == 3 and not options:
+        options["config"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else all are persistent
     made = fabric(accelerator="cpu", devices=WORLD, strategy=strategy(stage, **options), **of_fabric)
     made.launch()
     return made

@@ -40,7 +40,9 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
+from zerosync_strategy.version import __version__
 
+_VERSION = "zerosync_version"  # of what saved a checkpoint
 _COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
 
@@ -416,9 +418,10 @@ class AttachedEngine:
 
     def client_state(self) -> dict[str, Any]:
         cohorts = self.frozen.state(self._names, zero.data_parallel_group(self.engine.optimizer))
-        return {_COHORTS: cohorts} if cohorts else {}
+        return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
 
     def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        client_state.pop(_VERSION, None)
         cohorts = client_state.pop(_COHORTS, [])
         if optimizer_states:
             self.frozen.load(cohorts, self._names)

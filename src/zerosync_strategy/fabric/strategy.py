@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
+from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -183,6 +184,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         engine, zero_optimizer, _ = self._initialize_engine(module, optimizer)
         self._set_deepspeed_activation_checkpointing()
+        interpose(zero_optimizer, _OptimizerOverrides)
         show_parameters(zero_optimizer, groups)
         self.zerosyncs.append(attach(engine, self.zerosync_config))
         self._deepspeed_engine = engine
@@ -305,7 +307,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"fabric.clip_gradients() found a norm of {norm.item()} and cannot clip to max_norm={max_norm}. Leave"
-                " out the step, or pass error_if_nonfinite=False."
+                " out the step, or pass error_if_nonfinite=False: DeepSpeed then skips it."
             )
         if not math.isinf(max_norm):
             zerosync.clip_next_step(max_norm)
@@ -361,6 +363,19 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 " fabric.save(path, {'model': model, 'optimizer': optimizer})."
             )
         return super().get_optimizer_state(optimizer)
+
+
+class _OptimizerOverrides:
+    """Overrides of a ZeRO optimizer."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed gives a list of shards, by name.
+        if args and isinstance(args[0], Mapping):
+            raise RuntimeError(
+                "load_state_dict() of an optimizer under ZeRO was given the state of an optimizer without ZeRO, which"
+                " it cannot shard. Load weights alone, or what fabric.save() has saved under ZeRO."
+            )
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 class _BackwardSync:
