@@ -178,9 +178,14 @@ def test_files_that_run_for_two_packages_name_neither(files: str, binding: str) 
 
 
 def test_the_lightning_that_is_in_use_is_served() -> None:
-    """By the names of the package itself, also where the other package is installed."""
-    for first, expected in (("pytorch_lightning", "pytorch_lightning"), ("lightning.pytorch", "lightning")):
-        code = f"import {first}, zerosync_strategy as z; print(z.ZeroSyncStrategy.__module__.split('.')[1])"
+    """By the names of the top package."""
+    cases = {
+        "import pytorch_lightning": "pytorch_lightning",
+        "import lightning.pytorch": "lightning",
+        "import sys; sys.modules['lightning'] = None": "pytorch_lightning",  # as if it were not installed
+    }
+    for first, expected in cases.items():
+        code = f"{first}\nimport zerosync_strategy as z; print(z.ZeroSyncStrategy.__module__.split('.')[1])"
         assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == expected
 
 

@@ -7,7 +7,7 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zerosync_strategy.names import loaded_home
+from zerosync_strategy.names import home_in_use
 from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _module_of(name: str) -> str:
     packages = {"zerosync_strategy.lightning": ("lightning.pytorch", "pytorch_lightning")}
     packages["zerosync_strategy.fabric"] = ("lightning.fabric", "lightning_fabric")
     home = _HOME[name]
-    return loaded_home(*packages[home]) if home in packages else home
+    return home_in_use(*packages[home]) if home in packages else home
 
 
 def __dir__() -> list[str]:

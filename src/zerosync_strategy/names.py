@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -47,10 +48,11 @@ def _make(home: Home, **options: Any) -> Any:
     return getattr(import_module(home.module), home.strategy)(**options)
 
 
-def loaded_home(package: str, other: str) -> str:
-    """Return the module that serves ``package``, or ``other`` where that one is loaded and ``package`` is not."""
+def home_in_use(package: str, other: str) -> str:
+    """Return the module that serves ``package``; that of ``other`` where it alone of the two is loaded or installed."""
+    is_missing = package not in sys.modules and find_spec(package.split(".")[0]) is None
     is_other = other in sys.modules and package not in sys.modules
-    return HOMES[other if is_other else package].module
+    return HOMES[other if is_missing or is_other else package].module
 
 
 def represent(strategy: Any, package: str) -> str:
