@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import zerosync_strategy
 
 SOURCE = Path(zerosync_strategy.__file__).parent
@@ -62,7 +64,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_importing_the_package_loads_no_framework() -> None:
-    heavy = {"torch", "deepspeed", "lightning", "accelerate", "pytorch_lightning"}
+    heavy = {"torch", "deepspeed", "lightning", "accelerate", "pytorch_lightning", "lightning_fabric"}
     package, core = loaded_after("import zerosync_strategy", "from zerosync_strategy import attach")
     assert not package & heavy
     assert core & heavy == {"torch"}
@@ -134,9 +136,62 @@ def test_the_import_graph_has_every_import(tmp_path: Path) -> None:
     assert cycles(import_graph(tmp_path / "p" / "sub", tmp_path)) == []
 
 
-def test_the_frameworks_do_not_need_each_other() -> None:
-    assert "lightning" not in loaded_after("from zerosync_strategy import ZeroSyncPlugin")[0]
-    assert "accelerate" not in loaded_after("from zerosync_strategy import ZeroSyncStrategy")[0]
+FRAMEWORKS = {  # each with what it may load of Lightning's and Accelerate's packages
+    "lightning": {"lightning"},
+    "fabric": {"lightning"},
+    "pytorch_lightning": {"pytorch_lightning", "lightning_fabric"},
+    "lightning_fabric": {"lightning_fabric"},
+    "accelerate": {"accelerate"},
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_needs_no_other(name: str) -> None:
+    packages = {package for loaded in FRAMEWORKS.values() for package in loaded}
+    (loaded,) = loaded_after(f"import zerosync_strategy.{name}")
+    assert loaded & packages == FRAMEWORKS[name]
+
+
+def test_frameworks_do_not_import_each_other() -> None:
+    for module, imported in import_graph(SOURCE).items():
+        of_frameworks = {each.split(".")[1] for each in (module, *imported) if each.count(".")} & FRAMEWORKS.keys()
+        assert len(of_frameworks) <= 1 or module == "zerosync_strategy", module
+
+
+@pytest.mark.parametrize(("files", "binding"), [("lightning", "pytorch_lightning"), ("fabric", "lightning_fabric")])
+def test_files_that_run_for_two_packages_name_neither(files: str, binding: str) -> None:
+    """All but `library.py`, of which each has its own with the same names, and `__init__.py`."""
+    names = []
+    for folder in (files, binding):
+        tree = ast.parse((SOURCE / folder / "library.py").read_text())
+        names.append(
+            {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        )
+    assert names[0] == names[1]
+    assert {path.name for path in (SOURCE / binding).glob("*.py")} == {"__init__.py", "library.py"}
+    for path in (SOURCE / files).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.name != "library.py" and isinstance(node, ast.ImportFrom) and not node.level:
+                ours = f"zerosync_strategy.{files}"
+                assert (node.module or "").split(".")[0] not in ("lightning", binding), path.name
+                assert not (node.module or "").startswith(ours), f"{path.name}: import siblings relatively"
+
+
+def test_the_lightning_that_is_in_use_is_served() -> None:
+    """By the names of the top package."""
+    cases = {
+        "import pytorch_lightning": "pytorch_lightning",
+        "import lightning.pytorch": "lightning",
+        "import sys; sys.modules['lightning'] = None": "pytorch_lightning",  # as if it were not installed
+    }
+    for first, expected in cases.items():
+        code = f"{first}\nimport zerosync_strategy as z; print(z.ZeroSyncStrategy.__module__.split('.')[1])"
+        assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == expected
+
+
+def test_the_command_says_the_version() -> None:
+    said = subprocess.check_output([sys.executable, "-c", "from zerosync_strategy import cli; cli.main(['--version'])"])
+    assert said.decode() == f"zerosync {zerosync_strategy.__version__}\n"
 
 
 def test_every_public_name_can_be_had() -> None:

@@ -7,6 +7,9 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zerosync_strategy.names import home_in_use
+from zerosync_strategy.version import __version__
+
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
     from zerosync_strategy.core.config import ZeroSyncConfig
@@ -17,10 +20,10 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.handle import ZeroSync, attach
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.report import StepReport
+    from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ContractError",
@@ -28,6 +31,7 @@ __all__ = [
     "StepReport",
     "ZeroSync",
     "ZeroSyncConfig",
+    "ZeroSyncFabricStrategy",
     "ZeroSyncMonitor",
     "ZeroSyncPlugin",
     "ZeroSyncStrategy",
@@ -44,6 +48,7 @@ _HOME = {
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",
     "ZeroSyncConfig": "zerosync_strategy.core.config",
+    "ZeroSyncFabricStrategy": "zerosync_strategy.fabric",
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
@@ -56,7 +61,17 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_module_of(name)), name)
+    globals()[name] = value  # found at once, and the same, from now on
+    return value
+
+
+def _module_of(name: str) -> str:
+    """Return the module that has ``name``. What is built on Lightning serves the package of it that is in use."""
+    packages = {"zerosync_strategy.lightning": ("lightning.pytorch", "pytorch_lightning")}
+    packages["zerosync_strategy.fabric"] = ("lightning.fabric", "lightning_fabric")
+    home = _HOME[name]
+    return home_in_use(*packages[home]) if home in packages else home
 
 
 def __dir__() -> list[str]:

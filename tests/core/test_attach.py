@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 
+import zerosync_strategy
 from tests.harness import engines
 from tests.harness.copying import loss_of, make_engine, network, oracle
 from tests.harness.engines import rank
@@ -180,6 +181,23 @@ def test_loading_in_mid_window_drops_its_gradients(stage: int, tmp_path: Path) -
         return distance(full_parameters(engine.module), oracle(1, 1))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reports_and_checkpoints_say_the_version(stage: int, tmp_path: Path) -> None:
+    """A program that loads a checkpoint finds its own state, as it was saved."""
+
+    def run() -> None:
+        zerosync = attach(engine := make_engine(stage))
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        engine.save_checkpoint(tmp_path, client_state={"own": 1})
+        assert "zerosync_version" not in engine.load_checkpoint(tmp_path)[1]
+        for path in tmp_path.glob("*/*model_states.pt"):
+            assert torch.load(path, weights_only=False)["zerosync_version"] == zerosync_strategy.__version__
+        assert zerosync.report.version == zerosync_strategy.__version__
+
+    run_ranks(run)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

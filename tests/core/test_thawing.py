@@ -57,6 +57,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.03, weight_decay=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.9, dampening=0.5, weight_decay=0.1),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "no state": lambda params: torch.optim.SGD(params, lr=0.2),
 }
 # The steps at which each layer is frozen; between those of two layers, and while others are.
 FROZEN: dict[int, set[int]] = {0: {0, 1, 2, 6}, 1: {4, 5}, 2: {0, 1, 2, 3, 4}}
@@ -66,7 +67,8 @@ FROZEN: dict[int, set[int]] = {0: {0, 1, 2, 6}, 1: {4, 5}, 2: {0, 1, 2, 3, 4}}
     ("stage", "optimizer", "options"),
     [
         (1, "adamw", {}), (2, "adamw", {}), (3, "adamw", {}), (2, "momentum", {}), (3, "momentum", {}),
-        (1, "nadam", {}), (3, "nadam", {}), (2, "adamw", {"bf16": {"enabled": True}}),
+        (2, "no state", {}), (3, "no state", {}), (1, "nadam", {}), (3, "nadam", {}),
+        (2, "adamw", {"bf16": {"enabled": True}}),
         (2, "adamw", {"zero": {"offload_optimizer": {"device": "cpu"}}}),
         (3, "adamw", {"zero": {"offload_optimizer": {"device": "cpu"}}}),
         (3, "adamw", {"zero": {"sub_group_size": 60, "stage3_param_persistence_threshold": 0}}),

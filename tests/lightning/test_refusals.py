@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, make_trainer
 from zerosync_strategy import ZeroSyncStrategy
-from zerosync_strategy.lightning.registry import register
 
 
 @pytest.mark.parametrize("stage", [0, 4, True, "3"])
@@ -87,16 +86,6 @@ def test_options() -> None:
 def test_names_are_registered() -> None:
     assert StrategyRegistry.get("zerosync").stage == 3
     assert [StrategyRegistry.get(f"zerosync_stage_{stage}").stage for stage in (1, 2, 3)] == [1, 2, 3]
-
-
-def test_trainer_of_the_other_package() -> None:
-    import pytorch_lightning as other
-
-    with pytest.raises(ValueError, match=r"pytorch_lightning` cannot run it. Use `from lightning.pytorch"):
-        other.Trainer(strategy=ZeroSyncStrategy(stage=3), accelerator="cpu")
-    register(ZeroSyncStrategy)
-    with pytest.raises(TypeError, match=r"pytorch_lightning` cannot run it. Use `from lightning.pytorch"):
-        other.Trainer(strategy="zerosync_stage_3", accelerator="cpu")
 
 
 def test_precision_plugin() -> None:

@@ -43,7 +43,9 @@ from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.states import StripedStates, full_from, into_shard
+from zerosync_strategy.version import __version__
 
+_VERSION = "zerosync_version"  # of what saved a checkpoint
 _COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
 _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are attached in this process
 
@@ -183,6 +185,11 @@ class AttachedEngine:
             self._configured_clip_norm = before
         if self._shows_gradients:
             self._clip_shown()
+
+    @property
+    def clips_next_step(self) -> bool:
+        """Whether the coming step is to be clipped to another norm than the configured one."""
+        return self._configured_clip_norm is not None
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
@@ -343,6 +350,8 @@ class AttachedEngine:
 
     def zero_grad(self) -> None:
         self._shows_gradients = False  # they are dropped with those in the shards
+        if self.window.state is WindowState.REDUCED:
+            self._restore_clip_norm()  # it was asked for the gradients that are dropped
         self.frozen.forget()
         if self._with_gradient is not None:
             self._with_gradient = set()
@@ -453,9 +462,10 @@ class AttachedEngine:
 
     def client_state(self) -> dict[str, Any]:
         cohorts = self.frozen.state(self._names, zero.data_parallel_group(self.engine.optimizer))
-        return {_COHORTS: cohorts} if cohorts else {}
+        return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
 
     def loaded(self, client_state: dict[str, Any], optimizer_states: bool) -> None:
+        client_state.pop(_VERSION, None)
         cohorts = client_state.pop(_COHORTS, [])
         if optimizer_states:
             self.frozen.load(cohorts, self._names)

@@ -140,7 +140,7 @@ class FrozenParameters:
         """Take the states of the ``views`` after their step."""
         whole = optimizer.state[flat]
         for view, (begin, end) in zip(views, runs, strict=True):
-            state = optimizer.state.pop(view)
+            state = optimizer.state.pop(view, {})  # plain SGD has none
             cohort.scalars[index] = _scalars(state, view)
             for key, value in _shaped(state, view).items():
                 if whole.get(key) is None:

@@ -188,6 +188,11 @@ class ZeroSync:
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
         self._attached.clip_next_step(float(max_norm))
 
+    @property
+    def clips_next_step(self) -> bool:
+        """Whether :meth:`clip_next_step` was called for the coming step."""
+        return self._attached.clips_next_step
+
     @contextmanager
     def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
         """Read and write parameters in full, on any stage: target networks, moving averages, clamps. Collective.

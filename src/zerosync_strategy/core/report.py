@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.version import __version__
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepReport:
         collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
             modules, since the gradient or step before it and up to its own.
+        version: of ZeroSync.
     """
 
     step: int
@@ -39,6 +41,7 @@ class StepReport:
     peak_unsharded_bytes: int
     seconds: float
     collectives: Mapping[str, Traffic]
+    version: str = __version__
 
     @property
     def bytes_sent(self) -> int:

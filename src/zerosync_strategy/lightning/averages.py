@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+
+from .library import LightningModule, Trainer, WeightAveraging
 
 FILE = "averaged.ckpt"
 """Its name within the directory of a checkpoint."""

@@ -6,20 +6,22 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    Callback,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.params.averages import copy_problem, readable
+
+from .library import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    LightningModule,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    Trainer,
+    WeightAveraging,
+)
 
 
 class CallbackOverrides:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
+
+from .library import (
+    CPUAccelerator,
+    CUDAAccelerator,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    MisconfigurationException,
+    reset_seed,
+)
 
 
 class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
@@ -28,12 +31,8 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
             )
         if not self._on_cpu:
             return super().setup_environment()
-        precision = getattr(self.precision_plugin, "precision", None)
-        if precision in ("16-true", "16-mixed"):
-            raise MisconfigurationException(
-                f"DeepSpeed does not train with precision={precision!r} on CPU. Use '32-true', 'bf16-mixed' or"
-                " 'bf16-true', or a GPU."
-            )
+        if problem := precision_problem(getattr(self.precision_plugin, "precision", None)):
+            raise MisconfigurationException(problem)
         prepare_cpu()
         DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
 
@@ -47,12 +46,12 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with self._device_index():
+        with indexed_devices(self):
             return super()._setup_model_and_optimizer(*args, **kwargs)
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        with self._device_index():
+        with indexed_devices(self):
             super()._initialize_deepspeed_inference(model)
 
     @override
@@ -65,14 +64,3 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
     @property
     def _on_cpu(self) -> bool:
         return isinstance(self.accelerator, CPUAccelerator)
-
-    @contextmanager
-    def _device_index(self) -> Iterator[None]:
-        """DeepSpeed is given the index of the root device as the rank on this host; CPU devices have none."""
-        devices = self.parallel_devices
-        if self._on_cpu:
-            self.parallel_devices = [torch.device("cpu", index) for index in range(len(devices or []))]
-        try:
-            yield
-        finally:
-            self.parallel_devices = devices

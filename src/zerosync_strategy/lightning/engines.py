@@ -1,4 +1,4 @@
-"""One engine per optimizer: the division of the parameters, the optimizers' ``param_groups``, and checkpoints.
+"""One engine per optimizer: the division of the parameters, and checkpoints.
 
 A checkpoint is a directory. What Lightning and the first engine save lies where it does with one optimizer; the engine
 of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that optimizer's parameters.
@@ -7,13 +7,11 @@ of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that 
 from __future__ import annotations
 
 import shutil
-from collections import UserDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import zero3
@@ -21,6 +19,8 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.several import part_of
 from zerosync_strategy.core.optimizers import optimizer_problem
+
+from .library import MisconfigurationException
 
 TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
@@ -64,43 +64,6 @@ def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[tor
 
 def _listed(indices: Sequence[int]) -> str:
     return "optimizers " + " and ".join(map(str, indices))
-
-
-def show_parameters(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-    """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
-
-    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says. It
-    is an ``Optimizer``, too: a scheduler that is made during the training, as the learning-rate finder's, wants one.
-    """
-    optimizer._zerosync_groups = groups
-    interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
-
-
-class _ParamGroupsOverrides:
-    """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
-
-    _zerosync_groups: Sequence[Sequence[torch.nn.Parameter]]
-    optimizer: Optimizer
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @property
-    def param_groups(self) -> list[Any]:
-        stock: list[dict[str, Any]] = super().param_groups  # type: ignore[misc]
-        return [_Group(group, params) for group, params in zip(stock, self._zerosync_groups, strict=True)]
-
-
-class _Group(UserDict[str, Any]):
-    """One of DeepSpeed's parameter groups, with these ``params``; all else is read and written there."""
-
-    def __init__(self, group: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> None:
-        self.data = group
-        self._params = params
-
-    def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else super().__getitem__(key)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

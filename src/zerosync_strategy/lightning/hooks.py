@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from zerosync_strategy.core.handle import ZeroSync
+
+from .library import Callback, GradientAccumulationScheduler, LightningModule, MisconfigurationException, Trainer
 
 AFTER_BACKWARD = "on_after_backward"
 BEFORE_STEP = "on_before_optimizer_step"

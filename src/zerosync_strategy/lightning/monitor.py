@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from zerosync_strategy.core.report import StepReport
-from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
+
+from .library import Callback, LightningModule, MisconfigurationException, Trainer
+from .strategy import ZeroSyncStrategy
 
 
 class ZeroSyncMonitor(Callback):

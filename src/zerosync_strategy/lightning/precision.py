@@ -7,17 +7,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync
-from zerosync_strategy.lightning.hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged
+
+from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged
+from .library import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, MisconfigurationException, Steppable
 
 CLIP_BY_VALUE = (
     "ZeRO cannot clip gradients by value: each rank holds a partition. Got gradient_clip_algorithm='value'; use 'norm'."

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import inspect
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -15,19 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.arguments import StrategyArguments
+from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -35,10 +27,12 @@ from zerosync_strategy.core.failures.rank_status import RankError, is_communicat
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizers import dtype_problem
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
-from zerosync_strategy.lightning import averages, callbacks
-from zerosync_strategy.lightning.configuration import fill_in, fill_in_precision
-from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
-from zerosync_strategy.lightning.engines import (
+from zerosync_strategy.core.transformers import tell_transformers
+from zerosync_strategy.names import represent
+
+from . import averages, callbacks
+from .deepspeed import DeepSpeedAnyDeviceStrategy
+from .engines import (
     TAG,
     EvaluationOverrides,
     check_full_weights,
@@ -46,20 +40,31 @@ from zerosync_strategy.lightning.engines import (
     directory,
     divide,
     remove_others,
-    show_parameters,
 )
-from zerosync_strategy.lightning.hooks import check_local_gradients, overridden_hooks
-from zerosync_strategy.lightning.precision import CLIP_BY_VALUE, ZeroSyncPrecision
-from zerosync_strategy.lightning.registry import WRONG_TRAINER
-from zerosync_strategy.lightning.signature import explicit_init
+from .hooks import check_local_gradients, overridden_hooks
+from .library import (
+    PACKAGE,
+    DeepSpeedPrecision,
+    DeepSpeedStrategy,
+    GradClipAlgorithmType,
+    LightningModule,
+    LRSchedulerConfig,
+    MisconfigurationException,
+    Precision,
+    Trainer,
+    _init_optimizers_and_lr_schedulers,
+)
+from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
-_STOCK_OPTIONS = frozenset(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self", "stage", "config"}
-# The stock options that are no part of the DeepSpeed configuration, and so may stand beside config=.
-_BESIDE_CONFIG = frozenset({
-    "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
-    "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
-    "precision_plugin", "process_group_backend", "remote_device", "timeout",
-})  # fmt: skip
+_ARGUMENTS = StrategyArguments(
+    DeepSpeedStrategy,
+    beside_config=(
+        "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
+        "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
+        "precision_plugin", "process_group_backend", "remote_device", "timeout",
+    ),
+    error=MisconfigurationException,
+)  # fmt: skip
 # The engines that trained a module last: their hooks must go before the next ones' come.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -89,21 +94,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     strategy_name = "zerosync"
 
-    @explicit_init(_BESIDE_CONFIG)
+    @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        options = {name: value for name, value in options.items() if value is not None or name in _BESIDE_CONFIG}
-        ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
-        for name in options:
-            if name not in _STOCK_OPTIONS:
-                known = _STOCK_OPTIONS | ZeroSyncConfig.option_names() | {"stage", "config"}
-                raise TypeError(f"ZeroSyncStrategy got an unknown option {name!r}.{suggest(name, known)}")
-        if config is not None and (ignored := options.keys() - _BESIDE_CONFIG):
-            raise MisconfigurationException(
-                f"ZeroSyncStrategy got config= and also {', '.join(sorted(ignored))}, which a given configuration would"
-                " override. Put them into the configuration."
-            )
-        if stage is not None:
-            _check_stage(stage, "stage")
+        ours, options = _ARGUMENTS.split("ZeroSyncStrategy", stage, config, options)
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
@@ -111,18 +104,13 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
 
         assert isinstance(self.config, dict)
-        block = self.config.pop(BLOCK, None)
-        self.zerosync_config = ZeroSyncConfig.resolve(block, ours)
-        if config is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            fill_in(self.config, 3 if stage is None else stage)
-        configured = self.config.get("zero_optimization", {}).get("stage", 0)
-        _check_stage(configured, "config['zero_optimization']['stage']")
-        if stage is not None and configured != stage:
+        is_given = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
+        self.zerosync_config, self.stage = _ARGUMENTS.read("ZeroSyncStrategy", stage, self.config, is_given, ours)
+        if path := undecided(self.config):
             raise MisconfigurationException(
-                f"ZeroSyncStrategy got stage={stage}, but the DeepSpeed configuration says stage {configured}. Give the"
-                " stage in one place."
+                f"ZeroSyncStrategy got {'.'.join(path)!r} = 'auto' in the DeepSpeed configuration, and Lightning has no"
+                f" value for it. Set it, or leave {path[0]!r} out and return one from configure_optimizers()."
             )
-        self.stage = int(configured)
 
     @property
     def zerosync(self) -> ZeroSync | None:
@@ -130,8 +118,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         return self.zerosyncs[0] if self.zerosyncs else None
 
     def __repr__(self) -> str:
-        # The Trainer of the other package prints this in its refusal.
-        return f"{type(self).__name__}(stage={self.stage}): {WRONG_TRAINER}"
+        return represent(self, PACKAGE)
 
     # ---- Lightning owns accumulation -----------------------------------------------------------------------------
 
@@ -190,7 +177,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         refuse_nested_init()
         with super().model_sharded_context():
-            told = _tell_transformers(self.config) if self.zero_stage_3 else None
+            told = tell_transformers(self.config) if self.zero_stage_3 else None
             yield
         del told  # what is read outside is whole
 
@@ -383,19 +370,3 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         for zerosync in self.zerosyncs:
             zerosync.abort(reason)
             zerosync.end_racecheck(reason)
-
-
-def _tell_transformers(config: Any) -> Any:
-    """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
-    if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
-        return None  # unused, or unable to
-    transformers = importlib.import_module("transformers.integrations.deepspeed")
-    return None if transformers.is_deepspeed_zero3_enabled() else transformers.HfDeepSpeedConfig(config)
-
-
-def _check_stage(stage: Any, name: str) -> None:
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise MisconfigurationException(
-            f"ZeroSyncStrategy needs ZeRO stage 1, 2 or 3, got {name}={stage!r}. Without ZeRO, use Lightning's"
-            " DDPStrategy."
-        )

@@ -5,6 +5,11 @@ from __future__ import annotations
 import atexit
 import functools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from zerosync_strategy.core.engine.scalars import allow_scalars
 
@@ -34,6 +39,31 @@ def prepare_cpu() -> None:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
+
+
+def precision_problem(precision: Any) -> str:
+    """Return why DeepSpeed cannot train with Lightning's ``precision`` on CPU; empty if it can."""
+    if precision not in ("16-true", "16-mixed"):
+        return ""
+    return (
+        f"DeepSpeed does not train with precision={precision!r} on CPU. Use '32-true', 'bf16-mixed' or 'bf16-true', or"
+        " a GPU."
+    )
+
+
+@contextmanager
+def indexed_devices(strategy: Any) -> Iterator[None]:
+    """While active, the devices of one of Lightning's strategies have an index, on CPU too.
+
+    Lightning gives DeepSpeed the index of the root device as the rank on this host; CPU devices have none.
+    """
+    devices = strategy.parallel_devices
+    if devices and devices[0].type == "cpu":
+        strategy.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
+    try:
+        yield
+    finally:
+        strategy.parallel_devices = devices
 
 
 @functools.cache

@@ -1,0 +1,112 @@
+"""The arguments of a strategy: ZeroSync's options, those of the framework's own strategy, a DeepSpeed configuration."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_type_hints
+
+from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.configuration import fill_in
+
+
+class StrategyArguments:
+    """What a strategy takes that is built on ``stock``, the framework's own for DeepSpeed.
+
+    ``None`` stands for an option that is not given: LightningCLI gives all, those at their defaults included, and a
+    configuration excludes some and may hold others.
+
+    Args:
+        stock: the framework's class.
+        beside_config: arguments of ``stock`` that are no part of the DeepSpeed configuration, and so may stand beside
+            one. They have their own defaults.
+        error: what a contradiction raises.
+    """
+
+    def __init__(self, stock: type, beside_config: Collection[str], error: type[Exception]) -> None:
+        self._stock = stock
+        self._parameters = inspect.signature(stock.__init__).parameters  # type: ignore[misc]
+        self._beside_config = frozenset(beside_config) & self._parameters.keys()
+        self._error = error
+
+    def split(
+        self, owner: str, stage: Any, config: Any, options: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return which of ``options`` are ZeroSync's and which are for ``stock``.
+
+        Raises:
+            TypeError: an option is unknown.
+            error: the stage is none of ZeRO's, or an option would be overridden by ``config``.
+        """
+        options = {name: value for name, value in options.items() if value is not None or name in self._beside_config}
+        ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
+        for name in options:
+            if name not in self._parameters or name == "self":
+                known = self._parameters.keys() - {"self"} | ZeroSyncConfig.option_names() | {"stage", "config"}
+                raise TypeError(f"{owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
+        if config is not None and (ignored := options.keys() - self._beside_config):
+            raise self._error(
+                f"{owner} got config= and also {', '.join(sorted(ignored))}, which a given configuration would"
+                " override. Put them into the configuration."
+            )
+        if stage is not None:
+            self._check_stage(owner, stage, "stage")
+        return ours, options
+
+    def read(
+        self, owner: str, stage: int | None, config: dict[str, Any], is_given: bool, ours: Mapping[str, Any]
+    ) -> tuple[ZeroSyncConfig, int]:
+        """Take ZeroSync's block out of a DeepSpeed ``config``; return ZeroSync's options and the ZeRO stage.
+
+        Args:
+            stage: as an argument; where neither it nor ``config`` has one, it is 3.
+            is_given: whether the program gave ``config``, which may then leave things open.
+            ours: ZeroSync's options as arguments.
+
+        Raises:
+            TypeError, ValueError: as :meth:`ZeroSyncConfig.resolve`.
+            error: the stage is none of ZeRO's, or another one than ``stage``.
+        """
+        options = ZeroSyncConfig.resolve(config.pop(BLOCK, None), ours)
+        if is_given:
+            fill_in(config, 3 if stage is None else stage)
+        configured = config.get("zero_optimization", {}).get("stage", 0)
+        self._check_stage(owner, configured, "config['zero_optimization']['stage']")
+        if stage is not None and configured != stage:
+            raise self._error(
+                f"{owner} got stage={stage}, but the DeepSpeed configuration says stage {configured}. Give the"
+                " stage in one place."
+            )
+        return options, int(configured)
+
+    def _check_stage(self, owner: str, stage: Any, name: str) -> None:
+        if stage not in (1, 2, 3) or isinstance(stage, bool):
+            raise self._error(
+                f"{owner} needs ZeRO stage 1, 2 or 3, got {name}={stage!r}. Without ZeRO, use Lightning's DDPStrategy."
+            )
+
+    def name_all(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Give ``__init__(self, stage, *, config, **options)`` the signature that names every option, for what reads
+        signatures: LightningCLI, help texts, editors.
+        """
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        stock_types = get_type_hints(self._stock.__init__)  # type: ignore[misc]
+        parameters = {
+            "self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            "stage": inspect.Parameter("stage", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+            "config": inspect.Parameter("config", keyword, default=None),
+        }
+        types: dict[str, Any] = {"stage": int | None, "config": dict[str, Any] | str | os.PathLike[str] | None}
+        for name, type_ in get_type_hints(ZeroSyncConfig).items():
+            parameters[name] = inspect.Parameter(name, keyword, default=None)
+            types[name] = type_ | None
+        for name, parameter in self._parameters.items():
+            if name not in parameters:
+                beside = name in self._beside_config
+                parameters[name] = inspect.Parameter(name, keyword, default=parameter.default if beside else None)
+                types[name] = stock_types[name] if beside else stock_types[name] | None
+        init.__annotations__ = {**types, "return": None}
+        signature = [p.replace(annotation=types.get(name, p.empty)) for name, p in parameters.items()]
+        init.__signature__ = inspect.Signature(signature, return_annotation=None)  # type: ignore[attr-defined]
+        return init

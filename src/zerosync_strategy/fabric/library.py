@@ -1,0 +1,23 @@
+"""What this layer uses of Lightning Fabric. The other files import no other name of it.
+
+They import each other relatively, too: ``zerosync_strategy.lightning_fabric`` runs the same files with a library of its
+own, in which every name is that of the package ``lightning_fabric``.
+"""
+
+from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+PACKAGE = "lightning.fabric"
+
+__all__ = [
+    "PACKAGE",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "DDPStrategy",
+    "DeepSpeedPrecision",
+    "DeepSpeedStrategy",
+    "MisconfigurationException",
+    "Precision",
+]

@@ -1,0 +1,407 @@
+"""``Fabric(strategy=ZeroSyncFabricStrategy(stage=3))``: the program owns its loop, ZeroSync the synchronisation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from zerosync_strategy.core.arguments import StrategyArguments
+from zerosync_strategy.core.configuration import fill_in_precision
+from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
+from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.param_groups import show_parameters
+from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.optimizers import optimizer_problem
+from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.transformers import tell_transformers
+from zerosync_strategy.names import represent
+
+from .checkpoints import load, load_weights, save
+from .library import (
+    PACKAGE,
+    CPUAccelerator,
+    CUDAAccelerator,
+    DDPStrategy,
+    DeepSpeedPrecision,
+    DeepSpeedStrategy,
+    MisconfigurationException,
+    Precision,
+)
+
+_ARGUMENTS = StrategyArguments(
+    DeepSpeedStrategy,
+    beside_config=(
+        "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
+        "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
+        "precision", "process_group_backend", "remote_device", "timeout",
+    ),
+    error=MisconfigurationException,
+)  # fmt: skip
+
+
+class ZeroSyncFabricStrategy(DeepSpeedStrategy):
+    """DeepSpeed ZeRO-1/2/3 in a loop of one's own, with one gradient reduction per ``optimizer.step()``.
+
+    Args:
+        stage: ZeRO stage 1, 2 or 3. Without it, the stage of ``config``, or 3.
+        config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
+            block of ZeroSync options. It is not changed. It has no optimizer, scheduler or accumulation of its own:
+            these are the program's.
+        **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Fabric's
+            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
+
+    Each ``fabric.setup(model, optimizer)`` makes an engine with a window of its own. Any number of
+    ``fabric.backward(loss)``, inside of ``no_backward_sync`` or not, is one reduction in ``optimizer.step()``.
+
+    Attributes:
+        zerosyncs: the handles of the engines that train (reports, windows), in the order of their ``setup``.
+
+    Raises:
+        MisconfigurationException: an unsupported stage; options that contradict each other.
+        TypeError, ValueError: an unknown option, or a value of the wrong kind.
+    """
+
+    @_ARGUMENTS.name_all
+    def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
+        ours, options = _ARGUMENTS.split("ZeroSyncFabricStrategy", stage, config, options)
+        allow_scalars()
+        self.zerosyncs: list[ZeroSync] = []
+        # Models without an optimizer, on stage 3 with the engine that shards them.
+        self._evaluated: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
+        super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
+        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
+
+        assert isinstance(self.config, dict)
+        is_given = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
+        self.zerosync_config, self.stage = _ARGUMENTS.read("ZeroSyncFabricStrategy", stage, self.config, is_given, ours)
+        for block in ("optimizer", "scheduler"):
+            if block in self.config:
+                raise MisconfigurationException(
+                    f"ZeroSyncFabricStrategy got {block!r} in the DeepSpeed configuration, but in Fabric the program"
+                    " makes it. Leave it out, and make the optimizer for fabric.setup(), and the scheduler for the"
+                    " optimizer."
+                )
+        if (steps := self.config.setdefault("gradient_accumulation_steps", 1)) != 1:
+            raise MisconfigurationException(
+                f"ZeroSyncFabricStrategy got 'gradient_accumulation_steps' = {steps!r} in the DeepSpeed configuration,"
+                " but in Fabric the program accumulates. Leave it out; divide the loss, and call optimizer.step()"
+                " when the last backward has run."
+            )
+
+    @property
+    def zerosync(self) -> ZeroSync | None:
+        """The handle of the only engine that trains, or of the first of several; ``None`` before ``fabric.setup()``."""
+        return self.zerosyncs[0] if self.zerosyncs else None
+
+    def __repr__(self) -> str:
+        return represent(self, PACKAGE)
+
+    # ---- set-up --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
+            raise MisconfigurationException(
+                f"ZeroSyncFabricStrategy sets up its own precision, got the plugin {type(plugin).__name__}. Use"
+                " Fabric(precision=...)."
+            )
+        self._precision = plugin
+
+    @override
+    def setup_environment(self) -> None:
+        if not isinstance(self.accelerator, (CUDAAccelerator, CPUAccelerator)):
+            raise MisconfigurationException(
+                f"ZeroSyncFabricStrategy runs on CUDA or on CPU, got {type(self.accelerator).__name__}. Use"
+                " Fabric(accelerator='cuda') or Fabric(accelerator='cpu')."
+            )
+        if isinstance(self.accelerator, CUDAAccelerator):
+            return super().setup_environment()
+        if problem := precision_problem(getattr(self.precision, "precision", None)):
+            raise MisconfigurationException(problem)
+        prepare_cpu()
+        DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
+
+    @override
+    def _setup_distributed(self) -> None:
+        with indexed_devices(self):
+            super()._setup_distributed()
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict) and isinstance(self.precision, DeepSpeedPrecision)
+        fill_in_precision(self.config, self.precision.precision)
+        self.config.setdefault("gradient_clipping", 0.0)  # the program clips; a norm of the user's own stays
+        if batch := self.config.get("train_batch_size"):
+            self.config.setdefault("train_micro_batch_size_per_gpu", batch // self.world_size)
+        super()._format_config()
+
+    @override
+    def module_sharded_context(self) -> AbstractContextManager[None]:
+        return self._sharded()
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        refuse_nested_init()
+        with super().module_sharded_context():
+            told = tell_transformers(self.config) if self.stage == 3 else None
+            yield
+        del told  # what is read outside is whole
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Optimizer], Any]:
+        """Make an engine of ``module`` and its optimizer; the program goes on to step ``scheduler`` itself."""
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"Fabric.setup() got {len(optimizers)} optimizers for one model. Under ZeRO an engine has one. Give it"
+                " one optimizer with several parameter groups, or set up each part of the model as a model of its"
+                " own, with its optimizer."
+            )
+        (optimizer,) = optimizers
+        problem = optimizer_problem(module, optimizer) or self._problem_beside_others(module)
+        require_same("Fabric.setup()", {"optimizer": problem or "as asked"} | model_facts(module))
+        if problem:
+            raise ValueError(f"Fabric.setup() found that {problem}")
+        groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        engine, zero_optimizer, _ = self._initialize_engine(module, optimizer)
+        self._set_deepspeed_activation_checkpointing()
+        interpose(zero_optimizer, _OptimizerOverrides)
+        show_parameters(zero_optimizer, groups)
+        self.zerosyncs.append(attach(engine, self.zerosync_config))
+        self._deepspeed_engine = engine
+        return engine, [zero_optimizer], scheduler
+
+    def _problem_beside_others(self, module: Module) -> str:
+        """Return why ``module`` cannot be trained beside what has been set up before; empty if it can."""
+        models = [*(zerosync.engine.module for zerosync in self.zerosyncs), *self._evaluated]
+        others = {id(param) for model in models for param in model.parameters()}
+        if shared := [name for name, param in module.named_parameters() if id(param) in others]:
+            return (
+                f"parameters of the {type(module).__name__} belong to a model that was set up before: {shared[0]!r} is"
+                f" one of {len(shared)}. ZeRO keeps each parameter with one engine. Set up one model that has both,"
+                " with one optimizer."
+            )
+        assert isinstance(self.config, dict)
+        if self.zerosyncs and self.config.get("fp16", {}).get("enabled"):
+            return (
+                "another model trains in fp16 already. Each engine would scale the loss in its own way, though one"
+                " backward may concern several. Use 'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        return ""
+
+    @override
+    def setup_module(self, module: Module) -> Any:
+        """Prepare ``module`` for evaluation, sharded on stage 3. A backward that reaches its parameters raises.
+
+        It is no engine: gradients may pass through it to a model that trains.
+        """
+        if problem := self._problem_beside_others(module):
+            raise ValueError(f"Fabric.setup_module() found that {problem}")
+        if self.stage == 3:
+            self._evaluated[module], _, _ = self._initialize_engine(module)
+        else:
+            self._evaluated[module] = None
+            self._cast(module)
+            for tensor in (*module.parameters(), *module.buffers()):
+                torch.distributed.broadcast(tensor.detach(), 0)
+        for param in module.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_refuse_gradient)
+        return module
+
+    def _cast(self, module: Module) -> None:
+        """Give ``module`` the dtype that an engine gives to its own."""
+        assert isinstance(self.config, dict)
+        for block, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            if self.config.get(block, {}).get("enabled"):
+                module.to(dtype)
+
+    @override
+    def _initialize_engine(self, model: Module, optimizer: Any = None, scheduler: Any = None) -> Any:
+        with indexed_devices(self):
+            return super()._initialize_engine(model, optimizer, scheduler)
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(
+        self,
+        tensor: Tensor,
+        module: Module | None,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """One backward, of the window of each engine whose parameters it reaches."""
+        if not isinstance(getattr(module, "_zerosync", None), ZeroSync):
+            raise RuntimeError(
+                "fabric.backward() found a model that was set up without an optimizer. Set it up by"
+                " fabric.setup(model, optimizer), or give fabric.backward() the model that trains: model=..."
+            )
+        if create_graph or inputs is not None:
+            raise ValueError(
+                f"fabric.backward() got {'create_graph=True' if create_graph else 'inputs='}, which DeepSpeed's"
+                " backward does not take. Use torch.autograd.grad() for gradients of gradients or of some tensors."
+            )
+        if gradient is not None:
+            tensor = (tensor * gradient).sum()
+        with ExitStack() as stack:
+            if len(self.zerosyncs) > 1:
+                for zerosync in self.zerosyncs:
+                    stack.enter_context(zerosync.awaiting_backward())
+            super().backward(tensor, module, retain_graph=bool(retain_graph))
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
+        """Reduce the window of ``optimizer`` and step it; return what ``closure`` has returned."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        _zerosync_of(optimizer).engine.step(**kwargs)
+        return result
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the averaged gradients of the coming step; return their norm before that, a scalar.
+
+        Norms other than the L2 norm, a norm of 0, and clipping twice gather the gradients in full.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank.
+        """
+        zerosync = _zerosync_of(optimizer)
+        if norm_type != 2 or max_norm == 0 or zerosync.clips_next_step:
+            with zerosync.full_gradients():
+                return torch.nn.utils.clip_grad_norm_(
+                    zerosync.parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+                )
+        norm = zerosync.gradient_norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"fabric.clip_gradients() found a norm of {norm.item()} and cannot clip to max_norm={max_norm}. Leave"
+                " out the step, or pass error_if_nonfinite=False: DeepSpeed then skips it."
+            )
+        if not math.isinf(max_norm):
+            zerosync.clip_next_step(max_norm)
+        return norm
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the averaged gradients of the coming step; gathers them in full."""
+        zerosync = _zerosync_of(optimizer)
+        with zerosync.full_gradients():
+            torch.nn.utils.clip_grad_value_(zerosync.parameters, clip_val)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save models, each with its optimizer, and what else is in ``state``; see ``checkpoints.py``."""
+        given = {"storage_options": storage_options, "filter": filter}
+        if named := [f"{name}=" for name, value in given.items() if value is not None]:
+            raise TypeError(
+                f"fabric.save() got {' and '.join(named)}, but DeepSpeed writes the files. Leave it out, and what is"
+                " not to be saved out of the state."
+            )
+        save(self.broadcast(path), state, self._evaluated, self._convert_rest, self.exclude_frozen_parameters)
+
+    def _convert_rest(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._convert_stateful_objects_in_state(state, filter={})
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load models, with the optimizers that are in ``state``, and what else is in it.
+
+        A file, as Fabric saves it without DeepSpeed, has weights only.
+        """
+        path = self.broadcast(path)
+        if os.path.isfile(path):
+            return DDPStrategy.load_checkpoint(self, path, state, strict, weights_only)
+        return load(path, state, self._evaluated, strict, self.broadcast)
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        load_weights(module, state_dict, strict)
+
+    @override
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+        if isinstance(getattr(optimizer, "_zerosync", None), ZeroSync):
+            raise RuntimeError(
+                "state_dict() of an optimizer under ZeRO is this rank's shard alone. Save it with its model:"
+                " fabric.save(path, {'model': model, 'optimizer': optimizer})."
+            )
+        return super().get_optimizer_state(optimizer)
+
+
+class _OptimizerOverrides:
+    """Overrides of a ZeRO optimizer."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed gives a list of shards, by name.
+        if args and isinstance(args[0], Mapping):
+            raise RuntimeError(
+                "load_state_dict() of an optimizer under ZeRO was given the state of an optimizer without ZeRO, which"
+                " it cannot shard. Load weights alone, or what fabric.save() has saved under ZeRO."
+            )
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+class _BackwardSync:
+    """What ``fabric.no_backward_sync`` asks. Nothing is sent before the step in any case."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
+        zerosync = getattr(module, "_zerosync", None)
+        if zerosync is not None and not enabled:
+            zerosync.window.expect_last()
+        return nullcontext()
+
+
+def _zerosync_of(optimizer: Any) -> ZeroSync:
+    zerosync = getattr(optimizer, "_zerosync", None)
+    if not isinstance(zerosync, ZeroSync):
+        raise RuntimeError(
+            f"The {type(optimizer).__name__} was not set up by fabric.setup(model, optimizer), which returns the"
+            " optimizer to step and to clip."
+        )
+    return zerosync
+
+
+def _refuse_gradient(param: Tensor) -> None:
+    raise RuntimeError(
+        "A backward reached parameters of a model that was set up without an optimizer: their gradients would not be"
+        " averaged over the ranks. Set it up by fabric.setup(model, optimizer); or, if it is not to train, call"
+        " model.requires_grad_(False) first."
+    )

@@ -1,0 +1,49 @@
+"""What this layer uses of Lightning. The other files import no other name of it.
+
+They import each other relatively, too: ``zerosync_strategy.pytorch_lightning`` runs the same files with a library of
+its own, in which every name is that of the package ``pytorch_lightning``.
+"""
+
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+PACKAGE = "lightning.pytorch"
+
+__all__ = [
+    "PACKAGE",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "Callback",
+    "DDPStrategy",
+    "DeepSpeedPrecision",
+    "DeepSpeedStrategy",
+    "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
+    "LRSchedulerConfig",
+    "LightningModule",
+    "MisconfigurationException",
+    "Precision",
+    "Steppable",
+    "StochasticWeightAveraging",
+    "Trainer",
+    "WeightAveraging",
+    "_init_optimizers_and_lr_schedulers",
+    "reset_seed",
+]

@@ -1,0 +1,64 @@
+"""Where ZeroSync is found in Lightning's packages: module and class for each, and names such as ``zerosync_stage_3``.
+
+The library comes as two packages with the same code, ``lightning`` and ``pytorch_lightning`` (with
+``lightning_fabric``). The classes of one are not those of the other. Neither has an entry point for strategies.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Home:
+    """What serves one package."""
+
+    module: str
+    strategy: str
+    registry: str  # the package's own, in its ``strategies``
+
+
+HOMES = {
+    "lightning.pytorch": Home("zerosync_strategy.lightning", "ZeroSyncStrategy", "StrategyRegistry"),
+    "pytorch_lightning": Home("zerosync_strategy.pytorch_lightning", "ZeroSyncStrategy", "StrategyRegistry"),
+    "lightning.fabric": Home("zerosync_strategy.fabric", "ZeroSyncFabricStrategy", "STRATEGY_REGISTRY"),
+    "lightning_fabric": Home("zerosync_strategy.lightning_fabric", "ZeroSyncFabricStrategy", "STRATEGY_REGISTRY"),
+}
+
+
+def register() -> None:
+    """Register ``zerosync`` and ``zerosync_stage_1|2|3`` with every package of these that is loaded."""
+    for package, home in HOMES.items():
+        if package not in sys.modules:
+            continue
+        registry = getattr(import_module(f"{package}.strategies"), home.registry)
+        make = partial(_make, home)
+        registry.register("zerosync", make, description="DeepSpeed ZeRO-3 synchronised by ZeroSync", override=True)
+        for stage in (1, 2, 3):
+            description = f"DeepSpeed ZeRO-{stage} synchronised by ZeroSync"
+            registry.register(f"zerosync_stage_{stage}", make, description=description, override=True, stage=stage)
+
+
+def _make(home: Home, **options: Any) -> Any:
+    return getattr(import_module(home.module), home.strategy)(**options)
+
+
+def home_in_use(package: str, other: str) -> str:
+    """Return the module that serves ``package``; that of ``other`` where it alone of the two is loaded or installed."""
+    is_missing = package not in sys.modules and find_spec(package.split(".")[0]) is None
+    is_other = other in sys.modules and package not in sys.modules
+    return HOMES[other if is_missing or is_other else package].module
+
+
+def represent(strategy: Any, package: str) -> str:
+    """Return the ``repr`` of a strategy for ``package``; the others print it in their refusals."""
+    elsewhere = "; ".join(
+        f"{other}: from {home.module} import {home.strategy}" for other, home in HOMES.items() if other != package
+    )
+    name = type(strategy).__name__
+    return f"{name}(stage={strategy.stage}) for {package}. For another package, use its own ({elsewhere})"

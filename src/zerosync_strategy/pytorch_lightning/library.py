@@ -1,0 +1,45 @@
+"""What ``zerosync_strategy.lightning`` uses of Lightning, from the package ``pytorch_lightning``."""
+
+from lightning_fabric.utilities.seed import reset_seed
+from lightning_fabric.utilities.types import Steppable
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
+from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
+from pytorch_lightning.plugins.precision import DeepSpeedPrecision, Precision
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
+from pytorch_lightning.utilities import GradClipAlgorithmType
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.types import LRSchedulerConfig
+
+PACKAGE = "pytorch_lightning"
+
+__all__ = [
+    "PACKAGE",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "Callback",
+    "DDPStrategy",
+    "DeepSpeedPrecision",
+    "DeepSpeedStrategy",
+    "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
+    "LRSchedulerConfig",
+    "LightningModule",
+    "MisconfigurationException",
+    "Precision",
+    "Steppable",
+    "StochasticWeightAveraging",
+    "Trainer",
+    "WeightAveraging",
+    "_init_optimizers_and_lr_schedulers",
+    "reset_seed",
+]
