@@ -56,8 +56,17 @@ def _backends(config: str) -> dict[str, str]:
     return dict(pair.split(":") for pair in config.split(","))
 
 
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def reduce_scatter(
-    rows: torch.Tensor, process_group: Any, ordered: bool, tag: int = 0, out: torch.Tensor | None = None
+    rows: torch.Tensor,
+    process_group: Any,
+    ordered: bool,
+    tag: int = 0,
+    out: torch.Tensor | None = None,
+    empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] = _empty,
 ) -> Pending:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
@@ -68,6 +77,7 @@ def reduce_scatter(
         ordered: sum in fp32 and in a fixed order on NCCL too.
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
+        empty: allocates the memory to receive into, off NCCL.
 
     Returns:
         A pending tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -80,7 +90,7 @@ def reduce_scatter(
         out = None
     if not is_native(process_group, rows.device):
         parts = rows.unbind(0)
-        received = rows.new_empty(world_size - 1, width).unbind(0)
+        received = empty((world_size - 1) * width, rows.dtype, rows.device).view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
         exchange = _exchange(parts, gathered, process_group, tag)
         return Pending(lambda: _sum_when_done(exchange, gathered, out), exchange.works)

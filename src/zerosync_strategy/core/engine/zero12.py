@@ -5,7 +5,7 @@ Each parameter group lies in one flat buffer, which is cut into equal shards, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +65,26 @@ def averaging_divisor(optimizer: Any) -> float:
     return float(dist.get_world_size(optimizer.dp_process_group)) if optimizer.gradient_average else 1.0
 
 
-def allocate_gradient_shard(optimizer: Any, index: int) -> None:
-    """Give the optimizer a new gradient shard of zeros for one group."""
-    optimizer.averaged_gradients[index] = optimizer._build_compact_grad_partition_buffer(index)
+class _GradientShard(list[torch.Tensor]):
+    """A gradient shard as DeepSpeed's step takes it: the parts, here one, of one flat tensor."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        super().__init__([flat])
+        self.flat_partition = flat
+
+    def move_flat_partition(self, device: Any, non_blocking: bool = False) -> None:
+        self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
+
+
+def shard_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype of gradient shards."""
+    dtype: torch.dtype = optimizer.gradient_accumulation_dtype
+    return dtype
+
+
+def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor) -> None:
+    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group."""
+    optimizer.averaged_gradients[index] = _GradientShard(flat)
 
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
@@ -89,11 +106,6 @@ def hand_over_gradients(optimizer: Any) -> None:
         shard = gradient_shard(optimizer, index)
         master.grad.copy_(shard)
         optimizer.update_offload_overflow_tracker(shard)
-
-
-def is_model_parallel(optimizer: Any) -> bool:
-    """Return whether other ranks have other parts of the parameters, so that norms are taken parameter by parameter."""
-    return bool(optimizer.model_parallel_world_size > 1)
 
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
@@ -127,17 +139,30 @@ def gradient_norm(optimizer: Any) -> torch.Tensor:
     return norm
 
 
-def norm_of_shards(optimizer: Any) -> torch.Tensor:
-    """Compute the norm of :func:`gradient_norm` from whole shards, whatever elements they have. Collective."""
+def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
+    """Return which of ``params`` this rank counts in a norm: the first tensor-parallel rank counts what all have."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    return params if optimizer.model_parallel_rank == 0 else list(filter(is_model_parallel_parameter, params))
+
+
+def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Compute the norm of :func:`gradient_norm`. Collective.
+
+    Args:
+        shards: of each group, what this rank counts of its gradient shard.
+    """
+    from deepspeed import comm
     from deepspeed.runtime.zero import stage_1_and_2
 
-    norms = [
-        optimizer.get_grad_norm_direct([gradient_shard(optimizer, index)], params[:1])
-        for index, params in enumerate(optimizer.bit16_groups)
-    ]
+    norms = [torch.stack([torch.linalg.vector_norm(part).double() for part in parts]) for parts in shards]
+    squares = torch.stack([of_group.square().sum() for of_group in norms])
+    comm.all_reduce(squares, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(squares, comm.ReduceOp.SUM)
+    by_group = list(squares.sqrt().float())
     if optimizer.has_moe_layers:
-        optimizer._average_expert_grad_norms(norms)
-    norm: torch.Tensor = stage_1_and_2.combine_grad_norm_groups(norms)
+        optimizer._average_expert_grad_norms(by_group)
+    norm: torch.Tensor = stage_1_and_2.combine_grad_norm_groups(by_group)
     return norm
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.host_memory import HostMemory
 from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import FlatLayout
 
@@ -27,12 +28,16 @@ class FlatBucket(Bucket):
         common, named: as for :class:`Bucket`.
         index: of its stripe.
         below: the bucket of the parameters before, if there is one.
+        host_memory: where the gradients are, if the device is the CPU.
     """
 
     layout: FlatLayout
 
-    def __init__(self, *common: Any, index: int, below: FlatBucket | None, **named: Any) -> None:
+    def __init__(
+        self, *common: Any, index: int, below: FlatBucket | None, host_memory: HostMemory, **named: Any
+    ) -> None:
         super().__init__(*common, **named)
+        self._host_memory = host_memory
         layout, params = self.layout, self.params
         self._stripe = stripe = layout.stripes.all[index]
         self._below = below
@@ -126,7 +131,7 @@ class FlatBucket(Bucket):
 
     def _place_of(self, param: Any) -> torch.Tensor:
         if self._memory is None:
-            self._memory = torch.empty(self._numel, dtype=self.dtype, device=param.device)
+            self._memory = self._host_memory.empty(self._numel, self.dtype, param.device)
             self.local.count(self._memory.nbytes)
             for begin, end in self._blanks:
                 self._memory[begin:end].zero_()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter
+from zerosync_strategy.core.comm.host_memory import HostMemory
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
@@ -82,6 +83,7 @@ class Reducer(ABC):
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(optimizer)
+        self.host_memory = HostMemory()
         self.is_native = bool(self.layouts) and all(
             is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
         )
@@ -252,7 +254,9 @@ class Reducer(ABC):
                 targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
-                pending = reduce_scatter(chunk.rows, layout.process_group, self._ordered, tag, out)
+                pending = reduce_scatter(
+                    chunk.rows, layout.process_group, self._ordered, tag, out, self.host_memory.empty
+                )
                 self._begun.add(layout.process_group)
                 self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))
         bucket.is_reduced = True

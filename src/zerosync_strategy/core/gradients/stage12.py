@@ -48,6 +48,7 @@ class Stage12Reducer(Reducer):
                 " use stage 3."
             )
         common: dict[str, Any] = {"local": self.local, "streams": self.streams, "names": names}
+        common["host_memory"] = self.host_memory
         if self.is_native:  # more than one, so that the last backward can reduce some
             size = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
         else:
@@ -66,8 +67,11 @@ class Stage12Reducer(Reducer):
         return buckets
 
     def _allocate_shards(self) -> None:
+        dtype = zero12.shard_dtype(self.optimizer)
         for layout in self.layouts:
-            zero12.allocate_gradient_shard(self.optimizer, layout.group_index)
+            device = zero12.flat_parameters(self.optimizer, layout.group_index).device
+            flat = self.host_memory.empty(layout.shard_numel, dtype, device)
+            zero12.give_gradient_shard(self.optimizer, layout.group_index, flat)
 
     def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
         return [zero12.gradient_shard(self.optimizer, layout.group_index).narrow(0, offset, numel)]
@@ -79,10 +83,16 @@ class Stage12Reducer(Reducer):
         return zero12.gradient_norm(self.optimizer)
 
     def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        if zero12.is_model_parallel(self.optimizer):
-            norm: torch.Tensor = stock()
-            return norm
-        return zero12.norm_of_shards(self.optimizer)
+        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
+
+    def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
+        """Return what this rank counts of its gradient shard in the norm of all gradients."""
+        shard = zero12.gradient_shard(self.optimizer, layout.group_index)
+        counted = zero12.counted_in_norm(self.optimizer, layout.params)
+        if counted is layout.params:
+            return [shard]
+        slices = (own for param in counted for own in layout.own_slices(param))
+        return [shard[own.offset : own.offset + own.stop - own.start] for own in slices] or [shard[:0]]
 
     def _discard_shards(self) -> None:
         for layout in self.layouts:
@@ -114,8 +124,6 @@ class Stage12Reducer(Reducer):
 
 
 def _why_stock(optimizer: Any) -> str:
-    if zero12.is_model_parallel(optimizer):
-        return "with tensor parallelism, DeepSpeed takes the norm of the gradients parameter by parameter"
     module = type(optimizer.optimizer).__module__.partition(".")[0]
     if module in _BLOCKWISE:
         return f"the optimizer {type(optimizer.optimizer).__name__} keeps its states by blocks of elements"
