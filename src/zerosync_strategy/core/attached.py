@@ -35,6 +35,7 @@ from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
 from zerosync_strategy.core.optimizers import listed
+from zerosync_strategy.core.params.arriving import ArrivingParameters
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
@@ -62,6 +63,7 @@ class AttachedEngine:
     Attributes:
         reducer, window, meter, traffic: of the gradients.
         states: in which order the optimizer has its shards; ``None`` on stage 3.
+        arriving: the parameters that are on their way, with ``overlap_gather``.
         frozen: which parameters are not stepped.
         cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
         race_check: the engine's part in the check of this process.
@@ -86,6 +88,7 @@ class AttachedEngine:
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
         )
         self.states: StripedStates | None = None
+        self.arriving = ArrivingParameters(self.activity) if config.overlap_gather else None
         if isinstance(self.reducer, Stage12Reducer):
             stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
             self.states = StripedStates(optimizer, stepping, self.reducer.layouts)
@@ -145,6 +148,7 @@ class AttachedEngine:
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
                 " Leave it attached, or build the engine anew."
             )
+        self._wait_for_parameters()
         self.in_stock_layout()
         self._detach()
 
@@ -301,6 +305,8 @@ class AttachedEngine:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        if self.arriving is not None and self.arriving.is_waiting and compilation.is_compiled(self.engine.module):
+            self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
         unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
         with self.activity("the forward"), unsharding:
             yield
@@ -386,6 +392,7 @@ class AttachedEngine:
     @contextmanager
     def step(self) -> Iterator[None]:
         with self.activity("the optimizer step"), self._parameters_as_they_are():
+            self._wait_for_parameters()
             if self.window.state is not WindowState.CLOSED:
                 self._check_every_gradient()
             with self.activity("the reduction"):
@@ -410,13 +417,16 @@ class AttachedEngine:
                 self._parameters_written()
             if self.states is not None:
                 self.states.check()
+            if self.arriving is not None:
+                self.arriving.begin()
             self.meter.step_done()
             self.race_check.stepped()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
         reducer = self.reducer
         assert isinstance(reducer, Stage12Reducer)
-        return zero12.parameter_gather(self.engine.optimizer, reducer.gather_parameters)
+        overlap = None if self.arriving is None else self.arriving.launched
+        return zero12.parameter_gather(self.engine.optimizer, lambda: reducer.gather_parameters(overlap))
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         if self.reducer.norm is None:
@@ -428,6 +438,7 @@ class AttachedEngine:
             self.window.warn_if_open("save_checkpoint() was called")
         if self.scheduler is not None:
             self.scheduler.before_checkpoint()
+        self._wait_for_parameters()
         with self._parameters_as_they_are():
             self._adopt_edits()  # a resumed run starts from the master weights
         return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
@@ -452,6 +463,7 @@ class AttachedEngine:
         fragments.intercept(self.reducer.params, self)
 
     def in_stock_layout(self) -> None:
+        self._wait_for_parameters()
         if self.states is not None:
             self.states.to_stock()
 
@@ -518,9 +530,15 @@ class AttachedEngine:
         self.window.abort("the engine was destroyed")
         if self._compiled is not None:
             self._compiled.detach()
+        self._wait_for_parameters()
         self._detach()
 
     # ---- helpers -------------------------------------------------------------------------------------------------
+
+    def _wait_for_parameters(self) -> None:
+        """Before DeepSpeed reads or writes parameters that are on their way (U5)."""
+        if self.arriving is not None:
+            self.arriving.wait_for_all()
 
     def _parameters_as_they_are(self) -> AbstractContextManager[None]:
         """Around DeepSpeed's own work on sharded parameters."""
@@ -583,6 +601,11 @@ class AttachedEngine:
 def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
     stage = zero.stage(engine)
     if stage == 3:
+        if config.overlap_gather:
+            raise ValueError(
+                "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
+                " which gathers parameters when modules need them. Leave it out."
+            )
         return
     if config.held_bytes != 0:
         raise ValueError(

@@ -29,6 +29,8 @@ class ZeroSyncConfig:
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
         overlap_last: reduce during the backward that is known to be the last of its window.
+        overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
+            of one waits for it alone (rule U5).
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
@@ -46,13 +48,14 @@ class ZeroSyncConfig:
     param_memory_budget: int | str = 0
     reduction: str = "native"
     overlap_last: bool = True
+    overlap_gather: bool = False
     unshard_streams: str = "per_group"
     racecheck: int = 0
     eager_frames: bool = True
     trace_gathers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "eager_frames", "trace_gathers"):
+        for name in ("coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if self.trace_gathers and not self.eager_frames:

@@ -60,6 +60,13 @@ def undo_passive(module: torch.nn.Module) -> None:
         module._parameters.__class__ = passive_parameters().__bases__[0]
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` or ``Module.compile`` has been asked for ``module`` or one in it."""
+    from torch._dynamo import OptimizedModule
+
+    return any(isinstance(of, OptimizedModule) or of._compiled_call_impl is not None for of in module.modules())
+
+
 def is_in_forward(module: Any) -> bool:
     """Return whether DeepSpeed takes the forward of the model that ``module`` is in to be running."""
     return bool(module._parameters._in_forward)

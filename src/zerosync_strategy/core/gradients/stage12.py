@@ -16,6 +16,7 @@ from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import IN_FLIGHT, IN_FLIGHT_NATIVE, Reducer, sent_by_one_rank
 
+_GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
 
@@ -106,21 +107,31 @@ class Stage12Reducer(Reducer):
         }
 
     @torch.no_grad()
-    def gather_parameters(self) -> None:
-        """Give the parameters that the step has updated to all ranks, stripe by stripe, in place. Collective."""
+    def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
+        """Give the parameters that the step has updated to all ranks, stripe by stripe, in place. Collective.
+
+        Args:
+            overlap: takes, by group, the parameters' offsets and the gathers in flight, and waits for them. Without it,
+                they are complete on return.
+        """
         allowed = IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT
+        tag = _GATHER_TAG + self._windows_closed % 2**16
         in_flight: deque[Pending] = deque()
         for layout in self.layouts:
+            gathers = []
             flat = zero12.flat_parameters(self.optimizer, layout.group_index)
             shard = zero12.stepped_shard(self.optimizer, layout.group_index)
             for stripe in layout.stripes:
                 rows = stripe.rows(flat)
                 rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-                while len(in_flight) >= allowed:
+                while overlap is None and len(in_flight) >= allowed:
                     in_flight.popleft().wait()
-                in_flight.append(all_gather_rows(rows, layout.process_group))
-        for pending in in_flight:
-            pending.wait()
+                in_flight.append(all_gather_rows(rows, layout.process_group, tag))
+                gathers.append((stripe, in_flight[-1]))
+            if overlap is not None:
+                overlap(layout.offsets, gathers)
+        while overlap is None and in_flight:
+            in_flight.popleft().wait()
 
 
 def _why_stock(optimizer: Any) -> str:

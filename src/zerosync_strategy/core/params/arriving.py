@@ -1,0 +1,151 @@
+"""Parameters of stages 1 and 2 that are on their way from other ranks while the program goes on (U5).
+
+With ``overlap_gather``, a step begins the gathers of what it has updated and returns. Until it is used, a parameter has
+another class: every use that needs values waits for the stripes that the parameter lies in, and gives it its own class
+back. So each layer of the next forward waits for its own parameters alone, and so does whatever else reads one:
+``state_dict()``, an evaluation, a moving average, a parameter that a program has kept. Not seen is what holds a
+parameter's memory without the parameter: its ``.data``, taken before the step, and extensions in C++ that are given the
+parameter itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import Pending
+from zerosync_strategy.core.comm.stripes import Stripe
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "output_nr",
+    "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "itemsize", "nbytes",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+    "element_size", "nelement", "ndimension", "get_device", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_", "__len__", "__hash__",
+)  # fmt: skip
+# What needs no values. The set need not be complete: what is not in it waits.
+_NEEDS_NO_VALUES = frozenset([
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+])  # fmt: skip
+_awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
+
+
+class _Gather:
+    """A gather in flight, which several parameters may wait for: a message can be waited for once."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+class ArrivingParameters:
+    """The gathers in flight of one engine.
+
+    Args:
+        activity: a context around what may communicate (W4).
+    """
+
+    def __init__(self, activity: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._activity = activity
+        self._gathers: list[_Gather] = []
+        self._of: dict[int, tuple[Any, list[_Gather]]] = {}  # by id of a parameter: itself, and what it waits for
+
+    def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, Pending]]) -> None:
+        """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""
+        stripes = [(stripe, _Gather(pending)) for stripe, pending in gathers]
+        self._gathers += [gather for _, gather in stripes]
+        index = 0
+        for param, begin in offsets.items():
+            while stripes[index][0].last <= begin:
+                index += 1
+            within = itertools.takewhile(lambda of: of[0].first < begin + param.numel(), stripes[index:])  # noqa: B023
+            self._of[id(param)] = param, [gather for _, gather in within]
+
+    def begin(self) -> None:
+        """The step is over: who reads a parameter from here on waits for it."""
+        for key, (param, _) in self._of.items():
+            _awaited[key] = self
+            cls: Any = type(param)
+            param.__class__ = _class_on_the_way(cls)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody has waited for some parameter yet."""
+        return bool(self._of)
+
+    def wait(self, param: Any) -> None:
+        """Wait for one parameter."""
+        param, gathers = self._of.pop(id(param))
+        if _awaited.pop(id(param), None) is not None:
+            param.__class__ = type(param).__mro__[2]
+        with self._activity("the gather of the updated parameters"):
+            for gather in gathers:
+                gather.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait for all parameters: DeepSpeed is about to read or write them."""
+        for param, _ in list(self._of.values()):
+            self.wait(param)
+        for gather in self._gathers:  # of padding alone
+            gather.wait()
+        self._gathers.clear()
+
+
+class _OnTheWay:
+    """What a parameter's class has first while the parameter is on its way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEEDS_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for param in list(_on_the_way_in([args, kwargs])):
+            _arrive(param)
+        return func(*args, **kwargs)
+
+    # Both look at the class before they read.
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _arrive(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _arrive(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _arrive(param: Any) -> None:
+    if (engine := _awaited.get(id(param))) is not None:
+        engine.wait(param)
+
+
+@functools.cache
+def _class_on_the_way(cls: Any) -> type:
+    return type(cls.__name__, (_OnTheWay, cls), {"__module__": cls.__module__})
+
+
+def _on_the_way_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, _OnTheWay):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _on_the_way_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _on_the_way_in(each)
