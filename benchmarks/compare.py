@@ -35,7 +35,7 @@ SYSTEMS = (
     "stock-2",
     "coalesced-2",
     "zerosync-2",
-    "zerosync-2-rr",
+    "zerosync-2-overlap",
     "fsdp2-2",
     "lightning-stock-2",
     "lightning-zerosync-2",
@@ -71,7 +71,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, place as hosts:
         for accumulate in options.accumulate:
             print(f"{accumulate} micro-batch(es) per optimizer step", flush=True)
-            run = measure(hosts, options.systems, options.model, accumulate, options.rounds, Path(scratch))
+            run = measure(
+                hosts, options.systems, options.model, accumulate, options.rounds, options.in_a_row, Path(scratch)
+            )
             _judge(run)
             runs.append(run)
     results = _describe(options, runs)
@@ -93,13 +95,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
     parser.add_argument("--accumulate", type=_numbers, default=[1, 4, 8], help="micro-batches per step (1,4,8)")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each system, after 2 others (5)")
+    parser.add_argument("--in-a-row", type=int, default=1, help="steps of a system in each of its turns (1)")
     parser.add_argument("--systems", type=_systems, default=list(SYSTEMS), help=f"({','.join(SYSTEMS)})")
     parser.add_argument("--budget-curve", action="store_true", help="ZeRO-2 by grad_memory_budget, instead of systems")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (beside this file)")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the picture of these results")
     options = parser.parse_args()
-    if options.ranks < 2 or options.rounds < 1:
-        parser.error("--ranks takes 2 or more, and --rounds 1 or more")
+    if options.ranks < 2 or options.rounds < 1 or options.in_a_row < 1:
+        parser.error("--ranks takes 2 or more, and --rounds and --in-a-row 1 or more")
     if options.budget_curve:
         options.systems = list(BUDGET_CURVE)
     return options
@@ -135,6 +138,7 @@ def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[s
         "parameters": runs[0]["parameter_bytes"] // 4,
         "ranks": options.ranks,
         "rounds": options.rounds,
+        "in_a_row": options.in_a_row,
         "budget_curve": options.budget_curve,
         "runs": runs,
     }

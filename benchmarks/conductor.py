@@ -56,20 +56,27 @@ class Team:
         self._wait_ready()
         self._signal(signal.SIGSTOP)
 
-    def take_turn(self) -> tuple[float, list[int]]:
-        """One optimizer step: the seconds until all ranks wait again, and the bytes that each host has sent."""
+    def take_turn(self, in_a_row: int) -> tuple[float, list[int]]:
+        """Make optimizer steps, and return for one: the seconds until all ranks wait again, and the bytes by host."""
         self._signal(signal.SIGCONT)
         before = self._sent()
-        seconds = self._step()
+        began = time.perf_counter()
+        for _ in range(in_a_row):
+            self._tell(rank.Turn.STEP)
+            self._steps += 1
+            self._wait_ready()
+        self._tell(rank.Turn.SETTLE)
+        self._wait_ready()
+        seconds = (time.perf_counter() - began) / in_a_row
         time.sleep(QUIET)
         after = self._sent()
         self._signal(signal.SIGSTOP)
-        return seconds, [new - old for old, new in zip(before, after, strict=True)]
+        return seconds, [(new - old) // in_a_row for old, new in zip(before, after, strict=True)]
 
     def finish(self) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """End the training: the ranks' results, and the final parameters. The ranks are gone then."""
         self._signal(signal.SIGCONT)
-        self._tell(False)
+        self._tell(rank.Turn.END)
         results = self._messages()
         self.kill()
         parameters = torch.load(self._job.parameters)
@@ -82,13 +89,6 @@ class Team:
             process.kill()
         for process in self._processes:
             process.join()
-
-    def _step(self) -> float:
-        began = time.perf_counter()
-        self._tell(True)
-        self._steps += 1
-        self._wait_ready()
-        return time.perf_counter() - began
 
     def _sent(self) -> list[int]:
         """Bytes sent so far by each host."""
@@ -103,9 +103,9 @@ class Team:
             assert process.pid is not None
             os.kill(process.pid, number)
 
-    def _tell(self, go_on: bool) -> None:
+    def _tell(self, turn: rank.Turn) -> None:
         for connection in self._connections:
-            connection.send(go_on)
+            connection.send(turn)
 
     def _wait_ready(self) -> None:
         steps = self._messages()
@@ -137,9 +137,9 @@ class Team:
 
 
 def measure(
-    hosts: Sequence[Host], names: Sequence[str], model: str, accumulate: int, rounds: int, scratch: Path
+    hosts: Sequence[Host], names: Sequence[str], model: str, accumulate: int, rounds: int, in_a_row: int, scratch: Path
 ) -> dict[str, Any]:
-    """Build all systems, let each make a step per round, and compare the parameters at the end."""
+    """Build all systems, let each make ``in_a_row`` steps per round, and compare the parameters at the end."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is here now lives on: a collection in a rank neither looks at it nor unshares its memory
@@ -152,7 +152,7 @@ def measure(
             team.start()
             _check_memory(team.name)
             print(f"  built {team.name}", flush=True)
-        seconds, sent = _take_turns(teams, rounds)
+        seconds, sent = _take_turns(teams, rounds, in_a_row)
         ends, moved, reference = _compare(teams, model)
     finally:
         for team in teams:
@@ -180,14 +180,16 @@ def measure(
     }
 
 
-def _take_turns(teams: Sequence[Team], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """The seconds and the bytes by host of every measured step of each system."""
+def _take_turns(
+    teams: Sequence[Team], rounds: int, in_a_row: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """The seconds and the bytes by host of a step in every measured turn of each system."""
     seconds: dict[str, list[float]] = {team.name: [] for team in teams}
     sent: dict[str, list[list[int]]] = {team.name: [] for team in teams}
     for round_ in range(1 - WARM_UP, rounds + 1):
         times = []
         for team in teams:
-            elapsed, of_hosts = team.take_turn()
+            elapsed, of_hosts = team.take_turn(in_a_row)
             times.append(f"{team.name} {1000 * elapsed:.0f}")
             if round_ > 0:
                 seconds[team.name].append(elapsed)

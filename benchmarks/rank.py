@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import logging
 import os
 import resource
 import signal
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,14 @@ from systems import full, make_batches, make_system
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Turn(enum.Enum):
+    """What the conductor sends."""
+
+    STEP = enum.auto()  # make an optimizer step
+    SETTLE = enum.auto()  # wait for what the last step has left under way
+    END = enum.auto()  # send the result
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,7 @@ class Failure:
 def main(conductor: Connection, job: Job, rank: int) -> None:
     """The life of a rank, in a process that was forked for it. It ends by being killed.
 
-    It sends the number of optimizer steps that it has made, whenever it is ready for another one, and waits for True,
-    or for False, after which it sends the result.
+    It sends the number of optimizer steps that it has made, whenever it is ready for another :class:`Turn`.
     """
     # Ctrl-C reaches the conductor alone, which then ends the ranks; none outlives it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,7 +87,7 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     os.environ.update(_environment(job, rank))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
     system = make(job.system, job.model, job.accumulate)
-    system.run(_turns(conductor, job.accumulate, rank))
+    system.run(_turns(conductor, job.accumulate, rank, system.settle))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"report": system.report(), "memory": memory, "apart": _show(system.module, job.parameters)}
 
@@ -100,7 +108,9 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     }
 
 
-def _turns(conductor: Connection, accumulate: int, rank: int) -> Iterator[list[torch.Tensor]]:
+def _turns(
+    conductor: Connection, accumulate: int, rank: int, settle: Callable[[], None]
+) -> Iterator[list[torch.Tensor]]:
     """The micro-batches of one optimizer step after the other, each when the conductor gives the turn."""
     steps = 0
 
@@ -113,7 +123,10 @@ def _turns(conductor: Connection, accumulate: int, rank: int) -> Iterator[list[t
     while True:
         batches = make_batches(round_, rank, accumulate)
         conductor.send(steps)
-        if not conductor.recv():
+        while (turn := conductor.recv()) is Turn.SETTLE:
+            settle()
+            conductor.send(steps)
+        if turn is Turn.END:
             return
         yield batches
         round_ += 1

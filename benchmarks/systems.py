@@ -111,6 +111,9 @@ class System(ABC):
         The next turn is asked for when the step is complete, and not before.
         """
 
+    def settle(self) -> None:  # noqa: B027
+        """Wait for what a step has left under way."""
+
     def report(self) -> dict[str, int]:
         """What the system itself says of its last step."""
         return {}
@@ -179,6 +182,11 @@ class ZeroSync(_DeepSpeed):
     def report(self) -> dict[str, int]:
         return report_of(self.zerosync)
 
+    def settle(self) -> None:
+        if self.zerosync.config.overlap_gather:
+            for param in self.module.parameters():
+                param.view(-1)
+
 
 class DDP(_Direct):
     """DistributedDataParallel that synchronises in the last backward only."""
@@ -236,10 +244,11 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     if kind == "coalesced":
         return Coalesced(model, stage, 1)
     options: dict[str, Any] = {"param_memory_budget": "all"} if variant.endswith("-held") else {}
-    zero = {"round_robin_gradients": True} if variant.endswith("-rr") else {}
+    if variant.endswith("-overlap"):
+        options["overlap_gather"] = True
     percent = name.partition("@")[2]
     if percent.isdigit():
         with torch.device("meta"):
             size = sum(param.numel() * param.element_size() for param in make_model(model).parameters())
         options["grad_memory_budget"] = size * int(percent) // 100
-    return ZeroSync(model, stage, options, **zero)
+    return ZeroSync(model, stage, options)

@@ -13,6 +13,7 @@ from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.params import arriving
 from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -119,6 +120,16 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
     monkeypatch.setattr(Streams, "on_reduction_stream", lambda self, events=None: stock(self, events or ()))
     found = findings(2, 1, **SCENARIOS["coalesced"])
     assert any(kind is Kind.RACE and "collectives.py" in text for kind, text in found), found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U5, on one stream; on several, the first to read a parameter waits for all."""
+    scenario: dict[str, Any] = {"ours": {"overlap_gather": True}, "last": True}
+    assert findings(stage, 1, **scenario) == []
+    monkeypatch.setattr(arriving._Gather, "wait", lambda self: None)
+    found = findings(stage, 1, **scenario)
+    assert any(kind is Kind.RACE and "all_gather" in text for kind, text in found), found
 
 
 @STAGES
