@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
+from zerosync_strategy.core.engine import zero
 
 
 @dataclass(frozen=True)
@@ -287,17 +288,15 @@ def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
 ) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
-    from deepspeed import comm
-
-    rank, works = dist.get_rank(process_group), []
+    messenger, rank, works = zero.messenger(), dist.get_rank(process_group), []
     for peer in range(len(sent)):
         if peer == rank:
             continue
         peer_global = dist.get_global_rank(process_group, peer)
         if len(received[peer]):
-            works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
+            works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
-            works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
+            works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
     return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
 
 

@@ -79,7 +79,6 @@ def unwrap_compiled(engine: Any) -> None:
     inside, so DeepSpeed 0.19.8 takes the two for one: it gives the module the wrapper's own empty dictionary of
     parameters, the wrapper none, and both one set of backward hooks. Without a wrapper nothing is changed.
     """
-    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 
     def unwrap(module: Any) -> Any:
         while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
@@ -105,12 +104,24 @@ def unwrap_compiled(engine: Any) -> None:
         owner, _, name = engine.param_names[param].rpartition(".")
         module.get_submodule(owner)._parameters.setdefault(name, param)
     for submodule in module.modules():
-        ensure_zero_ordered_dict(submodule)
+        _gather_when_read(submodule)
         for closure in ("pre_bwd_fn", "post_bwd_fn"):
             vars(submodule).pop(closure, None)
     engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
     engine.module_forward_post_hook = engine._create_module_forward_post_hook()
     offload.setup_zero_stage3_hooks()
+
+
+def _gather_when_read(module: Any) -> None:
+    """Let the parameters of ``module`` be in ZeRO-3's dictionary."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    if contract.has(contract.ORDERED_DICT):
+        parameter_offload.ensure_zero_ordered_dict(module)
+    elif not isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
+        found = parameter_offload.ZeROOrderedDict(parent_module=module)
+        found.update(module._parameters)
+        module._parameters = found
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,35 @@ def averaging_divisor(optimizer: Any) -> float:
     The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
     sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
     """
-    return float(dist.get_world_size(optimizer.dp_process_group)) if optimizer.gradient_average else 1.0
+    averages = optimizer.gradient_average if contract.has(contract.AVERAGES) else True
+    return float(dist.get_world_size(optimizer.dp_process_group)) if averages else 1.0
+
+
+class _GradientShard(list[torch.Tensor]):
+    """A gradient shard as releases without ``COMPACT_SHARD`` take it: by parameter, and the padding.
+
+    Here these are views of one flat tensor, as in later releases, of zeros.
+    """
+
+    def __init__(self, optimizer: Any, index: int) -> None:
+        numel = int(optimizer.partition_size[index])
+        dtype, device = optimizer.gradient_accumulation_dtype, optimizer.bit16_groups_flat[index].device
+        self.flat_partition = torch.zeros(numel, dtype=dtype, device=device)
+        begin, before = 0, int(optimizer.first_offset[index])  # elements of the first parameter in earlier shards
+        for param in optimizer.params_in_partition[index]:
+            part = self.flat_partition.narrow(0, begin, min(param.numel() - before, numel - begin))
+            begin, before = begin + part.numel(), 0
+            self.append(part.view(param.shape) if part.numel() == param.numel() else part)
+        if begin < numel:
+            self.append(self.flat_partition.narrow(0, begin, numel - begin))
 
 
 def allocate_gradient_shard(optimizer: Any, index: int) -> None:
     """Give the optimizer a new gradient shard of zeros for one group."""
-    optimizer.averaged_gradients[index] = optimizer._build_compact_grad_partition_buffer(index)
+    compact = contract.has(contract.COMPACT_SHARD)
+    optimizer.averaged_gradients[index] = (
+        optimizer._build_compact_grad_partition_buffer(index) if compact else _GradientShard(optimizer, index)
+    )
 
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
