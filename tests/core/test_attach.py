@@ -43,7 +43,9 @@ def test_detach_leaves_no_trace(stage: int) -> None:
 
     def run() -> float:
         def train(with_zerosync: bool) -> Any:
-            engine = make_engine(stage)
+            # Of several persistent parameters, older releases gather some too late on gloo, when nothing is attached.
+            whole = contract.has(contract.WHOLE_GATHER)
+            engine = make_engine(stage, {} if whole or stage < 3 else {"stage3_param_persistence_threshold": 0})
             before = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}.keys()
             classes = type(engine), type(engine.optimizer), type(zero.comm_backend())
             zerosync = attach(engine) if with_zerosync else None
@@ -254,7 +256,7 @@ def test_refusals() -> None:
 
         with pytest.raises(ValueError, match=r"'zero_optimization\.stage' = 0"):
             attach(make_engine(0))
-        with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out"):
+        with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out|FP16_Unf"):
             attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
             attach(engines.make_engine(network(), None))

@@ -7,6 +7,8 @@ CONTRACT = ["tests/core/test_releases.py", "tests/core/test_attach.py", "tests/c
 PROGRAMS = ["tests/core/test_random_programs.py"]
 LIGHTNING = ["tests/lightning/test_automatic.py", "tests/lightning/test_manual.py"]
 ACCELERATE = ["tests/accelerate/test_semantics.py", "tests/accelerate/test_plugin.py"]
+# For each release of DeepSpeed by itself, with the other packages as they were tested.
+RELEASE = [*CONTRACT, "tests/core/test_random_programs.py::test_random_programs"]
 ALL = [*CONTRACT, *PROGRAMS, *LIGHTNING, *ACCELERATE]
 
 
@@ -39,7 +41,7 @@ def lightning(version: str) -> dict[str, str]:
     return {"lightning": version, "pytorch-lightning": version}
 
 
-_BY_RELEASE = "0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9 0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7".split()
+_BY_RELEASE = [f"0.18.{patch}" for patch in range(4, 10)] + [f"0.19.{patch}" for patch in range(8)]
 
 ROWS = [
     Row(
@@ -63,7 +65,7 @@ ROWS = [
     Row("Python 3.13", python="3.13"),
     # The oldest of all, as far as they go over the tested torch. A part of its tests runs in CI.
     Row("oldest", {"deepspeed": "0.18.4", "accelerate": "1.11.0", **lightning("2.5.0")}),
-    *(Row(f"DeepSpeed {release}", {"deepspeed": release}) for release in _BY_RELEASE),
+    *(Row(f"DeepSpeed {release}", {"deepspeed": release}, tests=tuple(RELEASE)) for release in _BY_RELEASE),
 ]  # fmt: skip
 
 # A few minutes of the oldest row: one seed range of random programs per stage, and each framework once.

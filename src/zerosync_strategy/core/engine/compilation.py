@@ -99,6 +99,7 @@ def unwrap_compiled(engine: Any) -> None:
             if child is not None:
                 vars(parent)["_modules"][name] = unwrap(child)
     module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
+    vars(engine)["module"] = module  # where DeepSpeed puts it, too, and older releases look for it
     for param, name in engine.param_names.items():
         engine.param_names[param] = name.replace("_orig_mod.", "")
         owner, _, name = engine.param_names[param].rpartition(".")

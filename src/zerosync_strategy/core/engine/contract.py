@@ -352,11 +352,14 @@ EVERY_TABLE = (
 
 def internals(engine: Any) -> tuple[Internal, ...]:
     """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
+    optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        offload = STAGE_3_OFFLOAD if getattr(engine.optimizer, "offload_optimizer", False) else ()
-        return (*ALL_STAGES, *_REFUSED, *STAGE_3, *offload)
-    offload = STAGE_1_2_OFFLOAD if getattr(engine.optimizer, "cpu_offload", False) else ()
-    return (*ALL_STAGES, *_REFUSED, *STAGE_1_2, *offload)
+        of_stage: tuple[Internal, ...] = STAGE_3
+        offloaded: tuple[Internal, ...] = STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
+    else:
+        of_stage = STAGE_1_2
+        offloaded = STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
+    return (*ALL_STAGES, *_REFUSED, *of_stage, *offloaded)
 
 
 def has(internal: Internal) -> bool:

@@ -248,6 +248,7 @@ def give_class_at_rest(
     def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
         with as_it_is():
             params = [param] if param_list is None else param_list
+            _forget_leftover_users(params)
             for released in params:
                 stays = released.ds_persist or released.__dict__.get("_zerosync_held", False)
                 if stays and not has_been_updated and is_gathered(released):
@@ -266,6 +267,19 @@ def give_class_at_rest(
     users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
+
+
+def _forget_leftover_users(params: Iterable[Any]) -> None:
+    """Outside of forwards and backwards no module uses ``params``.
+
+    Releases before ``LEFTOVERS`` take a module that is fed without a gradient for one in its backward until the step,
+    and refuse to release its parameters.
+    """
+    if contract.has(contract.LEFTOVERS) or torch._C._current_graph_task_id() != -1:
+        return
+    for param in params:
+        if not getattr(param._z3_optimizer.module._parameters, "_in_forward", False):
+            param.ds_active_sub_modules.clear()
 
 
 def keep(param: Any) -> None:
