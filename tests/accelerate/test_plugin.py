@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from tests.accelerate.runs import start
 from tests.harness.problem import WORLD, Data, loss_of, network, sgd
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from zerosync_strategy import ZeroSyncPlugin
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import AccelerateConfig
@@ -226,6 +227,7 @@ def test_cpu_true_would_switch_deepspeed_off() -> None:
     )
 
 
+@since("1.15", "it knows them, and DeepSpeed compiles an operator on CPU", package="accelerate")
 def test_a_state_made_before_the_plugin_does_not_know_the_ranks() -> None:
     def job() -> None:
         PartialState()

@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.params.averages import copy_problem, readable
+from zerosync_strategy.lightning.releases import WEIGHT_AVERAGING
 
 
 class CallbackOverrides:
@@ -130,7 +130,7 @@ class FinetuningOverrides(CallbackOverrides):
 
 _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
     GradientAccumulationScheduler: SchedulerOverrides,
-    WeightAveraging: WeightAveragingOverrides,
+    **dict.fromkeys(WEIGHT_AVERAGING, WeightAveragingOverrides),
     StochasticWeightAveraging: StochasticWeightAveragingOverrides,
     BaseFinetuning: FinetuningOverrides,
 }
