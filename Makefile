@@ -64,6 +64,7 @@ canary: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.matrix --canary --workers $(WORKERS)
 
 dist: $(STAMP)
+	@$(PIP) --quiet build twine
 	rm -rf dist
 	"$(BIN)/python" -m build --outdir dist .
 	"$(BIN)/twine" check --strict dist/*
