@@ -47,16 +47,18 @@ def main() -> int:
 
 
 def canary(workers: str) -> int:
-    """Run the newest release of everything, and say which are newer than constraints.txt."""
+    """Run the newest release of everything, and say which are others than in constraints.txt."""
     result = run(Row("newest", fresh=True), tuple(ALL), workers)
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    changes = [
-        f"{package} {pinned[package]} -> {found}"
-        for package, found in zip(PACKAGES, result.cells[1:], strict=False)
-        if package in pinned and found != pinned[package]
-    ]
-    print("newer than constraints.txt:", *(changes or ["nothing"]), sep="\n  ")
+    print("others than in constraints.txt:", *(changes(result.cells[1:]) or ["none"]), sep="\n  ")
     return result.problems
+
+
+def changes(versions: list[str]) -> list[str]:
+    """Where `versions`, in the order of PACKAGES, differ from those that constraints.txt has for the newest Python."""
+    pins = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = dict(reversed(pins))  # of several lines of a package, the first is that of the newest Python
+    pairs = zip(PACKAGES, versions, strict=False)
+    return [f"{package} {pinned[package]} -> {found}" for package, found in pairs if found != pinned[package]]
 
 
 class Result:

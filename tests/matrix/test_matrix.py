@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.matrix import table
-from tests.matrix.__main__ import counts_in
+from tests.matrix.__main__ import changes, counts_in
 from tests.matrix.environment import PACKAGES, ROOT
 from tests.matrix.rows import ROWS
 from zerosync_strategy.core.engine import contract
@@ -35,6 +35,13 @@ def test_a_row_takes_its_place_and_leaves_the_others(tmp_path: Path) -> None:
     text = file.read_text()
     assert table.read(text) == {"one": cells["one"], "two": ["new"] * 10}
     assert text.startswith("before\n") and text.endswith("\n\nafter\n")
+
+
+def test_the_canary_names_what_is_newer() -> None:
+    pins = (ROOT / "constraints.txt").read_text()
+    tested = [re.search(rf"^{package}==([\d.]+)", pins, re.MULTILINE)[1] for package in PACKAGES]  # type: ignore[index]
+    assert changes(tested) == []
+    assert changes([tested[0], "99.0", *tested[2:]]) == [f"deepspeed {tested[1]} -> 99.0"]
 
 
 def test_errors_count_as_failures(tmp_path: Path) -> None:

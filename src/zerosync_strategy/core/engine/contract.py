@@ -35,7 +35,7 @@ class Internal:
             call by position keeps its meaning.
         public: DeepSpeed documents the attribute, or torch has one of the same name; other files may use it too.
         optional: the attribute may be absent; code asks for it with a default.
-        since: the first release that has it; empty: the oldest that is supported.
+        since: the first release that has it, or has it as it is needed; empty: the oldest that is supported.
         until: the first release that no longer has it; empty: none.
     """
 

@@ -236,6 +236,7 @@ def give_class_at_rest(
         params = [param] if param_list is None else param_list
         # Of several, releases before WHOLE_GATHER wait for the last alone, which is not enough off NCCL.
         one_by_one = not async_op and param.device.type == "cpu" and not contract.has(contract.WHOLE_GATHER)
+        handles = None
         with as_it_is():
             for part in [[each] for each in params] if one_by_one else [params]:
                 handles = stock[0](part, async_op, hierarchy)
