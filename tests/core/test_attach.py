@@ -14,6 +14,7 @@ from tests.harness.copying import loss_of, make_engine, network, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSyncConfig, attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
@@ -37,6 +38,7 @@ def test_accumulation_steps_of_the_engine(stage: int) -> None:
     assert run_ranks(run) == [(0.0, 1)] * 2
 
 
+@except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_detach_leaves_no_trace(stage: int) -> None:
     """Two steps attached and two detached equal four that were never attached, bit for bit."""

@@ -8,5 +8,14 @@ from packaging.version import Version
 
 def since(release: str, why: str, package: str = "deepspeed") -> pytest.MarkDecorator:
     """Leave the test out before this release of `package`, because `why`."""
-    found = Version(Version(version(package)).base_version)
-    return pytest.mark.skipif(found < Version(release), reason=f"before {package} {release}, {why}")
+    return pytest.mark.skipif(_installed(package) < Version(release), reason=f"before {package} {release}, {why}")
+
+
+def except_from(first: str, mended: str, why: str) -> pytest.MarkDecorator:
+    """Leave the test out from DeepSpeed `first` until it was `mended`, because `why`."""
+    is_broken = Version(first) <= _installed("deepspeed") < Version(mended)
+    return pytest.mark.skipif(is_broken, reason=f"from deepspeed {first} until {mended}, {why}")
+
+
+def _installed(package: str) -> Version:
+    return Version(Version(version(package)).base_version)

@@ -57,6 +57,17 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
     return groups
 
 
+def leave_graphs(optimizer: Any) -> None:
+    """Take the flat parameters out of the graph by which DeepSpeed 0.18.7 to 0.18.9 makes them of the model's own.
+
+    In it, torch refuses to gather into them. They stay where they lie.
+    """
+    shards, flats = optimizer.parallel_partitioned_bit16_groups, optimizer.bit16_groups_flat
+    for index, flat in enumerate(flats):
+        if flat.requires_grad:
+            flats[index], shards[index] = flat.detach(), [shard.detach() for shard in shards[index]]
+
+
 def averaging_divisor(optimizer: Any) -> float:
     """Return what a sum of gradients over the data-parallel ranks is divided by.
 
