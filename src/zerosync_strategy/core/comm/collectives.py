@@ -270,9 +270,11 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
 
     That is the one that users set. Torch's default is 30 minutes, or 10 on NCCL.
     """
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     for process_group in process_groups:
         if timeout_of(process_group) == _get_default_timeout(dist.Backend(dist.get_backend(process_group))):
-            dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
+            set_timeout(timeout_of(None), process_group)
 
 
 @dataclass(frozen=True)
