@@ -7,6 +7,7 @@ DEMO_ARGS ?= --compare
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BASE ?= HEAD
+ROWS ?=
 
 BIN := $(abspath $(VENV))/bin
 # torch looks for ninja on PATH when DeepSpeed builds an op.
@@ -25,13 +26,17 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check equal clean
+.PHONY: help demo test check equal matrix smoke canary dist clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
+	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
+	@echo "make smoke   install, then run a few tests with the oldest releases"
+	@echo "make canary  test with the newest release of everything, and say what is newer than constraints.txt"
+	@echo "make dist    install, then build and check the wheel and the source distribution in dist/"
 	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
 
@@ -48,6 +53,21 @@ check: $(STAMP)
 
 equal: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.equality --base "$(BASE)"
+
+matrix: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.matrix --workers $(WORKERS) $(ROWS)
+
+smoke: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.matrix --smoke --workers $(WORKERS)
+
+canary: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.matrix --canary --workers $(WORKERS)
+
+dist: $(STAMP)
+	@$(PIP) --quiet build twine
+	rm -rf dist
+	"$(BIN)/python" -m build --outdir dist .
+	"$(BIN)/twine" check --strict dist/*
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
 # only an update. An older pip would run deepspeed's setup.py install instead of
@@ -78,5 +98,5 @@ $(STAMP): pyproject.toml constraints.txt
 clean:
 	@if [ -d "$(VENV)" ] && [ ! -f "$(VENV)/pyvenv.cfg" ]; then \
 		echo "VENV=$(VENV) is not a virtual environment: not removed" >&2; exit 1; fi
-	rm -rf "$(VENV)" build dist out .mypy_cache .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" .matrix build dist out .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -100,10 +100,3 @@ def test_every_method_that_is_overridden_is_in_a_table() -> None:
         if name.endswith("Overrides"):
             methods = {method for method in vars(cls) if inspect.isfunction(vars(cls)[method])}
             assert methods - DECLARED - {"forward", "zerosync_stock_finalize"} == set(), name
-
-
-def test_tables_are_by_release() -> None:
-    later = contract.Internal("a feature", "engine", "name", since="0.19.8")
-    earlier = contract.Internal("a feature", "engine", "name", until="0.19.8")
-    for release, is_later in (("0.18.4", False), ("0.19.8+unknown", True), ("0.19.8", True), ("0.20.0", True)):
-        assert later.applies_to(release) is is_later and earlier.applies_to(release) is not is_later

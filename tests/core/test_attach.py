@@ -15,6 +15,7 @@ from tests.harness.copying import loss_of, make_engine, network, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSyncConfig, attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
@@ -38,13 +39,16 @@ def test_accumulation_steps_of_the_engine(stage: int) -> None:
     assert run_ranks(run) == [(0.0, 1)] * 2
 
 
+@except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_detach_leaves_no_trace(stage: int) -> None:
     """Two steps attached and two detached equal four that were never attached, bit for bit."""
 
     def run() -> float:
         def train(with_zerosync: bool) -> Any:
-            engine = make_engine(stage)
+            # Of several persistent parameters, older releases gather some too late on gloo, when nothing is attached.
+            whole = contract.has(contract.WHOLE_GATHER)
+            engine = make_engine(stage, {} if whole or stage < 3 else {"stage3_param_persistence_threshold": 0})
             before = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}.keys()
             classes = type(engine), type(engine.optimizer), type(zero.comm_backend())
             zerosync = attach(engine) if with_zerosync else None
@@ -272,7 +276,7 @@ def test_refusals() -> None:
 
         with pytest.raises(ValueError, match=r"'zero_optimization\.stage' = 0"):
             attach(make_engine(0))
-        with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out"):
+        with pytest.raises(ValueError, match=r"BF16_Optimizer.*Use stage 2, or leave grad_accum_dtype out|FP16_Unf"):
             attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
             attach(engines.make_engine(network(), None))
@@ -285,7 +289,7 @@ def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage)
         for internal in (*contract.CONFIGURATION, *contract.internals(engine)):
-            if internal.optional:
+            if internal.optional or not contract.has(internal):
                 continue
             owner = contract._owner(engine, internal.owner)
             where = internal.owner if isinstance(owner, ModuleType) else type(owner).__name__
@@ -297,7 +301,7 @@ def test_contract_names_what_is_missing_or_changed(stage: int) -> None:
                     attach(engine)
             text = str(error.value)
             assert internal.feature in text and f"{where}.{internal.name} is missing" in text
-            assert deepspeed.__version__ in text and contract.TESTED_DEEPSPEED[0] in text
+            assert deepspeed.__version__ in text and contract.NEWEST_DEEPSPEED in text
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.optimizer, "zero_grad", lambda keep: None, raising=False)

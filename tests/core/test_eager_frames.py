@@ -23,8 +23,9 @@ from tests.harness import engines
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.reads import BACKWARDS, WIDTH, WORDS, Block, LowRank, Model, adamw, data
+from tests.harness.releases import since
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine import compilation
+from zerosync_strategy.core.engine import compilation, contract
 from zerosync_strategy.core.params import scheduler
 
 
@@ -476,6 +477,7 @@ class Mixed(Readers):
         return x.square().mean()
 
 
+@since("0.19.3", "a module fed without a gradient keeps its parameters until the step")
 @pytest.mark.parametrize(("backend", "trace_gathers"), [("", False), ("aot_eager", False), ("aot_eager", True)])
 def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool) -> None:
     def run(until_the_end: bool) -> list[int]:
@@ -624,7 +626,8 @@ def test_hooks_that_are_registered_anew() -> None:
             mirror.step()
             sent.append(zerosync.report.bytes_sent)
         zerosync.detach()
-        engine.backward(engine.module.layers[1](x).sum())
+        if contract.has(contract.LEFTOVERS):  # else DeepSpeed by itself never releases a module fed without a gradient
+            engine.backward(engine.module.layers[1](x).sum())
         return distance(full_parameters(model), full_parameters(plain)), sent[3], sent[7]
 
     for error, before, after in run_ranks(run):

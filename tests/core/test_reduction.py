@@ -10,6 +10,7 @@ from tests.harness import engines
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.gradients import reducer
@@ -195,6 +196,7 @@ def test_fp32_accumulation_of_bf16_gradients(stage: int) -> None:
     assert abs(run_ranks(run, "bf16")[0] - 264) > 0.5  # 8 bits of mantissa: 256 + 1 is rounded away, or up to 258
 
 
+@since("0.19.7", "gradients that are not finite are stepped with in fp32, as in plain torch")
 def test_an_overflow_skips_the_step_and_closes_the_window() -> None:
     def run() -> Any:
         engine = make_engine(2, optimizer=torch.optim.SGD)

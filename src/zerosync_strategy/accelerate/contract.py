@@ -10,7 +10,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimize
 
 from zerosync_strategy.core.engine.contract import ContractError, Internal, problem
 
-TESTED_ACCELERATE = ("1.15.0",)
+TESTED_ACCELERATE = "1.11.0 to 1.15.0"
 
 INTERNALS = (
     (Accelerator, Internal("preparation", "Accelerator", "_prepare_deepspeed", ("self",))),
@@ -46,5 +46,5 @@ def verify() -> None:
             raise ContractError(
                 f"ZeroSync's {internal.feature} relies on an internal of Accelerate that has changed:"
                 f" {internal.owner}.{internal.name} {found}. Found Accelerate {accelerate.__version__}; tested with"
-                f" {', '.join(TESTED_ACCELERATE)}. Install a tested version, or train without ZeroSync."
+                f" {TESTED_ACCELERATE}. Install a tested version, or train without ZeroSync."
             )

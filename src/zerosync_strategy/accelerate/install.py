@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
@@ -54,7 +54,10 @@ def _prepare_deepspeed(self: Accelerator, *args: Any) -> Any:
 
 
 def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-    """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone."""
+    """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone.
+
+    Before Accelerate 1.15 it says gloo instead, and lets DeepSpeed compile.
+    """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     ours = deepspeed and (_always or ZeroSyncPlugin.used or _has_block())
     if ours and cpu:
@@ -64,9 +67,10 @@ def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs
             " the CPU."
         )
     backend, distributed_type = _stock["_prepare_backend"](self, cpu, *args, **kwargs)
-    if ours and backend is None and "LOCAL_RANK" in os.environ:
+    on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    if ours and on_cpu and "LOCAL_RANK" in os.environ:
         prepare_cpu()
-        backend = "gloo"
+        return "gloo", DistributedType.NO  # which becomes DeepSpeed's
     return backend, distributed_type
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .library import LightningModule, Trainer, WeightAveraging
+from .library import WEIGHT_AVERAGING, LightningModule, Trainer
 
 FILE = "averaged.ckpt"
 """Its name within the directory of a checkpoint."""
@@ -50,8 +50,8 @@ def load(directory: Any) -> dict[str, Any]:
 
 def is_wanted(trainer: Trainer) -> bool:
     """Whether the module is to have a checkpoint's average: no callback takes it, and leaves the module as it was."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return not any(isinstance(each, WeightAveraging) and each._average_model is not None for each in callbacks)
+    averaging = [each for each in trainer.callbacks if isinstance(each, WEIGHT_AVERAGING)]  # type: ignore[attr-defined]
+    return all(each._average_model is None for each in averaging)
 
 
 def give(module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:

@@ -12,6 +12,7 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.params.averages import copy_problem, readable
 
 from .library import (
+    WEIGHT_AVERAGING,
     BackboneFinetuning,
     BaseFinetuning,
     Callback,
@@ -20,7 +21,6 @@ from .library import (
     MisconfigurationException,
     StochasticWeightAveraging,
     Trainer,
-    WeightAveraging,
 )
 
 
@@ -132,7 +132,7 @@ class FinetuningOverrides(CallbackOverrides):
 
 _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
     GradientAccumulationScheduler: SchedulerOverrides,
-    WeightAveraging: WeightAveragingOverrides,
+    **dict.fromkeys(WEIGHT_AVERAGING, WeightAveragingOverrides),
     StochasticWeightAveraging: StochasticWeightAveragingOverrides,
     BaseFinetuning: FinetuningOverrides,
 }

@@ -4,16 +4,17 @@ They import each other relatively, too: ``zerosync_strategy.pytorch_lightning`` 
 its own, in which every name is that of the package ``pytorch_lightning``.
 """
 
+from typing import Any
+
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -23,9 +24,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 PACKAGE = "lightning.pytorch"
+WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(
+    getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
+)
+"""The callback that averages weights, in releases that have one."""
 
 __all__ = [
     "PACKAGE",
+    "WEIGHT_AVERAGING",
     "BackboneFinetuning",
     "BaseFinetuning",
     "CPUAccelerator",
@@ -43,7 +49,6 @@ __all__ = [
     "Steppable",
     "StochasticWeightAveraging",
     "Trainer",
-    "WeightAveraging",
     "_init_optimizers_and_lr_schedulers",
     "reset_seed",
 ]

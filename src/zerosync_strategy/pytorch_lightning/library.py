@@ -1,15 +1,16 @@
 """What ``zerosync_strategy.lightning`` uses of Lightning, from the package ``pytorch_lightning``."""
 
+from typing import Any
+
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_fabric.utilities.types import Steppable
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
 from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
 from pytorch_lightning.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, Precision
@@ -19,9 +20,14 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 
 PACKAGE = "pytorch_lightning"
+WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(
+    getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
+)
+"""The callback that averages weights, in releases that have one."""
 
 __all__ = [
     "PACKAGE",
+    "WEIGHT_AVERAGING",
     "BackboneFinetuning",
     "BaseFinetuning",
     "CPUAccelerator",
@@ -39,7 +45,6 @@ __all__ = [
     "Steppable",
     "StochasticWeightAveraging",
     "Trainer",
-    "WeightAveraging",
     "_init_optimizers_and_lr_schedulers",
     "reset_seed",
 ]

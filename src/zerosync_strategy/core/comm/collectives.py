@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
+from zerosync_strategy.core.engine import zero
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,11 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
 
     That is the one that users set. Torch's default is 30 minutes, or 10 on NCCL.
     """
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     for process_group in process_groups:
         if timeout_of(process_group) == _get_default_timeout(dist.Backend(dist.get_backend(process_group))):
-            dist.distributed_c10d._set_pg_timeout(timeout_of(None), process_group)
+            set_timeout(timeout_of(None), process_group)
 
 
 @dataclass(frozen=True)
@@ -205,17 +208,15 @@ def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
 ) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
-    from deepspeed import comm
-
-    rank, works = dist.get_rank(process_group), []
+    messenger, rank, works = zero.messenger(), dist.get_rank(process_group), []
     for peer in range(len(sent)):
         if peer == rank:
             continue
         peer_global = dist.get_global_rank(process_group, peer)
         if len(received[peer]):
-            works.append(comm.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
+            works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
-            works.append(comm.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
+            works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
     return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
 
 

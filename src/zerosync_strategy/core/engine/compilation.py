@@ -86,7 +86,6 @@ def unwrap_compiled(engine: Any) -> None:
     inside, so DeepSpeed 0.19.8 takes the two for one: it gives the module the wrapper's own empty dictionary of
     parameters, the wrapper none, and both one set of backward hooks. Without a wrapper nothing is changed.
     """
-    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 
     def unwrap(module: Any) -> Any:
         while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
@@ -107,17 +106,30 @@ def unwrap_compiled(engine: Any) -> None:
             if child is not None:
                 vars(parent)["_modules"][name] = unwrap(child)
     module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
+    vars(engine)["module"] = module  # where DeepSpeed puts it, too, and older releases look for it
     for param, name in engine.param_names.items():
         engine.param_names[param] = name.replace("_orig_mod.", "")
         owner, _, name = engine.param_names[param].rpartition(".")
         module.get_submodule(owner)._parameters.setdefault(name, param)
     for submodule in module.modules():
-        ensure_zero_ordered_dict(submodule)
+        _gather_when_read(submodule)
         for closure in ("pre_bwd_fn", "post_bwd_fn"):
             vars(submodule).pop(closure, None)
     engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
     engine.module_forward_post_hook = engine._create_module_forward_post_hook()
     offload.setup_zero_stage3_hooks()
+
+
+def _gather_when_read(module: Any) -> None:
+    """Let the parameters of ``module`` be in ZeRO-3's dictionary."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    if contract.has(contract.ORDERED_DICT):
+        parameter_offload.ensure_zero_ordered_dict(module)
+    elif not isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
+        found = parameter_offload.ZeROOrderedDict(parent_module=module)
+        found.update(module._parameters)
+        module._parameters = found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ release that lacks one, or has changed it, is an error with a name before any tr
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-TESTED_DEEPSPEED = ("0.19.8",)
+OLDEST_DEEPSPEED = "0.18.4"
+NEWEST_DEEPSPEED = "0.19.8"
 
 
 class ContractError(RuntimeError):
@@ -33,7 +35,7 @@ class Internal:
             call by position keeps its meaning.
         public: DeepSpeed documents the attribute, or torch has one of the same name; other files may use it too.
         optional: the attribute may be absent; code asks for it with a default.
-        since: the first release that has it; empty: the oldest that is supported.
+        since: the first release that has it, or has it as it is needed; empty: the oldest that is supported.
         until: the first release that no longer has it; empty: none.
     """
 
@@ -48,12 +50,17 @@ class Internal:
 
     def applies_to(self, release: str) -> bool:
         """Whether DeepSpeed ``release`` is one that should have it."""
-        from packaging.version import Version
-
-        version = Version(Version(release).base_version)
-        return not (self.since and version < Version(self.since)) and not (
-            self.until and version >= Version(self.until)
+        return not (self.since and _is_before(release, self.since)) and not (
+            self.until and not _is_before(release, self.until)
         )
+
+
+@functools.cache
+def _is_before(release: str, other: str) -> bool:
+    """Return whether ``release`` is older than ``other``; its own suffixes (``+unknown``, ``.dev0``) do not count."""
+    from packaging.version import Version
+
+    return Version(Version(release).base_version) < Version(other)
 
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
@@ -72,6 +79,26 @@ _COORDINATOR_MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _OFFLOAD_MODULE = "deepspeed.runtime.zero.parameter_offload"
 _LINEAR_MODULE = "deepspeed.runtime.zero.linear"
 
+# What not every release has, or not as it is needed: code asks has() and does otherwise, or need() where it cannot.
+CLEAR_BACKWARD = Internal("window", "optimizer", "clear_backward_seen_flag", (), since="0.18.5")
+SEQUENTIAL_GATHERS = Internal("gathers", "zero config", "allgather_sequential", public=True, since="0.18.5")
+COMPILE_BACKEND = Internal("DeepCompile", "engine", "get_deepcompile_backend", since="0.18.9")
+LEFTOVERS = Internal("unsharding on read", "coordinator", "release_backward_leftovers", (), since="0.19.3")
+ORDERED_DICT = Internal("unsharding on read", _OFFLOAD_MODULE, "ensure_zero_ordered_dict", since="0.19.1")
+PARAM_GROUP = Internal("shard_over()", "optimizer", "_get_param_partition_group", ("param",), since="0.19.3")
+AVERAGED_RANKS = Internal(
+    "reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size"), since="0.19.3"
+)
+STEPPED_OFFLOADED = Internal(
+    "reduction with an optimizer on NVMe", "optimizer", "_offload_boundary_param_ids", since="0.19.5"
+)
+ASYNC_MESSAGES = Internal("reduction", "deepspeed.comm.comm", "isend", ("tensor", "dst"), public=True, since="0.19.6")
+AVERAGES = Internal("reduction", "optimizer", "gradient_average", since="0.19.6")
+WHOLE_GATHER = Internal(
+    "gathers", "parameter", "all_gather", ("param_list", "async_op", "hierarchy"), public=True, since="0.19.8"
+)
+MARKED_GRADIENT = Internal("access to shards", "parameter", "_hp_grad", optional=True, since="0.19.8")
+
 CONFIGURATION = (Internal("configuration", "engine", "_config"),)
 ALL_STAGES = (
     Internal("window", "engine", "backward", ("loss",), public=True),
@@ -82,7 +109,7 @@ ALL_STAGES = (
     Internal("window", "engine", "_take_model_step", ("lr_kwargs",)),
     Internal("window", "engine", "is_gradient_accumulation_boundary", (), public=True),
     Internal("window", "engine", "no_sync", (), public=True),
-    Internal("window", "engine", "coalesce_grad_reduction", (), public=True),
+    Internal("window", "engine", "coalesce_grad_reduction", (), public=True, since="0.19.1"),
     Internal("window", "engine", "destroy", (), public=True),
     Internal("unused parameters", "engine", "zero_ignore_unused_parameters", ()),
     Internal("window", "engine config", "_param_dict"),
@@ -90,9 +117,9 @@ ALL_STAGES = (
     Internal("window", "optimizer", "optimizer", public=True),
     Internal("window", "optimizer", "add_param_group", public=True, optional=True),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
-    Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", ()),
+    Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", (), since="0.19.4"),
     Internal("window", "optimizer", "_backward_active_depth"),
-    Internal("window", "optimizer", "clear_backward_seen_flag", ()),
+    CLEAR_BACKWARD,
     Internal("checkpoints", "engine", "save_checkpoint", ("save_dir", "tag", "client_state"), public=True),
     Internal(
         "checkpoints",
@@ -119,12 +146,15 @@ ALL_STAGES = (
     Internal("reduction", "optimizer", "gradient_predivide_factor", public=True),
     Internal("reduction", "optimizer", "reduce_bucket_size", public=True),
     Internal("reduction", "parameter", "grad_accum", optional=True),
-    Internal("access to shards", "parameter", "_hp_grad", optional=True),
+    MARKED_GRADIENT,
+    Internal("access to shards", "deepspeed.utils.tensor_fragment", "safe_get_full_grad", ("param",), public=True),
     Internal("gradient clipping", "optimizer", "clip_grad"),
     Internal("gradient norm", "optimizer", "loss_scale", public=True),
-    Internal("DeepCompile", "engine", "get_deepcompile_backend"),
+    COMPILE_BACKEND,
+    Internal("DeepCompile", "engine", "is_deepcompile_enabled", ()),
     Internal("DeepCompile", "engine", "is_deepcompile_active", ()),
     Internal("report", "deepspeed.comm.comm", "cdb"),
+    ASYNC_MESSAGES,
 )
 ACCUMULATION = (
     Internal("gradient accumulation", "engine config", "train_batch_size", public=True),
@@ -136,7 +166,7 @@ STAGE_1_2 = (
     Internal("reduction", "optimizer", "bit16_groups_flat"),
     Internal("reduction", "optimizer", "partition_size"),
     Internal("reduction", "optimizer", "real_dp_process_group"),
-    Internal("reduction", "optimizer", "gradient_average"),
+    AVERAGES,
     Internal("reduction", "optimizer", "cpu_offload"),
     Internal("gradient norm", "optimizer", "scaled_global_norm", ()),
     Internal("gradient norm", "optimizer", "has_moe_layers"),
@@ -144,7 +174,6 @@ STAGE_1_2 = (
     Internal("gradient norm", "optimizer", "model_parallel_rank"),
     Internal("gradient norm", "optimizer", "_model_parallel_all_reduce", ("tensor", "op")),
     Internal("gradient norm", "deepspeed.runtime.utils", "is_model_parallel_parameter", ("p",)),
-    Internal("gradient norm", _STAGE_1_2_MODULE, "combine_grad_norm_groups", ("norm_groups",)),
     Internal("checkpoints", "optimizer", "state_dict", (), public=True),
     Internal("checkpoints", "optimizer", "load_state_dict", public=True),
     Internal("checkpoints", "optimizer", "refresh_fp32_params", ()),
@@ -170,9 +199,10 @@ STAGE_3 = (
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
     Internal("reduction", "optimizer", "fp16_groups"),
     Internal("reduction", "optimizer", "offload_optimizer"),
-    Internal("reduction", "optimizer", "_offload_boundary_param_ids"),
-    Internal("reduction", "optimizer", "_get_param_partition_group", ("param",)),
-    Internal("reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size")),
+    Internal("reduction", "optimizer", "swap_optimizer", optional=True),
+    STEPPED_OFFLOADED,
+    PARAM_GROUP,
+    AVERAGED_RANKS,
     Internal("reduction", "optimizer", GRADIENT_SHARDS),
     Internal("reduction", "parameter", "ds_id"),
     Internal("reduction", "parameter", "ds_numel"),
@@ -190,9 +220,7 @@ STAGE_3 = (
     Internal("edited parameters", "optimizer", "fp16_partitioned_groups_flat"),
     Internal("edited parameters", "optimizer", "fp32_partitioned_groups_flat"),
     Internal("edited parameters", "parameter", "ds_tensor"),
-    Internal("frozen parameters", "optimizer", "swap_optimizer", optional=True),
     Internal("frozen parameters", "optimizer", "backup_optimizer", optional=True),
-    Internal("edited parameters", "parameter", "ds_zero_partition_rank"),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
@@ -204,7 +232,7 @@ STAGE_3 = (
     Internal("gathers", "coordinator", IN_FLIGHT),
     Internal("gathers", "coordinator", GATHERED_NUMEL),
     Internal("gathers", "zero config", "zero_quantized_weights", public=True),
-    Internal("gathers", "zero config", "allgather_sequential", public=True),
+    SEQUENTIAL_GATHERS,
     Internal("gathers", "parameter", "ds_secondary_tensor"),
     Internal("gathers", _PARTITION_MODULE, "get_allgather_dtype", ("param", "param_ds_tensor")),
     Internal("gathers", _PARTITION_MODULE, "ZeroParamStatus"),
@@ -237,7 +265,7 @@ STAGE_3 = (
     Internal("held parameters", _COORDINATOR_MODULE, "iter_params", ("module", "recurse")),
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
     Internal("held parameters", "module", "ds_recompute_parameters", optional=True),
-    Internal("values of sharded parameters", "parameter", "all_gather", ("param_list",), public=True),
+    WHOLE_GATHER,
     Internal(
         "values of sharded parameters",
         "parameter",
@@ -256,11 +284,16 @@ STAGE_3 = (
     Internal("shard_over", "parameter", "ds_zero_param_process_group", optional=True),
     Internal("shard_over", "parameter", "ds_optim_param", optional=True),
 )
+STAGE_3_OFFLOAD = (
+    Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",), until="0.19.5"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "grad_position", until="0.19.5"),
+    Internal("reduction with an offloaded optimizer", "optimizer", "norm_for_param_grads", until="0.19.5"),
+)
 UNSHARD_ON_READ = (
     Internal("unsharding on read", "engine", "param_names"),
     Internal("unsharding on read", "engine", "_create_module_forward_pre_hook", ()),
     Internal("unsharding on read", "engine", "_create_module_forward_post_hook", ()),
-    Internal("unsharding on read", "coordinator", "release_backward_leftovers", ()),
+    LEFTOVERS,
     Internal("unsharding on read", "offload", "_remove_module_hooks", ()),
     Internal("unsharding on read", "offload", "setup_zero_stage3_hooks", ()),
     Internal("unsharding on read", "coordinator", "is_invalid_trace", ()),
@@ -269,7 +302,7 @@ UNSHARD_ON_READ = (
     Internal("unsharding on read", _OFFLOAD_MODULE, "ZeROOrderedDict"),
     Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", optional=True),
     Internal("unsharding on read", _OFFLOAD_MODULE, "FWD_MODULE_STACK"),
-    Internal("unsharding on read", _OFFLOAD_MODULE, "ensure_zero_ordered_dict"),
+    ORDERED_DICT,
     Internal("unsharding on read", _LINEAR_MODULE, "zero3_linear_wrap"),
 )
 SEVERAL_ENGINES = (
@@ -312,18 +345,65 @@ _REFUSED = (
     Internal("window", "parameter", "use_muon", optional=True),
 )
 EVERY_TABLE = (
-    CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, UNSHARD_ON_READ, SEVERAL_ENGINES,
-    NESTED_ZERO_INIT, SCALARS, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
+    CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
+    SEVERAL_ENGINES, NESTED_ZERO_INIT, SCALARS, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
     RACE_CHECK_STAGE_3, _REFUSED,
 )  # fmt: skip
 
 
 def internals(engine: Any) -> tuple[Internal, ...]:
     """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
+    optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        return (*ALL_STAGES, *_REFUSED, *STAGE_3)
-    offload = STAGE_1_2_OFFLOAD if getattr(engine.optimizer, "cpu_offload", False) else ()
-    return (*ALL_STAGES, *_REFUSED, *STAGE_1_2, *offload)
+        of_stage: tuple[Internal, ...] = STAGE_3
+        offloaded: tuple[Internal, ...] = STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
+    else:
+        of_stage = STAGE_1_2
+        offloaded = STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
+    return (*ALL_STAGES, *_REFUSED, *of_stage, *offloaded)
+
+
+def has(internal: Internal) -> bool:
+    """Return whether the installed DeepSpeed is of a release that has ``internal``."""
+    import deepspeed
+
+    return internal.applies_to(deepspeed.__version__)
+
+
+def need(internal: Internal, remedy: str) -> None:
+    """Check that the installed DeepSpeed is of a release that has ``internal``, without which its feature cannot be.
+
+    Args:
+        internal: with ``since``.
+        remedy: what to do on an older release.
+
+    Raises:
+        ContractError: the release is older.
+    """
+    import deepspeed
+
+    if not has(internal):
+        raise ContractError(
+            f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
+            f" {internal.name!r}; found {deepspeed.__version__}. Install a newer DeepSpeed, or {remedy}."
+        )
+
+
+def check_release() -> None:
+    """Check that the installed DeepSpeed is not too old.
+
+    Raises:
+        ContractError: it is.
+    """
+    import deepspeed
+
+    if _is_before(deepspeed.__version__, OLDEST_DEEPSPEED):
+        raise ContractError(
+            f"ZeroSync needs DeepSpeed {OLDEST_DEEPSPEED} or newer, found {deepspeed.__version__}. DeepSpeed 0.17 and"
+            " older reduce gradients inside of engine.backward() and do not notice a loss.backward() of the program;"
+            " what later releases have for it changed until 0.18.4. Install a newer DeepSpeed, or train without"
+            " ZeroSync."
+        )
 
 
 def verify(engine: Any) -> None:
@@ -334,8 +414,10 @@ def verify(engine: Any) -> None:
         ValueError: the engine is configured in a way that ZeroSync does not support.
         ContractError: an internal is missing or has changed.
     """
+    check_release()
     _check_supported(engine)
     require(internals(engine), engine)
+    _check_needed(engine)
     if engine.is_deepcompile_active():
         raise ValueError(
             "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
@@ -402,9 +484,17 @@ def changed(feature: str, found: str) -> ContractError:
 
     return ContractError(
         f"ZeroSync's {feature} relies on a DeepSpeed internal that has changed: {found}. Found DeepSpeed"
-        f" {deepspeed.__version__}; tested with {', '.join(TESTED_DEEPSPEED)}. Install a tested version, or train"
-        " without ZeroSync."
+        f" {deepspeed.__version__}; tested with {OLDEST_DEEPSPEED} to {NEWEST_DEEPSPEED}. Install a tested version, or"
+        " train without ZeroSync."
     )
+
+
+def _check_needed(engine: Any) -> None:
+    """Check what this configuration asks for and not every release has."""
+    if engine.is_deepcompile_enabled():
+        need(COMPILE_BACKEND, "set 'compile.deepcompile' to false")
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        need(STEPPED_OFFLOADED, "offload the optimizer to the CPU")
 
 
 def _check_supported(engine: Any) -> None:

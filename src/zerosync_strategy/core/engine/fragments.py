@@ -6,6 +6,8 @@ optimizer, which ``overrides.py`` has.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -13,7 +15,8 @@ import torch
 
 from zerosync_strategy.core.engine import contract
 
-_MARK = "_hp_grad"  # safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further
+# safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further.
+_MARK = contract.MARKED_GRADIENT.name
 _GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param"
 _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
@@ -42,10 +45,28 @@ def intercept(params: Iterable[Any], hooks: FragmentHooks) -> None:
     """
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
-    if _MARK not in safe_get_full_grad.__code__.co_consts:
+    if not contract.has(contract.MARKED_GRADIENT):
+        _let_marks_be_looked_for()
+    elif _MARK not in safe_get_full_grad.__code__.co_consts:
         raise contract.changed("access to shards", f"safe_get_full_grad() does not look for {_MARK!r}")
     for param in params:
         _intercept(param, hooks)
+
+
+@functools.cache
+def _let_marks_be_looked_for() -> None:
+    """Let ``safe_get_full_grad()`` do so from now on in this process, where it returns the local gradient otherwise.
+
+    Programs import the function by its name, so it stays the same object and gets other code.
+    """
+    from deepspeed.utils.tensor_fragment import safe_get_full_grad
+
+    stock = types.FunctionType(safe_get_full_grad.__code__, safe_get_full_grad.__globals__)
+
+    def look(param: Any, *, _stock: Callable[[Any], Any] = stock) -> Any:
+        return param.get_full_hp_grad() if "_hp_grad" in param.__dict__ else _stock(param)
+
+    safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = look.__code__, look.__kwdefaults__
 
 
 def _intercept(param: Any, hooks: FragmentHooks) -> None:

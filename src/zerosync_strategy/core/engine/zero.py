@@ -78,6 +78,13 @@ def comm_backend() -> Any:
     return found
 
 
+def messenger() -> Any:
+    """Return what has ``isend()`` and ``irecv()``; those of ``deepspeed.comm`` block before ``ASYNC_MESSAGES``."""
+    from deepspeed import comm
+
+    return comm if contract.has(contract.ASYNC_MESSAGES) else comm_backend()
+
+
 def data_parallel_group(optimizer: Any) -> Any:
     """Return the process group of all data-parallel ranks."""
     return optimizer.dp_process_group
@@ -120,7 +127,8 @@ def expect_backward(optimizer: Any) -> None:
 def forget_backward(optimizer: Any) -> None:
     """Let ``optimizer`` forget a backward that raised."""
     optimizer._backward_active_depth = 0
-    optimizer.clear_backward_seen_flag()
+    if contract.has(contract.CLEAR_BACKWARD):
+        optimizer.clear_backward_seen_flag()
 
 
 def offloads(optimizer: Any) -> bool:

@@ -56,13 +56,25 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
     return groups
 
 
+def leave_graphs(optimizer: Any) -> None:
+    """Take the flat parameters out of the graph by which DeepSpeed 0.18.7 to 0.18.9 makes them of the model's own.
+
+    In it, torch refuses to gather into them. They stay where they lie.
+    """
+    shards, flats = optimizer.parallel_partitioned_bit16_groups, optimizer.bit16_groups_flat
+    for index, flat in enumerate(flats):
+        if flat.requires_grad:
+            flats[index], shards[index] = flat.detach(), [shard.detach() for shard in shards[index]]
+
+
 def averaging_divisor(optimizer: Any) -> float:
     """Return what a sum of gradients over the data-parallel ranks is divided by.
 
     The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
     sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
     """
-    return float(dist.get_world_size(optimizer.dp_process_group)) if optimizer.gradient_average else 1.0
+    averages = optimizer.gradient_average if contract.has(contract.AVERAGES) else True
+    return float(dist.get_world_size(optimizer.dp_process_group)) if averages else 1.0
 
 
 class _GradientShard(list[torch.Tensor]):
@@ -153,7 +165,6 @@ def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> 
         shards: of each group, what this rank counts of its gradient shard.
     """
     from deepspeed import comm
-    from deepspeed.runtime.zero import stage_1_and_2
 
     norms = [torch.stack([torch.linalg.vector_norm(part).double() for part in parts]) for parts in shards]
     squares = torch.stack([of_group.square().sum() for of_group in norms])
@@ -162,8 +173,8 @@ def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> 
     by_group = list(squares.sqrt().float())
     if optimizer.has_moe_layers:
         optimizer._average_expert_grad_norms(by_group)
-    norm: torch.Tensor = stage_1_and_2.combine_grad_norm_groups(by_group)
-    return norm
+    norm = torch.stack(by_group).norm()
+    return torch.where(norm.isfinite(), norm, torch.inf)
 
 
 class _Elsewhere:

@@ -232,10 +232,14 @@ def give_class_at_rest(
         with as_it_is():
             return _Handle(stock[2](*args, **kwargs))
 
-    def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = [param] if param_list is None else param_list
+        # Of several, releases before WHOLE_GATHER wait for the last alone, which is not enough off NCCL.
+        one_by_one = not async_op and param.device.type == "cpu" and not contract.has(contract.WHOLE_GATHER)
+        handles = None
         with as_it_is():
-            handles = stock[0](params, *args, **kwargs)
+            for part in [[each] for each in params] if one_by_one else [params]:
+                handles = stock[0](part, async_op, hierarchy)
         for gathered in params:
             users = gathered.ds_active_sub_modules
             if users.__class__ is _Users and is_gathered(gathered):
@@ -245,6 +249,7 @@ def give_class_at_rest(
     def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
         with as_it_is():
             params = [param] if param_list is None else param_list
+            _forget_leftover_users(params)
             for released in params:
                 stays = released.ds_persist or released.__dict__.get("_zerosync_held", False)
                 if stays and not has_been_updated and is_gathered(released):
@@ -263,6 +268,19 @@ def give_class_at_rest(
     users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
+
+
+def _forget_leftover_users(params: Iterable[Any]) -> None:
+    """Outside of forwards and backwards no module uses ``params``.
+
+    Releases before ``LEFTOVERS`` take a module that is fed without a gradient for one in its backward until the step,
+    and refuse to release its parameters.
+    """
+    if contract.has(contract.LEFTOVERS) or torch._C._current_graph_task_id() != -1:
+        return
+    for param in params:
+        if not getattr(param._z3_optimizer.module._parameters, "_in_forward", False):
+            param.ds_active_sub_modules.clear()
 
 
 def keep(param: Any) -> None:
@@ -330,7 +348,12 @@ def write(param: Any, full: torch.Tensor) -> bool:
 
 
 def shard_over(param: Any, group: Any) -> None:
-    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
+    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank.
+
+    Raises:
+        ContractError: this release of DeepSpeed shards all parameters over the same ranks.
+    """
+    contract.need(contract.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
     # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
     param.ds_optim_param = True
@@ -446,7 +469,8 @@ def has_plain_shard(param: Any) -> bool:
 def gathers_plainly(engine: Any) -> bool:
     """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
     config = engine._config.zero_config
-    return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or config.allgather_sequential)
+    one_by_one = contract.has(contract.SEQUENTIAL_GATHERS) and config.allgather_sequential
+    return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
 def gather_dtype(param: Any) -> torch.dtype:
@@ -638,8 +662,9 @@ def release_cache(coordinator: Any) -> Any:
 
 
 def release_leftovers(coordinator: Any) -> None:
-    """Release what the modules of a backward that raised have left gathered."""
-    coordinator.release_backward_leftovers()
+    """Let DeepSpeed release what the modules of a backward that raised have left gathered, where it knows them."""
+    if contract.has(contract.LEFTOVERS):
+        coordinator.release_backward_leftovers()
 
 
 def parameters_of(module: Any) -> list[Any]:
@@ -708,6 +733,8 @@ def param_groups(optimizer: Any) -> list[list[Any]]:
 
 def gradient_group(optimizer: Any, param: Any) -> Any:
     """Return the process group whose ranks each keep a shard of the gradient of ``param``."""
+    if not contract.has(contract.PARAM_GROUP):
+        return optimizer.dp_process_group
     return optimizer._get_param_partition_group(param)
 
 
@@ -718,6 +745,8 @@ def shard_numel(param: Any) -> int:
 
 def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
     """Return what a sum of the gradients of ``params`` is divided by, if ``world_size`` ranks add to it."""
+    if not contract.has(contract.AVERAGED_RANKS):
+        return float(world_size)
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
@@ -728,11 +757,18 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
     """Let the coming step find the gradient shards of ``params``."""
-    if offloads(optimizer):
+    shards = gradient_shards(optimizer)
+    if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
         optimizer.zerosync_stock_finalize()
         return
-    shards = gradient_shards(optimizer)
+    if offloads(optimizer):
+        for param in params:
+            key, shard = optimizer.get_param_id(param), shards[param.ds_id]
+            group, offset, _ = optimizer.grad_position[key]
+            optimizer.norm_for_param_grads[key] = shard.double().norm(2)
+            optimizer.fp32_partitioned_groups_flat[group].grad.narrow(0, int(offset), shard.numel()).copy_(shard)
+        return
     for index, group in enumerate(optimizer.fp16_groups):
         optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group]
 
@@ -761,7 +797,7 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
     Without ``full``, of its gathered values. ``None`` where the shard is all padding, or is in no memory.
     """
-    start = param.ds_zero_partition_rank * shard_numel(param)
+    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
     numel = min(shard_numel(param), full_numel(param) - start)
     if numel <= 0 or param.ds_tensor.numel() == 0:
         return None

@@ -33,6 +33,7 @@ class Stage12Reducer(Reducer):
     layouts: list[FlatLayout]
 
     def _read_layouts(self) -> list[FlatLayout]:
+        zero12.leave_graphs(self.optimizer)
         self.groups = zero12.flat_groups(self.optimizer)
         divisor, dtype = zero12.averaging_divisor(self.optimizer), self.optimizer.communication_data_type
         return [

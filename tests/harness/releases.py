@@ -1,0 +1,21 @@
+"""What a test needs of a release, where neither ZeroSync nor an error of its own stands in for an older one."""
+
+from importlib.metadata import version
+
+import pytest
+from packaging.version import Version
+
+
+def since(release: str, why: str, package: str = "deepspeed") -> pytest.MarkDecorator:
+    """Leave the test out before this release of `package`, because `why`."""
+    return pytest.mark.skipif(_installed(package) < Version(release), reason=f"before {package} {release}, {why}")
+
+
+def except_from(first: str, mended: str, why: str) -> pytest.MarkDecorator:
+    """Leave the test out from DeepSpeed `first` until it was `mended`, because `why`."""
+    is_broken = Version(first) <= _installed("deepspeed") < Version(mended)
+    return pytest.mark.skipif(is_broken, reason=f"from deepspeed {first} until {mended}, {why}")
+
+
+def _installed(package: str) -> Version:
+    return Version(Version(version(package)).base_version)
