@@ -12,6 +12,7 @@ BIN := $(abspath $(VENV))/bin
 # torch looks for ninja on PATH when DeepSpeed builds an op.
 RUN := PATH="$(BIN):$$PATH"
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP := "$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt
 
 # Exits 0 where the interpreter can make the environment.
@@ -25,13 +26,14 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check equal clean
+.PHONY: help demo test check equal docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
+	@echo "make docs    install what it takes, then build the documentation site in out/site"
 	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
 
@@ -48,6 +50,14 @@ check: $(STAMP)
 
 equal: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.equality --base "$(BASE)"
+
+# Needs no network once $(DOCS_STAMP) is there. A broken link fails.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) --quiet -e ".[docs]"
+	@touch "$@"
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
 # only an update. An older pip would run deepspeed's setup.py install instead of
