@@ -12,6 +12,7 @@ _code = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_code)
 log = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
+ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
 
 
@@ -36,10 +37,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
-    """A picture becomes part of its page, where the style sheet reaches it."""
+    """A picture becomes part of its page, where the style sheet reaches it; a role in a docstring becomes its name."""
 
     def replace(match: re.Match[str]) -> str:
         name = Path(match[1]).name
         return f'<div class="picture">{Path(config.docs_dir, "pictures", name).read_text()}</div>'
 
-    return PICTURE.sub(replace, html)
+    return PICTURE.sub(replace, ROLE.sub(r"<code>\1</code>", html))
