@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from zerosync_strategy import ZeroSyncConfig
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node")
@@ -40,6 +42,11 @@ def test_pages_show_the_code_of_its_files(page: Path) -> None:
     code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(code)
     assert code.filled(page.read_text()) == page.read_text(), "python docs/_site/code.py"
+
+
+def test_every_option_is_in_the_table() -> None:
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), flags=re.MULTILINE)
+    assert set(table) == {*ZeroSyncConfig.option_names(), "step_on"}
 
 
 def test_every_program_is_run() -> None:
