@@ -13,6 +13,7 @@ BIN := $(abspath $(VENV))/bin
 # torch looks for ninja on PATH when DeepSpeed builds an op.
 RUN := PATH="$(BIN):$$PATH"
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP := "$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt
 
 # Exits 0 where the interpreter can make the environment.
@@ -26,7 +27,7 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check equal matrix smoke canary dist clean
+.PHONY: help demo test check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
@@ -37,6 +38,7 @@ help:
 	@echo "make smoke   install, then run a few tests with the oldest releases"
 	@echo "make canary  test with the newest release of everything, and say what is newer than constraints.txt"
 	@echo "make dist    install, then build and check the wheel and the source distribution in dist/"
+	@echo "make docs    install what it takes, then build the documentation site in out/site"
 	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
 
@@ -68,6 +70,14 @@ dist: $(STAMP)
 	rm -rf dist
 	"$(BIN)/python" -m build --outdir dist .
 	"$(BIN)/twine" check --strict dist/*
+
+# Needs no network once $(DOCS_STAMP) is there. A broken link fails.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) --quiet -e ".[docs]"
+	@touch "$@"
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
 # only an update. An older pip would run deepspeed's setup.py install instead of

@@ -1,0 +1,46 @@
+"""Hooks of the site: links to files that are no pages, code that must be that of its file, pictures in their pages."""
+
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+_spec = importlib.util.spec_from_file_location("docs_code", Path(__file__).with_name("code.py"))
+assert _spec is not None and _spec.loader is not None
+_code = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_code)
+log = logging.getLogger("mkdocs.hooks.site")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
+ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
+PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """A link out of docs/ holds in a checkout; in the site it goes to the repository, or is its text alone."""
+    if _code.filled(markdown) != markdown:
+        log.warning("%s shows code that differs from its file: python docs/_site/code.py", page.file.src_path)
+
+    def replace(match: re.Match[str]) -> str:
+        text, path, fragment = match.groups(default="")
+        target = (Path(page.file.abs_src_path).parent / path).resolve()
+        root = Path(config.docs_dir).parent
+        if target.is_relative_to(config.docs_dir):
+            return match[0]
+        if not target.exists():
+            log.warning("%s links to %s, which does not exist", page.file.src_path, path)
+        if not config.repo_url:
+            return text
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{target.relative_to(root)}{fragment})"
+
+    return LINK.sub(replace, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """A picture becomes part of its page, where the style sheet reaches it; a role in a docstring becomes its name."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = Path(match[1]).name
+        return f'<div class="picture">{Path(config.docs_dir, "pictures", name).read_text()}</div>'
+
+    return PICTURE.sub(replace, ROLE.sub(r"<code>\1</code>", html))

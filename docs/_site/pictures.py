@@ -1,0 +1,227 @@
+"""Draws docs/pictures/*.svg: python docs/_site/pictures.py. Standard library only.
+
+A picture has no background. Its ink follows the colour scheme: that of the reader's system where it is an image, and
+that of the page where it is part of one (docs/_site/hooks.py, docs/style.css).
+"""
+
+from html import escape
+from pathlib import Path
+
+OUT = Path(__file__).parent.parent / "pictures"
+STYLE = """
+.zs{--ink:#1f2328;--soft:#656d76;--line:#8c959f;--panel:#8c959f22}
+@media (prefers-color-scheme:dark){.zs{--ink:#e6edf3;--soft:#9198a1;--line:#6e7681}}
+.zs text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;font-size:14px;fill:var(--ink)}
+.zs .soft{fill:var(--soft)}.zs .on{fill:#1f2328}.zs .bold{font-weight:600}.zs .small{font-size:12px}
+.zs .line{stroke:var(--line);fill:none;stroke-width:1.5}.zs .head{fill:var(--line)}.zs .panel{fill:var(--panel)}
+"""
+FORWARD, BACKWARD, STEP, REDUCE, GATHER = "#9ec5fe", "#6ea8fe", "#c4b5fd", "#f6ad55", "#86d9a0"
+RANKS = ("#9ec5fe", "#86d9a0", "#f6d55c", "#f5a3a3")
+
+
+class Picture:
+    """An SVG under construction."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str, text: str = "", kind: str = "on") -> None:
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{fill}"/>')
+        if text:
+            self.text(x + w / 2, y + h / 2 + 5, text, kind, "middle")
+
+    def panel(self, x: float, y: float, w: float, h: float, radius: float = 6) -> None:
+        self.parts.append(f'<rect class="panel" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}"/>')
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def line(self, path: str, arrow: bool = False, dashed: bool = False) -> None:
+        more = (' marker-end="url(#head)"' if arrow else "") + (' stroke-dasharray="4 4"' if dashed else "")
+        self.parts.append(f'<path class="line" d="{path}"{more}/>')
+
+    def save(self, name: str) -> None:
+        head = (
+            '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7"'
+            ' orient="auto-start-reverse"><path class="head" d="M0 0L10 5L0 10z"/></marker></defs>'
+        ).replace('"head" v', f'"head-{name}" v')
+        body = "\n".join(self.parts).replace("#head)", f"#head-{name})")
+        (OUT / f"{name}.svg").write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="zs" viewBox="0 0 {self.width} {self.height}"'
+            f' role="img" aria-label="{escape(self.title)}">\n<style>{STYLE}</style>\n{head}\n{body}\n</svg>\n'
+        )
+
+
+def timeline() -> None:
+    """Four micro-batches of stage 2, and of stage 3, stock and ours. Lengths are chosen, not measured."""
+    title = "Timeline of an optimizer step of four micro-batches: stock DeepSpeed reduces and gathers in each of them, "
+    picture = Picture(960, 500, title + "ZeroSync reduces once, in the last backward")
+    f, b, r, g, s, scale, left = 1, 1.5, 3, 1.5, 1, 33, 96
+
+    def lanes(y: float, name: str, compute: list[tuple[float, float, str, str]], network: list) -> None:
+        picture.text(8, y + 13, name, "bold")
+        for index, (lane, boxes) in enumerate((("compute", compute), ("network", network))):
+            top = y + 22 + index * 32
+            picture.text(left - 10, top + 18, lane, "soft small", "end")
+            picture.panel(left, top, 960 - left - 8, 27, 3)
+            for start, length, fill, text in boxes:
+                picture.box(left + start * scale + 1, top + 1, length * scale - 2, 25, fill, text, "on small")
+
+    def stock_2() -> tuple[list, list]:
+        compute, network, now, free = [], [], 0.0, 0.0
+        for _ in range(4):
+            now = max(now, free - f)  # the next backward's buckets wait for the last one's
+            compute += [(now, f, FORWARD, "F"), (now + f, b, BACKWARD, "B")]
+            free = max(free, now + f + 0.3) + r
+            network.append((free - r, r, REDUCE, "reduce"))
+            now += f + b
+        compute.append((free, s, STEP, "step"))
+        network.append((free + s, g, GATHER, "gather"))
+        return compute, network
+
+    def ours_2() -> tuple[list, list]:
+        compute = [
+            (i * (f + b) + d, w, c, t) for i in range(4) for d, w, c, t in ((0, f, FORWARD, "F"), (f, b, BACKWARD, "B"))
+        ]
+        begin = 3 * (f + b) + f + 0.3
+        return [*compute, (begin + r, s, STEP, "step")], [
+            (begin, r, REDUCE, "reduce"),
+            (begin + r + s, g, GATHER, "gather"),
+        ]
+
+    def stock_3() -> tuple[list, list]:
+        compute, network, free = [], [], 0.0
+        for _ in range(4):
+            network += [
+                (free, g, GATHER, "gather"),
+                (free + g, g, GATHER, "gather"),
+                (free + 2 * g, r, REDUCE, "reduce"),
+            ]
+            compute += [(free + 0.6, f, FORWARD, "F"), (free + g + 0.6, b, BACKWARD, "B")]
+            free += 2 * g + r
+        return [*compute, (free, s, STEP, "step")], network
+
+    def ours_3() -> tuple[list, list]:
+        start = g - f + 0.4
+        compute, network = ours_2()
+        return [(x + start, w, c, t) for x, w, c, t in compute], [
+            (0, g, GATHER, "gather"), *((x + start, w, c, t) for x, w, c, t in network[:1])
+        ]  # fmt: skip
+
+    lanes(8, "Stage 2, stock", *stock_2())
+    lanes(108, "Stage 2, ZeroSync", *ours_2())
+    lanes(218, "Stage 3, stock", *stock_3())
+    lanes(318, 'Stage 3, ZeroSync with param_memory_budget="all"', *ours_3())
+    keys = (
+        ("F, forward", FORWARD),
+        ("B, backward", BACKWARD),
+        ("step", STEP),
+        ("reduction of gradients", REDUCE),
+        ("gather of parameters", GATHER),
+    )
+    x = left
+    for text, fill in keys:
+        picture.box(x, 430, 16, 16, fill)
+        picture.text(x + 22, 443, text, "small")
+        x += 40 + 7.2 * len(text)
+    picture.text(
+        left, 475, "Lengths are chosen to show the order, on a slow link. They are no measurement.", "soft small"
+    )
+    picture.save("timeline")
+
+
+def stripes() -> None:
+    """The flat buffer of a group on four ranks with four buckets."""
+    picture = Picture(
+        960, 470, "A flat buffer among four ranks: one piece each in DeepSpeed, a row of each stripe in ZeroSync"
+    )
+    left, width = 16, 928
+    picture.text(left, 22, "The flat buffer of a group of parameters, in the order of the model", "bold")
+    sizes = (3, 5, 2, 6, 4, 3, 5, 4)
+    x = float(left)
+    for number, size in enumerate(sizes):
+        w = width * size / sum(sizes)
+        picture.panel(x + 1, 32, w - 2, 26, 3)
+        picture.text(x + w / 2, 50, f"p{number}", "small", "middle")
+        x += w
+    picture.line(f"M{left + width} 74H{left + width - 320}", arrow=True)
+    picture.text(left + width - 330, 79, "backward completes gradients from the end", "soft small", "end")
+
+    picture.text(left, 120, "DeepSpeed: one piece per rank", "bold")
+    for rank in range(4):
+        picture.box(left + rank * width / 4 + 1, 130, width / 4 - 2, 34, RANKS[rank], f"rank {rank}")
+    picture.text(
+        left, 186, "What is complete first belongs to rank 3 alone: one link is busy after the other.", "soft small"
+    )
+
+    picture.text(left, 232, "ZeroSync: a stripe per bucket, with a row per rank", "bold")
+    bounds = (0, 0.22, 0.5, 0.74, 1)
+    for index in range(4):
+        first, last = left + bounds[index] * width, left + bounds[index + 1] * width
+        picture.text((first + last) / 2, 254, f"stripe {index}", "small", "middle")
+        for rank in range(4):
+            w = (last - first - 4) / 4
+            picture.box(first + 2 + rank * w + 0.5, 262, w - 1, 34, RANKS[rank], str(rank))
+    picture.text(left, 318, "Every stripe is reduced and gathered evenly, by one collective, in place.", "soft small")
+
+    picture.text(left, 364, "The shard of rank 1: its row of every stripe, one after the other", "bold")
+    x = float(left)
+    for index in range(4):
+        w = (bounds[index + 1] - bounds[index]) * width / 4
+        picture.box(x + 0.5, 374, w - 1, 34, RANKS[1], f"{index}")
+        x += w
+    picture.text(x + 14, 396, "as many elements as DeepSpeed's shard", "soft small")
+    picture.text(
+        left,
+        440,
+        "Checkpoints are in DeepSpeed's layout: the ranks exchange elements before one is written.",
+        "soft small",
+    )
+    picture.save("stripes")
+
+
+def window() -> None:
+    """The states of a window."""
+    picture = Picture(960, 400, "The states of a window: CLOSED, OPEN and REDUCED, with what leads from one to another")
+    boxes = {
+        "CLOSED": (30, "no gradient since the step"),
+        "OPEN": (370, "gradients are local, or reduced in part"),
+        "REDUCED": (710, "every gradient is in its shard"),
+    }
+    for name, (x, text) in boxes.items():
+        picture.panel(x, 150, 220, 86, 10)
+        picture.text(x + 110, 186, name, "bold", "middle")
+        words = text.split(", ")
+        for line, part in enumerate(words):
+            picture.text(
+                x + 110, 208 + 16 * line, part + ("," if line < len(words) - 1 else ""), "soft small", "middle"
+            )
+    picture.line("M250 178H366", arrow=True)
+    picture.text(308, 168, "backward", "", "middle")
+    picture.line("M370 212H254", arrow=True)
+    picture.text(310, 232, "begin_step,", "", "middle")
+    picture.text(310, 248, "abort", "", "middle")
+    picture.line("M590 178H706", arrow=True)
+    picture.text(648, 168, "reduce", "", "middle")
+    picture.line("M710 212H594", arrow=True)
+    picture.text(650, 232, "zero_grad", "", "middle")
+    picture.line("M450 150C430 80 530 80 510 148", arrow=True)
+    picture.text(480, 88, "backward, zero_grad", "", "middle")
+    picture.line("M820 236C820 345 140 345 140 240", arrow=True)
+    picture.text(480, 310, "begin_step, abort", "", "middle")
+    picture.text(30, 30, "begin_step comes before the optimizer step. In OPEN, it reduces first.", "small")
+    picture.text(30, 370, "Dropped by abort and zero_grad, gradients are gone; neither sends anything.", "soft small")
+    picture.text(
+        30,
+        390,
+        "An error: begin_step in CLOSED (no backward ran), and a backward in REDUCED (a step must come first).",
+        "soft small",
+    )
+    picture.save("window")
+
+
+if __name__ == "__main__":
+    OUT.mkdir(exist_ok=True)
+    for draw in (timeline, stripes, window):
+        draw()
