@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.engines import rank
-from tests.harness.oracle import distance, full_parameters
+from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.stripes import Stripes
@@ -57,9 +57,13 @@ def make_engine(stage: int, config: dict[str, Any], zero: dict[str, Any]) -> Any
     return engines.make_engine(module, torch.optim.AdamW(groups, lr=0.05), stage, zero, **config)
 
 
+def inputs(k: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * k + of_rank))
+
+
 def train(engine: Any, steps: range) -> None:
     for k in steps:
-        x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * k + rank()))
+        x = inputs(k, rank())
         engine.backward(engine(x.to(next(engine.module.parameters()).dtype)).float().square().mean())
         engine.step()
 
@@ -134,3 +138,29 @@ def test_states_by_blocks_are_refused() -> None:
             train(engine, range(1))
 
     run_ranks(run)
+
+
+def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
+    """Blocks of consecutive elements, as bitsandbytes has them, here of numbers that need none."""
+
+    class AdamW8bit(torch.optim.AdamW):
+        __module__ = "bitsandbytes.optim.adamw"
+
+    def run() -> float:
+        reducer.CHUNK_BYTES = 100
+        module, plain = model(), model()
+        engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
+        with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements. Leave them out"):
+            attach(engine, coalesce=False)
+        zerosync = attach(engine)
+        assert all(layout.stripes.is_stock for layout in zerosync._attached.reducer.layouts)
+        oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
+        for k in range(3):
+            zerosync.window.expect_last()
+            engine.backward(engine(inputs(k, rank())).square().mean())
+            engine.step()
+            oracle.backward(lambda of_rank, k=k: plain(inputs(k, of_rank)).square().mean())
+            oracle.step()
+        return distance(full_parameters(module), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
