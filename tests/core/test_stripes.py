@@ -150,7 +150,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         reducer.CHUNK_BYTES = 100
         module, plain = model(), model()
         engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
-        with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements. Leave them out"):
+        with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):
             attach(engine, coalesce=False)
         zerosync = attach(engine)
         assert all(layout.stripes.is_stock for layout in zerosync._attached.reducer.layouts)
