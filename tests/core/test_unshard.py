@@ -14,6 +14,7 @@ from tests.harness import engines
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine import zero3
 
@@ -81,6 +82,7 @@ def test_all_parameters_held_reach_the_floor() -> None:
     assert report.collectives["isend"].bytes == size  # to the other rank, as much of each
 
 
+@since("0.19.3", "a first module stays gathered from its backward on, and others are gathered more")
 def test_within_a_budget_the_most_gathered_are_held() -> None:
     def run(budget: int | str) -> Any:
         engine = make_engine()

@@ -41,7 +41,8 @@ def lightning(version: str) -> dict[str, str]:
     return {"lightning": version, "pytorch-lightning": version}
 
 
-_BY_RELEASE = [f"0.18.{patch}" for patch in range(4, 10)] + [f"0.19.{patch}" for patch in range(8)]
+# The releases of DeepSpeed that no other row has.
+_BY_RELEASE = [f"0.18.{patch}" for patch in range(5, 9)] + [f"0.19.{patch}" for patch in range(8) if patch != 5]
 
 ROWS = [
     Row(

@@ -111,6 +111,7 @@ def unwrap_compiled(engine: Any) -> None:
         engine.param_names[param] = name.replace("_orig_mod.", "")
         owner, _, name = engine.param_names[param].rpartition(".")
         module.get_submodule(owner)._parameters.setdefault(name, param)
+        param._z3_optimizer = optimizer  # which older releases give those alone that they find in the wrapper
     for submodule in module.modules():
         _gather_when_read(submodule)
         for closure in ("pre_bwd_fn", "post_bwd_fn"):
