@@ -243,12 +243,12 @@ def test_report_counts_what_is_sent() -> None:
 
     report, both_steps, size = run_ranks(run)[0]
     assert (report.step, report.backwards, report.reductions) == (2, 3, 1)
-    # The floor, and four bytes for the norm.
+    # The floor, and eight bytes for the norm: squares are added up in fp64.
     assert report.collectives == {
         "isend": Traffic(2, size),  # gradients to the rank that keeps them, updated parameters to the others
-        "all_reduce": Traffic(1, 4),
+        "all_reduce": Traffic(1, 8),
     }
-    assert report.floor_bytes == size and report.bytes_sent == size + 4 and report.ratio < 1.01
+    assert report.floor_bytes == size and report.bytes_sent == size + 8 and report.ratio < 1.01
     assert report.peak_unreduced_bytes == size and report.peak_held_bytes == 0 and report.seconds > 0
     assert both_steps == {kind: traffic + traffic for kind, traffic in report.collectives.items()}
     assert isinstance(report, StepReport)
