@@ -25,6 +25,7 @@ from collections.abc import Generator
 from typing import Any
 
 import deepspeed
+import lightning.pytorch
 import pytest
 import torch
 import tqdm
@@ -50,6 +51,10 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":  # the probes of GPU operators cal
 torch.set_num_threads(1)
 tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+# What it is about, older releases of Lightning do not have.
+collect_ignore = [] if hasattr(lightning.pytorch.callbacks, "EMAWeightAveraging") else ["lightning/test_averaging.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.tuner import Tuner
 from tests.harness.oracle import distance
 from tests.harness.problem import WORLD
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from tests.lightning.runs import Data, Module, Recorder, accumulate, make_trainer, oracle
 from zerosync_strategy import ZeroSyncStrategy
 
@@ -49,7 +50,13 @@ def on_ddp(folder: Path) -> Any:
     return module.lr, finder.optimal_lr.results
 
 
-@pytest.mark.parametrize(("stage", "by_callback"), [(1, True), (2, False), (3, True), (3, False)])
+BY_CALLBACK = since("2.6", "the search by callback ends the training early, under any strategy", package="lightning")
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_callback"),
+    [pytest.param(1, True, marks=BY_CALLBACK), (2, False), pytest.param(3, True, marks=BY_CALLBACK), (3, False)],
+)
 def test_the_learning_rate_finder(stage: int, by_callback: bool, tmp_path: Path) -> None:
     """It finds what it finds under DDP, and the training begins where it would without the search, at that rate."""
     rate, results = run_ranks(on_ddp, tmp_path)[0]

@@ -285,7 +285,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         for index, zerosync in enumerate(self.zerosyncs[1:], 1):
             zerosync.engine.save_checkpoint(
-                str(directory(filepath, index)), tag=TAG, exclude_frozen_parameters=self.exclude_frozen_parameters
+                str(directory(filepath, index)),
+                tag=TAG,
+                exclude_frozen_parameters=getattr(self, "exclude_frozen_parameters", False),  # Lightning 2.5.0 has none
             )
         if self.is_global_zero:
             remove_others(filepath, len(self.zerosyncs))
@@ -294,8 +296,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
+        how = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
         if self.load_full_weights and self.zero_stage_3:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, **how)
         saved = count_saved(checkpoint_path)
         if self.zerosyncs and saved != len(self.zerosyncs):
             raise MisconfigurationException(
@@ -303,7 +306,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
         with self._whole_checkpoint():
-            client_state = super().load_checkpoint(checkpoint_path, weights_only)
+            client_state = super().load_checkpoint(checkpoint_path, **how)
         for index, zerosync in enumerate(self.zerosyncs[1:], 1):
             zerosync.engine.load_checkpoint(
                 str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,

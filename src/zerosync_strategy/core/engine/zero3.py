@@ -307,6 +307,7 @@ def let_backwards_count_parameters_as_they_are() -> None:
 
 def take_class_at_rest(param: Any) -> None:
     """Undo :func:`give_class_at_rest`."""
+    _forget_leftover_users((param,))
     param.__class__ = param.ds_active_sub_modules.own
     param.ds_active_sub_modules = set(param.ds_active_sub_modules)
     param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
