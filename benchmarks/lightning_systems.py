@@ -38,6 +38,10 @@ class UnderTrainer(System):
             num_sanity_val_steps=0,
         )
 
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        return self.trainer.global_step
+
     def run(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
         self.trainer.fit(self.lightning_module, Loader(turns))
 

@@ -10,7 +10,7 @@ import resource
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from hosts import Host
 from lightning_systems import make_lightning_system
-from systems import full, make_batches, make_system
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from systems import System, full, make_batches, make_system
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,7 +86,7 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     os.environ.update(_environment(job, rank))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
     system = make(job.system, job.model, job.accumulate)
-    system.run(_turns(conductor, job.accumulate, rank, system.settle))
+    system.run(_turns(conductor, job.accumulate, rank, system))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"report": system.report(), "memory": memory, "apart": _show(system.module, job.parameters)}
 
@@ -108,24 +107,15 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     }
 
 
-def _turns(
-    conductor: Connection, accumulate: int, rank: int, settle: Callable[[], None]
-) -> Iterator[list[torch.Tensor]]:
+def _turns(conductor: Connection, accumulate: int, rank: int, system: System) -> Iterator[list[torch.Tensor]]:
     """The micro-batches of one optimizer step after the other, each when the conductor gives the turn."""
-    steps = 0
-
-    def count(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-
-    register_optimizer_step_post_hook(count)
     round_ = 0
     while True:
         batches = make_batches(round_, rank, accumulate)
-        conductor.send(steps)
+        conductor.send(system.steps)
         while (turn := conductor.recv()) is Turn.SETTLE:
-            settle()
-            conductor.send(steps)
+            system.settle()
+            conductor.send(system.steps)
         if turn is Turn.END:
             return
         yield batches

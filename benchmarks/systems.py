@@ -100,9 +100,11 @@ class System(ABC):
 
     Attributes:
         module: the model as its author wrote it, whatever wraps it.
+        steps: optimizer steps that were made.
     """
 
     module: torch.nn.Module
+    steps: int
 
     @abstractmethod
     def run(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -122,9 +124,12 @@ class System(ABC):
 class _Direct(System):
     """A system with a training loop of its own."""
 
+    steps = 0
+
     def run(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
         for batches in turns:
             self.step(batches)
+            self.steps += 1
 
     @abstractmethod
     def step(self, batches: Sequence[torch.Tensor]) -> None:

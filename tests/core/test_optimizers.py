@@ -33,6 +33,7 @@ def test_classes_that_need_whole_tensors() -> None:
     for name in ("LARS", "FusedLAMB", "OnebitLamb", "MuonWithAuxAdam", "DistributedShampoo", "SOAP", "Adam_mini"):
         assert f"the optimizer {name} computes with the shape or the norm of each" in kind_problem(made(name))
     assert "Mine, a kind of Adafactor, computes" in kind_problem(made("Mine", torch.optim.Adafactor))
+    assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_problem(made("Mine", torch.optim.Adagrad))
     problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
     assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):

@@ -25,7 +25,7 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
     wrap_checkpoint_errors,
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
-from zerosync_strategy.core.frozen import FrozenParameters
+from zerosync_strategy.core.frozen import FrozenParameters, Pieces
 from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
@@ -44,6 +44,7 @@ from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.states import StripedStates, full_from, into_shard
+from zerosync_strategy.core.stepping import can_step_by_part
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint
@@ -405,7 +406,7 @@ class AttachedEngine:
             if self.values is not None:
                 self.values.begin_step(self._trained)
             try:
-                with phase("step"), self.frozen.stepping():
+                with phase("step"), self.frozen.stepping(self._pieces()):
                     yield
             except BaseException as error:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
@@ -560,6 +561,16 @@ class AttachedEngine:
 
     def _master_weights(self) -> list[zero.MasterWeights]:
         return zero3.master_weights(self.engine.optimizer) if self.states is None else self.states.master_weights()
+
+    def _pieces(self) -> Pieces | None:
+        """Return the pieces in which the coming step is to be made; ``None``: at once, and parameters follow it."""
+        optimizer, reducer = self.engine.optimizer, self.reducer
+        if not isinstance(reducer, Stage12Reducer) or zero.offloads(optimizer):
+            return None
+        if not can_step_by_part(zero.stepping_optimizer(self.engine)):
+            return None
+        pieces = reducer.pieces()
+        return pieces if any(len(of_master) > 1 for _, of_master in pieces) else None
 
     def _states_made(self) -> None:
         if self.states is not None:

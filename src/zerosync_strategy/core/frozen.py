@@ -15,27 +15,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterWeights
+from zerosync_strategy.core.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
 
-_State = dict[str, Any]
+Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None]]]]]
+"""Master weights, and of each, where its pieces begin and end, and what to call when one has been stepped."""
 
 
 @dataclass
 class _Cohort:
-    """Parameters that were stepped at the same steps.
-
-    Attributes:
-        params: the parameters.
-        scalars: by index of the master weights, the optimizer's states that are not of their shape; none of those that
-            were never stepped.
-    """
+    """Parameters that were stepped at the same steps, and the states that they share."""
 
     params: set[Any]
-    scalars: dict[int, _State] = field(default_factory=dict)
+    scalars: Scalars = field(default_factory=dict)
 
 
 class FrozenParameters:
@@ -70,85 +64,45 @@ class FrozenParameters:
         self._frozen = None
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around the step of the ZeRO optimizer."""
+    def stepping(self, pieces: Pieces | None) -> Iterator[None]:
+        """Around the step of the ZeRO optimizer.
+
+        Args:
+            pieces: in which the master weights are stepped; ``None``: all at once.
+        """
         frozen, self._frozen = self._frozen or set(), None
         if frozen:
             self._split(frozen)
-        if len(self._cohorts) == 1:
+        if len(self._cohorts) == 1 and pieces is None:
             yield
             return
-        optimizer = self._optimizer()
-        stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
+        masters = self._masters() if len(self._cohorts) > 1 else None
+        if pieces is None:
+            pieces = [(master.flat, [(0, master.flat.numel(), _do_nothing)]) for master in masters or ()]
+        if masters is None:
+            self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in pieces])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
-        optimizer.step = lambda *_: self._step(optimizer, cohorts, stock)
-        try:
+        with stepping_by_part(self._optimizer(), _parts(pieces, masters, cohorts), self._states_made):
             yield
-        finally:
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own
+        for index, (flat, _) in enumerate(pieces):
+            # DeepSpeed's checkpoints have one count of steps: that of the first.
+            shared = (cohort.scalars.get(index) for cohort in self._cohorts)
+            if scalars := next(filter(None, shared), None):
+                self._optimizer().state[flat].update(copied(scalars))
+
+    def _scalars_now(self, flats: Sequence[Any]) -> Scalars:
+        states = (self._optimizer().state.get(flat) for flat in flats)
+        pairs = zip(states, flats, strict=True)
+        return {index: scalar_states(state, flat) for index, (state, flat) in enumerate(pairs) if state}
 
     def _split(self, frozen: set[Any]) -> None:
         if len(self._cohorts) == 1:
-            states = [self._optimizer().state.get(master.flat) for master in self._masters()]
-            pairs = zip(states, self._masters(), strict=True)
-            self._cohorts[0].scalars = {
-                index: _scalars(state, master.flat) for index, (state, master) in enumerate(pairs) if state
-            }
+            self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._masters()])
         for cohort in list(self._cohorts):
             apart = cohort.params & frozen
             if apart and apart != cohort.params:
                 cohort.params -= apart
                 self._cohorts.append(_Cohort(apart, copy.deepcopy(cohort.scalars)))
-
-    def _step(self, optimizer: Any, cohorts: list[_Cohort], stock: Callable[[], Any]) -> None:
-        """In place of ``stock``, the step of ``optimizer``: step the parameters of ``cohorts`` alone."""
-        masters = {id(master.flat): (index, master) for index, master in enumerate(self._masters())}
-        for group in optimizer.param_groups:
-            whole = list(group["params"])
-            for index, master in (masters[id(flat)] for flat in whole):
-                for cohort in cohorts:
-                    runs = list(_runs(master, cohort.params))
-                    if not runs:
-                        continue
-                    group["params"] = self._enter(optimizer, index, master.flat, runs, cohort)
-                    stock()
-                    self._leave(optimizer, index, master.flat, runs, cohort, group["params"])
-                    if cohort is self._cohorts[0] or not _scalars(optimizer.state[master.flat], master.flat):
-                        optimizer.state[master.flat].update(copy.deepcopy(cohort.scalars[index]))
-            group["params"] = whole
-
-    def _enter(
-        self, optimizer: Any, index: int, flat: Any, runs: list[tuple[int, int]], cohort: _Cohort
-    ) -> list[torch.nn.Parameter]:
-        """Return views of ``flat`` for the optimizer to step, with their gradients and states."""
-        views = []
-        scalars = cohort.scalars.get(index)
-        for begin, end in runs:
-            view = torch.nn.Parameter(flat.data[begin:end])
-            view.grad = flat.grad[begin:end]
-            if scalars is not None:
-                own = {key: value[begin:end] for key, value in _shaped(optimizer.state[flat], flat).items()}
-                optimizer.state[view] = own | copy.deepcopy(scalars)
-            views.append(view)
-        return views
-
-    def _leave(
-        self, optimizer: Any, index: int, flat: Any, runs: list[tuple[int, int]], cohort: _Cohort, views: list[Any]
-    ) -> None:
-        """Take the states of the ``views`` after their step."""
-        whole = optimizer.state[flat]
-        for view, (begin, end) in zip(views, runs, strict=True):
-            state = optimizer.state.pop(view, {})  # plain SGD has none
-            cohort.scalars[index] = _scalars(state, view)
-            for key, value in _shaped(state, view).items():
-                if whole.get(key) is None:
-                    whole[key] = torch.zeros_like(flat.data, dtype=value.dtype)
-                    self._states_made()
-                part = whole[key][begin:end]
-                if part.data_ptr() != value.data_ptr():
-                    part.copy_(value)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -177,6 +131,35 @@ class FrozenParameters:
         self._frozen = None
 
 
+def _parts(
+    pieces: Pieces, masters: Sequence[MasterWeights] | None, cohorts: Sequence[_Cohort]
+) -> Callable[[Any], Iterator[Part]]:
+    """Return what lists the parts of master weights: of each piece, those of the ``cohorts``.
+
+    Args:
+        pieces: of all master weights.
+        masters: these, where the cohorts have parts of them only.
+        cohorts: that are stepped.
+    """
+    index_of = {id(flat): index for index, (flat, _) in enumerate(pieces)}
+
+    def parts(flat: Any) -> Iterator[Part]:
+        index = index_of[id(flat)]
+        whole = [(0, flat.numel())]
+        runs = [whole if masters is None else list(_runs(masters[index], cohort.params)) for cohort in cohorts]
+        for begin, end, stepped in pieces[index][1]:
+            for cohort, of_cohort in zip(cohorts, runs, strict=True):
+                within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
+                yield Part(index, within, cohort.scalars)
+            yield Part(index, [], {}, stepped)
+
+    return parts
+
+
+def _do_nothing() -> None:
+    pass
+
+
 def _runs(master: MasterWeights, params: set[Any]) -> Iterator[tuple[int, int]]:
     """Yield where the elements of ``params`` lie, neighbours as one."""
     run: tuple[int, int] | None = None
@@ -191,12 +174,3 @@ def _runs(master: MasterWeights, params: set[Any]) -> Iterator[tuple[int, int]]:
         run = (begin, end)
     if run is not None:
         yield run
-
-
-def _shaped(state: _State, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == like.shape}
-
-
-def _scalars(state: _State, like: torch.Tensor) -> _State:
-    shaped = _shaped(state, like)
-    return {key: value for key, value in state.items() if key not in shaped}

@@ -53,6 +53,12 @@ def kind_problem(optimizer: Any) -> str:
                 f" rank a part, so that its steps would be wrong. {_REMEDY}"
             )
     for inner in _unwrapped(optimizer):
+        if isinstance(inner, torch.optim.Adagrad):
+            return (
+                f"the optimizer {_named(optimizer, torch.optim.Adagrad)} is replaced by DeepSpeed with one of its own,"
+                " which has the defaults in place of each group's options, and which no scheduler of learning rates"
+                " would reach. Use AdamW or RMSprop."
+            )
         step = getattr(type(inner), "step", None)
         closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
         if closure is not None and closure.default is closure.empty:

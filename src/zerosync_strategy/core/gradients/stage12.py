@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import Pending, all_gather_rows
+from zerosync_strategy.core.comm.stripes import Stripe
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import IN_FLIGHT, IN_FLIGHT_NATIVE, Reducer, sent_by_one_rank
+from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
 
+PIECE_NUMEL = 2**18
+"""Elements of this rank's shard that are stepped at a time, at least: fewer would cost more than they hide."""
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
@@ -31,6 +34,7 @@ class Stage12Reducer(Reducer):
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
+    _gathers: dict[int, dict[Stripe, Pending]]  # in flight, by id of the layout
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -79,6 +83,7 @@ class Stage12Reducer(Reducer):
         return [zero12.gradient_shard(self.optimizer, layout.group_index).narrow(0, offset, numel)]
 
     def hand_over(self) -> None:
+        self._gathers = {}  # of a step that raised
         zero12.hand_over_gradients(self.optimizer)
 
     def compute_norm(self) -> torch.Tensor:
@@ -107,32 +112,53 @@ class Stage12Reducer(Reducer):
             for param in layout.params
         }
 
+    def pieces(self) -> list[tuple[Any, list[tuple[int, int, Callable[[], None]]]]]:
+        """Return, by group, this rank's master weights and the pieces in which to step them.
+
+        Returns:
+            Where each begins and ends, and what to call when it has been stepped: that begins to gather it.
+        """
+        masters = (zero12.master(self.optimizer, layout.group_index) for layout in self.layouts)
+        return [(flat, list(self._pieces_of(layout))) for flat, layout in zip(masters, self.layouts, strict=True)]
+
+    def _pieces_of(self, layout: FlatLayout) -> Iterator[tuple[int, int, Callable[[], None]]]:
+        stripes: list[Stripe] = []
+        for stripe in layout.stripes:
+            stripes.append(stripe)
+            begin, end = stripes[0].offset, stripe.offset + stripe.width
+            if end - begin >= PIECE_NUMEL or end == layout.shard_numel:
+                yield begin, end, functools.partial(self._gather, layout, stripes)
+                stripes = []
+
     @torch.no_grad()
+    def _gather(self, layout: FlatLayout, stripes: Iterable[Stripe]) -> None:
+        """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
+        tag = _GATHER_TAG + self._windows_closed % 2**16
+        flat = zero12.flat_parameters(self.optimizer, layout.group_index)
+        shard = zero12.stepped_shard(self.optimizer, layout.group_index)
+        for stripe in stripes:
+            rows = stripe.rows(flat)
+            rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
+            self._gathers.setdefault(id(layout), {})[stripe] = all_gather_rows(rows, layout.process_group, tag)
+
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
-        """Give the parameters that the step has updated to all ranks, stripe by stripe, in place. Collective.
+        """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
         Args:
             overlap: takes, by group, the parameters' offsets and the gathers in flight, and waits for them. Without it,
                 they are complete on return.
         """
-        allowed = IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT
-        tag = _GATHER_TAG + self._windows_closed % 2**16
-        in_flight: deque[Pending] = deque()
         for layout in self.layouts:
-            gathers = []
-            flat = zero12.flat_parameters(self.optimizer, layout.group_index)
-            shard = zero12.stepped_shard(self.optimizer, layout.group_index)
-            for stripe in layout.stripes:
-                rows = stripe.rows(flat)
-                rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-                while overlap is None and len(in_flight) >= allowed:
-                    in_flight.popleft().wait()
-                in_flight.append(all_gather_rows(rows, layout.process_group, tag))
-                gathers.append((stripe, in_flight[-1]))
+            begun = self._gathers.get(id(layout), {})
+            self._gather(layout, (stripe for stripe in layout.stripes if stripe not in begun))
+        gathers, self._gathers = self._gathers, {}
+        for layout in self.layouts:
+            of_layout = gathers.get(id(layout), {})
             if overlap is not None:
-                overlap(layout.offsets, gathers)
-        while overlap is None and in_flight:
-            in_flight.popleft().wait()
+                overlap(layout.offsets, of_layout.items())
+                continue
+            for pending in of_layout.values():
+                pending.wait()
 
 
 def _why_stock(optimizer: Any) -> str:
