@@ -72,12 +72,15 @@ def main() -> None:
         for accumulate in options.accumulate:
             print(f"{accumulate} micro-batch(es) per optimizer step", flush=True)
             run = measure(
-                hosts, options.systems, options.model, accumulate, options.rounds, options.in_a_row, Path(scratch)
-            )
+                hosts, options.systems, options.model, accumulate, options.batch, options.rounds, options.in_a_row,
+                Path(scratch),
+            )  # fmt: skip
             _judge(run)
             runs.append(run)
     results = _describe(options, runs)
-    name = f"{results['date']}-{options.where}-{options.model}{'-budget' if options.budget_curve else ''}"
+    name = f"{results['date']}-{options.where}-{options.model}"
+    name += f"-batch-{options.batch}" if options.batch > 1 else ""
+    name += "-budget" if options.budget_curve else ""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
@@ -94,6 +97,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=("10m", "35m"), default="10m", help="parameters of the GPT (10m)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
     parser.add_argument("--accumulate", type=_numbers, default=[1, 4, 8], help="micro-batches per step (1,4,8)")
+    parser.add_argument("--batch", type=int, default=1, help="pieces of 32 tokens in a micro-batch (1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each system, after 2 others (5)")
     parser.add_argument("--in-a-row", type=int, default=1, help="steps of a system in each of its turns (1)")
     parser.add_argument("--systems", type=_systems, default=list(SYSTEMS), help=f"({','.join(SYSTEMS)})")
@@ -101,8 +105,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (beside this file)")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the picture of these results")
     options = parser.parse_args()
-    if options.ranks < 2 or options.rounds < 1 or options.in_a_row < 1:
-        parser.error("--ranks takes 2 or more, and --rounds and --in-a-row 1 or more")
+    if options.ranks < 2 or min(options.rounds, options.in_a_row, options.batch) < 1:
+        parser.error("--ranks takes 2 or more, and --rounds, --in-a-row and --batch 1 or more")
     if options.budget_curve:
         options.systems = list(BUDGET_CURVE)
     return options
@@ -137,6 +141,7 @@ def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[s
         "model": options.model,
         "parameters": runs[0]["parameter_bytes"] // 4,
         "ranks": options.ranks,
+        "batch": options.batch,
         "rounds": options.rounds,
         "in_a_row": options.in_a_row,
         "budget_curve": options.budget_curve,

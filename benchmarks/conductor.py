@@ -22,6 +22,7 @@ import torch
 from hosts import Host
 from systems import make_model
 
+PROFILED = 3  # steps of each system under the profiler, after the others
 WARM_UP = 2  # steps of each system that are not counted: ZeRO-3 records its trace in them
 RESERVE = 1.5 * 2**30  # bytes of memory that must stay available
 QUIET = 0.02  # seconds after which all that was sent has been counted
@@ -53,6 +54,14 @@ class Team:
             theirs.close()  # now the rank alone has it, and its death is seen as the end of what it sends
             self._processes.append(process)
             self._connections.append(ours)
+        self._wait_ready()
+        self._signal(signal.SIGSTOP)
+
+    def profile(self) -> None:
+        """Make an optimizer step under the profiler, unmeasured."""
+        self._signal(signal.SIGCONT)
+        self._tell(rank.Turn.PROFILE)
+        self._steps += 1
         self._wait_ready()
         self._signal(signal.SIGSTOP)
 
@@ -137,14 +146,15 @@ class Team:
 
 
 def measure(
-    hosts: Sequence[Host], names: Sequence[str], model: str, accumulate: int, rounds: int, in_a_row: int, scratch: Path
-) -> dict[str, Any]:
+    hosts: Sequence[Host], names: Sequence[str], model: str, accumulate: int, batch: int, rounds: int, in_a_row: int,
+    scratch: Path,
+) -> dict[str, Any]:  # fmt: skip
     """Build all systems, let each make ``in_a_row`` steps per round, and compare the parameters at the end."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is here now lives on: a collection in a rank neither looks at it nor unshares its memory
     teams = [
-        Team(rank.Job(name, model, accumulate, hosts, PORT + index, scratch / f"{name}.pt"))
+        Team(rank.Job(name, model, accumulate, batch, hosts, PORT + index, scratch / f"{name}.pt"))
         for index, name in enumerate(names)
     ]
     try:
@@ -153,6 +163,8 @@ def measure(
             _check_memory(team.name)
             print(f"  built {team.name}", flush=True)
         seconds, sent = _take_turns(teams, rounds, in_a_row)
+        for team in teams * PROFILED:
+            team.profile()
         ends, moved, reference = _compare(teams, model)
     finally:
         for team in teams:
@@ -211,6 +223,7 @@ def _compare(teams: Sequence[Team], model: str) -> tuple[dict[str, dict[str, Any
         reference = reference or parameters
         ends[team.name] = {
             "report": results[0]["report"],
+            "phases": results[0]["phases"],
             "peak_unreduced_bytes": max(result["report"].get("peak_unreduced_bytes", 0) for result in results),
             "peak_memory_bytes": max(result["memory"] for result in results),
             "difference": _distance(parameters, reference),

@@ -16,7 +16,8 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
     lines = [
         f"# {results['date']}: {results['model']}, {results['ranks']} ranks, {where}",
         "",
-        f"{results['parameters'] / 1e6:.1f} M parameters in fp32, AdamW, batch 1 per rank and micro-batch, gloo.",
+        f"{results['parameters'] / 1e6:.1f} M parameters in fp32, AdamW, gloo; {results.get('batch', 1)} piece(s) of 32"
+        " tokens per rank and micro-batch.",
         f"{results['cpu']}, {results['cores']} cores, one thread per rank. {versions}.",
         "",
         f"    {results['command']}",
@@ -26,6 +27,12 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
         lines += [f"## {run['accumulate']} micro-batch(es) per optimizer step", ""]
         lines += _budget_table(run) if results["budget_curve"] else _table(run)
         lines += ["", *_footnotes(run), ""]
+        if not results["budget_curve"]:
+            lines += [*_phases(run), ""]
+    lines.append(
+        "Phases: a thread that is not working waits, for others or for a processor. The last four columns are parts"
+        " of the others, in steps under the profiler."
+    )
     lines.append(
         "ms: median of the rounds. Ratios: median over the rounds of the ratio in one round; above 1 is faster."
     )
@@ -48,6 +55,20 @@ def _table(run: dict[str, Any]) -> list[str]:
             f" | {_faster(run, name, 'ddp')} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
         )
     return lines
+
+
+def _phases(run: dict[str, Any]) -> list[str]:
+    """Where the time of a step goes on rank 0, in milliseconds."""
+    found = {name: system["phases"] for name, system in run["systems"].items() if system.get("phases")}
+    columns = list(dict.fromkeys(name for phases in found.values() for name in phases))
+    lines = [
+        "| ms of a step, rank 0 | " + " | ".join(columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for name, phases in found.items():
+        if "forward" in phases:
+            lines.append(f"| {name} | " + " | ".join(f"{1000 * phases.get(each, 0.0):.0f}" for each in columns) + " |")
+    return lines if len(lines) > 2 else []
 
 
 def _footnotes(run: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from hosts import Host
 from lightning_systems import make_lightning_system
+from phases import Phases
 from systems import System, full, make_batches, make_system
 
 _PR_SET_PDEATHSIG = 1
@@ -29,6 +30,7 @@ class Turn(enum.Enum):
     """What the conductor sends."""
 
     STEP = enum.auto()  # make an optimizer step
+    PROFILE = enum.auto()  # make one under the profiler
     SETTLE = enum.auto()  # wait for what the last step has left under way
     END = enum.auto()  # send the result
 
@@ -41,6 +43,7 @@ class Job:
         system: its name.
         model: the size of the GPT.
         accumulate: micro-batches of an optimizer step.
+        batch: pieces of a micro-batch.
         hosts: where the ranks run.
         port: where they meet.
         parameters: the file for rank 0's view of the final parameters.
@@ -49,6 +52,7 @@ class Job:
     system: str
     model: str
     accumulate: int
+    batch: int
     hosts: Sequence[Host]
     port: int
     parameters: Path
@@ -86,9 +90,15 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     os.environ.update(_environment(job, rank))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
     system = make(job.system, job.model, job.accumulate)
-    system.run(_turns(conductor, job.accumulate, rank, system))
+    watched = Phases()
+    system.run(_turns(conductor, job, rank, system, watched))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"report": system.report(), "memory": memory, "apart": _show(system.module, job.parameters)}
+    return {
+        "report": system.report(),
+        "memory": memory,
+        "phases": watched.medians(),
+        "apart": _show(system.module, job.parameters),
+    }
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
@@ -107,18 +117,19 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     }
 
 
-def _turns(conductor: Connection, accumulate: int, rank: int, system: System) -> Iterator[list[torch.Tensor]]:
+def _turns(conductor: Connection, job: Job, rank: int, system: System, watched: Phases) -> Iterator[list[torch.Tensor]]:
     """The micro-batches of one optimizer step after the other, each when the conductor gives the turn."""
     round_ = 0
     while True:
-        batches = make_batches(round_, rank, accumulate)
+        batches = make_batches(round_, rank, job.accumulate, job.batch)
         conductor.send(system.steps)
         while (turn := conductor.recv()) is Turn.SETTLE:
             system.settle()
             conductor.send(system.steps)
         if turn is Turn.END:
             return
-        yield batches
+        with watched.watching(profiled=turn is Turn.PROFILE):
+            yield batches
         round_ += 1
 
 

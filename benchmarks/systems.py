@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import phases
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -53,10 +54,10 @@ def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=1e-3)
 
 
-def make_batches(round_: int, rank: int, accumulate: int) -> list[torch.Tensor]:
+def make_batches(round_: int, rank: int, accumulate: int, batch: int) -> list[torch.Tensor]:
     """A rank's micro-batches for one optimizer step."""
     data = torch.Generator().manual_seed(1000 * round_ + rank)
-    return [torch.randint(256, (1, CONTEXT), generator=data) for _ in range(accumulate)]
+    return [torch.randint(256, (batch, CONTEXT), generator=data) for _ in range(accumulate)]
 
 
 def engine_config(stage: int, **zero: Any) -> dict[str, Any]:
@@ -147,7 +148,16 @@ class _DeepSpeed(_Direct):
         )
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        return gpt.next_byte_loss(self.engine(batch), batch)
+        with phases.of("forward"):
+            return gpt.next_byte_loss(self.engine(batch), batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with phases.of("backward"):
+            self.engine.backward(loss)
+
+    def finish(self) -> None:
+        with phases.of("step"):
+            self.engine.step()
 
 
 class Stock(_DeepSpeed):
@@ -155,8 +165,8 @@ class Stock(_DeepSpeed):
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for batch in batches:
-            self.engine.backward(self.loss(batch))
-            self.engine.step()
+            self.backward(self.loss(batch))
+            self.finish()
 
 
 class Coalesced(_DeepSpeed):
@@ -165,8 +175,8 @@ class Coalesced(_DeepSpeed):
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         with self.engine.coalesce_grad_reduction():
             for batch in batches:
-                self.engine.backward(self.loss(batch) / len(batches))
-        self.engine.step()
+                self.backward(self.loss(batch) / len(batches))
+        self.finish()
 
 
 class ZeroSync(_DeepSpeed):
@@ -181,8 +191,8 @@ class ZeroSync(_DeepSpeed):
             loss = self.loss(batch) / len(batches)
             if number == len(batches):
                 self.zerosync.window.expect_last()
-            self.engine.backward(loss)
-        self.engine.step()
+            self.backward(loss)
+        self.finish()
 
     def report(self) -> dict[str, int]:
         return report_of(self.zerosync)
@@ -204,9 +214,13 @@ class DDP(_Direct):
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.ddp.no_sync():
-                (gpt.next_byte_loss(self.ddp(batch), batch) / len(batches)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+                with phases.of("forward"):
+                    loss = gpt.next_byte_loss(self.ddp(batch), batch) / len(batches)
+                with phases.of("backward"):
+                    loss.backward()
+        with phases.of("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 class FSDP2(_Direct):
@@ -226,9 +240,13 @@ class FSDP2(_Direct):
             last = number == len(batches)
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last or self.stage == 3)
-            (gpt.next_byte_loss(self.module(batch), batch) / len(batches)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            with phases.of("forward"):
+                loss = gpt.next_byte_loss(self.module(batch), batch) / len(batches)
+            with phases.of("backward"):
+                loss.backward()
+        with phases.of("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 def make_system(name: str, model: str, accumulate: int) -> System:

@@ -82,6 +82,7 @@ class AttachedEngine:
         _check_stage(engine, config)
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+        zero.count_parameters_quickly()
         self._names = {param: name for name, param in engine.module.named_parameters()}
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
         self.traffic = EngineCounter()

@@ -101,6 +101,8 @@ MARKED_GRADIENT = Internal("access to shards", "parameter", "_hp_grad", optional
 
 CONFIGURATION = (Internal("configuration", "engine", "_config"),)
 ALL_STAGES = (
+    Internal("window", _STAGE_1_2_MODULE, "count_used_parameters_in_backward", ("parameters",)),
+    Internal("window", "deepspeed.runtime.zero.stage3", "count_used_parameters_in_backward", ("parameters",)),
     Internal("window", "engine", "backward", ("loss",), public=True),
     Internal("window", "engine", "step", public=True),
     Internal("window", "engine", "zero_grad", (), public=True),
@@ -246,6 +248,7 @@ STAGE_3 = (
     Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "params", public=True, optional=True),
     Internal("gathers", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("gathers", "parameter", "ds_quant_scale", optional=True),
+    Internal("held parameters", "coordinator", "reset_step", ()),
     Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
     Internal("held parameters", "coordinator", "release_and_reset_all", ("module",)),
     Internal("held parameters", "coordinator", RELEASE_PARAM, ("param", "free_data")),
@@ -274,12 +277,6 @@ STAGE_3 = (
         public=True,
     ),
     Internal("values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", optional=True),
-    Internal(
-        "values of sharded parameters",
-        "deepspeed.runtime.zero.stage3",
-        "count_used_parameters_in_backward",
-        ("parameters",),
-    ),
     Internal("shard_over", "parameter", "ds_zero_partition_process_group", optional=True),
     Internal("shard_over", "parameter", "ds_zero_param_process_group", optional=True),
     Internal("shard_over", "parameter", "ds_optim_param", optional=True),

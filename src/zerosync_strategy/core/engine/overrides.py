@@ -285,6 +285,10 @@ class GatherOverrides:
 class ReleaseHooks(Protocol):
     """What keeps parameters of a ZeRO-3 engine gathered."""
 
+    @property
+    def has_no_order(self) -> bool:
+        """Whether DeepSpeed gathers for no module, and so need not compare over the ranks in which order they run."""
+
     def order_forgotten(self) -> None:
         """DeepSpeed records anew in which order modules run."""
 
@@ -306,6 +310,10 @@ class ReleaseOverrides:
     def _invalidate_trace(self) -> None:
         super()._invalidate_trace()  # type: ignore[misc]
         self._zerosync_releases.order_forgotten()
+
+    def reset_step(self) -> None:
+        if not self._zerosync_releases.has_no_order:
+            super().reset_step()  # type: ignore[misc]
 
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         self._zerosync_releases.fetching(current_submodule)

@@ -290,21 +290,6 @@ def keep(param: Any) -> None:
         shard.copy_(part)
 
 
-@functools.cache
-def let_backwards_count_parameters_as_they_are() -> None:
-    """Let DeepSpeed, from now on in this process, look for the parameters of a backward in :func:`as_it_is`."""
-    from deepspeed.runtime.zero import stage3
-
-    stock = stage3.count_used_parameters_in_backward
-
-    @functools.wraps(stock)
-    def count(*args: Any) -> int:
-        with as_it_is():
-            return int(stock(*args))
-
-    stage3.count_used_parameters_in_backward = count
-
-
 def take_class_at_rest(param: Any) -> None:
     """Undo :func:`give_class_at_rest`."""
     _forget_leftover_users((param,))

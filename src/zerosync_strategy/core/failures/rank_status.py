@@ -119,8 +119,8 @@ class RankStatus:
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
             "Either a rank has ended, for the reason that it printed, or the ranks disagree: each must make the same"
-            " optimizer steps, and under ZeRO-3 run the same modules in the same order. A rank that is only slow needs"
-            " a longer timeout of the process group.",
+            " optimizer steps, and under ZeRO-3 run the same modules in the same order, unless all parameters are held"
+            " (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
         ])  # fmt: skip
 
     def _found_deadlock(self, lines: list[str]) -> None:
@@ -135,7 +135,7 @@ class RankStatus:
             *self._deadlock,
             "Make the same calls on every rank: save and load checkpoints, gather parameters or a state_dict and, under"
             " ZeRO-3, run forwards on all ranks, not on one (`if rank == 0:`), and let one of them write or log the"
-            " result.",
+            " result. If ranks are to run different modules of a ZeRO-3 model, use param_memory_budget='all'.",
         ])  # fmt: skip
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import Pending, all_gather_rows
+from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.stripes import Stripe
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
@@ -90,7 +91,8 @@ class Stage12Reducer(Reducer):
         return zero12.gradient_norm(self.optimizer)
 
     def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
+        with phase("norm"):
+            return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
 
     def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
         """Return what this rank counts of its gradient shard in the norm of all gradients."""
@@ -157,8 +159,9 @@ class Stage12Reducer(Reducer):
             if overlap is not None:
                 overlap(layout.offsets, of_layout.items())
                 continue
-            for pending in of_layout.values():
-                pending.wait()
+            with phase("wait_gather"):
+                for pending in of_layout.values():
+                    pending.wait()
 
 
 def _why_stock(optimizer: Any) -> str:

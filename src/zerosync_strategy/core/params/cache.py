@@ -6,10 +6,11 @@ gathers the new values. Which are held: all if the budget allows, else those tha
 are those that the first window gathered most often.
 
 Where all parameters of a module are held, DeepSpeed's hooks around it do not run, and cost nothing (H2): a hook of ours
-looks whether they are there. The first module that needs one in a window lets its *bucket* be gathered, and the next
-buckets ahead of their use; each module waits for its own buckets (U2). Buckets are runs of the parameters of one
-process group in the order in which they were built, so what a turn gathers is in the order of U1. DeepSpeed's record
-of the order of modules has the other modules alone; which those are changes between two windows, and the record is then
+looks whether they are there. They are gathered in *buckets*, runs of the parameters of one process group in the order
+in which they were built, and each module waits for its own buckets (U2). Where all parameters of the model are held,
+the first module that needs one in a window sets all buckets out, so that no later one communicates, and ranks may run
+different modules (W6). Else a module sets out its own buckets and the next, in the order of U1; DeepSpeed's record of
+the order of modules has the other modules alone; which those are changes between two windows, and the record is then
 made anew.
 
 Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
@@ -36,7 +37,7 @@ from zerosync_strategy.core.engine.overrides import ReleaseOverrides
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 AHEAD = 2
-"""Buckets that are gathered ahead of their use."""
+"""Buckets that are gathered ahead of their use, where not all parameters are held."""
 
 
 @dataclass
@@ -246,9 +247,11 @@ class ParameterCache:
 
     def _gather(self, held: _HeldModule) -> None:
         """Let the parameters of a module arrive, and those that follow them set out."""
+        if self._budget is None:
+            self._gather_all()
         complete = zero3.all_gathered(held.params)
         turn = {bucket.place: bucket for bucket in held.buckets if not complete or bucket.window != self._window}
-        if self._model_runs:
+        if self._model_runs and self._budget is not None:
             for bucket in held.buckets:
                 for ahead in self._buckets[bucket.place + 1 : bucket.place + 1 + AHEAD]:
                     if ahead.group == bucket.group and ahead.window != self._window:
@@ -258,6 +261,12 @@ class ParameterCache:
         for bucket in held.buckets:
             self._wait(bucket)
         held.window = self._window
+
+    def _gather_all(self) -> None:
+        """Let all buckets set out that did not in this window: on every rank the same, whatever it runs first (W6)."""
+        for bucket in self._buckets:
+            if bucket.window != self._window:
+                self._issue(bucket)
 
     def _issue(self, bucket: _Bucket) -> None:
         if bucket.in_flight:
@@ -307,10 +316,16 @@ class ParameterCache:
         """A reader whom no hook serves finds what is held."""
         bucket = self._bucket_of.get(zero3.param_id(param))
         if bucket is not None:
+            if self._budget is None:
+                self._gather_all()
             self._issue(bucket)
             self._wait(bucket)
 
     # ---- what DeepSpeed's coordinator calls, for the other modules -------------------------------------------------
+
+    @property
+    def has_no_order(self) -> bool:
+        return self._budget is None and not zero3.in_flight(self._coordinator)
 
     def order_forgotten(self) -> None:
         self.release_memo.cache_clear()

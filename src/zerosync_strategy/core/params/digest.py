@@ -100,6 +100,6 @@ class GatherDigest:
         )
         raise RankError(
             f"Ranks gathered different parameters between two optimizer steps; in gather {turn}:\n{found}\nUnder"
-            " ZeRO-3 all ranks must run the same modules in the same order. What they have computed since is wrong: go"
-            " back to the last checkpoint."
+            " ZeRO-3 all ranks must run the same modules in the same order, unless all parameters are held"
+            " (param_memory_budget='all'). What they have computed since is wrong: go back to the last checkpoint."
         )

@@ -60,7 +60,6 @@ class ParameterValues:
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
         self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
-        zero3.let_backwards_count_parameters_as_they_are()
         for param in self._params:
             zero3.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
             param.__dict__["_zerosync_values"] = self
