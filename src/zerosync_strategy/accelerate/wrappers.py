@@ -61,6 +61,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
 
     accumulate_outside(engine)
     zerosync = attach(engine, plugin.zerosync_config)
+    zerosync.losses_divided_by = lambda: GradientState().num_steps
     if deepcompile:
         kwargs = accelerator.state.dynamo_plugin.to_kwargs()
         engine.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)

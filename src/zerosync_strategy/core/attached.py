@@ -63,6 +63,7 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
+        trained: the parameters of its optimizer.
         states: in which order the optimizer has its shards; ``None`` on stage 3.
         arriving: the parameters that are on their way, with ``overlap_gather``.
         frozen: which parameters are not stepped.
@@ -85,6 +86,7 @@ class AttachedEngine:
         zero.count_parameters_quickly()
         self._names = {param: name for name, param in engine.module.named_parameters()}
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
+        self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter()
         self.frozen = FrozenParameters(
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
@@ -112,9 +114,8 @@ class AttachedEngine:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
-            self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames)
+            self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames, _is_constant)
             self.values = ParameterValues.of(engine, self.scheduler)
-            self._trained = frozenset(self.reducer.params)
             let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
@@ -183,6 +184,15 @@ class AttachedEngine:
         if self.window.state is WindowState.CLOSED:
             return torch.zeros((), device=self.engine.device)
         return self.reducer.compute_norm() / zero.loss_scale(self.engine.optimizer)
+
+    def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
+        """Let the coming step be that of a mean over items; see :meth:`ZeroSync.mean_over`."""
+        if self.window.state is WindowState.REDUCED:
+            raise RuntimeError(
+                "mean_over() was called between the reduction of the gradients and the optimizer step that uses them."
+                " Call it before the backward of the loss that it is about."
+            )
+        self.reducer.items.add(items, losses_divided_by)
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step, and only it, to ``max_norm``."""
@@ -405,9 +415,10 @@ class AttachedEngine:
                 self.states.to_stripes()
             self._adopt_edits()
             if self.values is not None:
-                self.values.begin_step(self._trained)
+                self.values.begin_step(self.trained)
             try:
-                with phase("step"), self.frozen.stepping(self._pieces()):
+                releasing = nullcontext() if self.cache is None else self.cache.stepping()
+                with phase("step"), releasing, self.frozen.stepping(self._pieces()):
                     yield
             except BaseException as error:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
@@ -429,6 +440,9 @@ class AttachedEngine:
         assert isinstance(reducer, Stage12Reducer)
         overlap = None if self.arriving is None else self.arriving.launched
         return zero12.parameter_gather(self.engine.optimizer, lambda: reducer.gather_parameters(overlap))
+
+    def release_parameters(self) -> bool:
+        return self.cache is not None and self.cache.release_for_step()
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         if self.reducer.norm is None:
@@ -500,6 +514,8 @@ class AttachedEngine:
             try:
                 self.in_stock_layout()
                 with self._parameters_as_they_are():
+                    if self.cache is not None:
+                        self.cache.release_kept()
                     yield
             finally:
                 if writes:
@@ -608,6 +624,11 @@ class AttachedEngine:
         self.reducer.streams.renew()
         if self.scheduler is not None:
             self.scheduler.renew_streams()
+
+
+def _is_constant(param: Any) -> bool:
+    """Return whether no optimizer step changes ``param``."""
+    return not param.requires_grad and not any(param in engine.trained for engine in _engines)
 
 
 def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:

@@ -28,6 +28,8 @@ class ZeroSyncConfig:
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
+        loss_reduction: what losses are: ``"mean"``, over whatever, and the step is that of their mean over the ranks; or
+            ``"sum"`` over items, which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over these.
         overlap_last: reduce during the backward that is known to be the last of its window.
         overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
             of one waits for it alone (rule U5).
@@ -47,6 +49,7 @@ class ZeroSyncConfig:
     grad_memory_budget: int | str | None = None
     param_memory_budget: int | str = 0
     reduction: str = "native"
+    loss_reduction: str = "mean"
     overlap_last: bool = True
     overlap_gather: bool = False
     unshard_streams: str = "per_group"
@@ -62,6 +65,8 @@ class ZeroSyncConfig:
             raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"ZeroSync option 'loss_reduction' takes 'mean' or 'sum', got {self.loss_reduction!r}.")
         if self.unshard_streams not in ("per_group", "shared"):
             raise ValueError(
                 f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."

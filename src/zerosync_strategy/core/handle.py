@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,10 @@ def _parameters_problem(engine: Any) -> str:
     return dtype_problem(engine.module) or foreign_problem(engine.module, trained)
 
 
+def _one() -> float:
+    return 1
+
+
 def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     """Return what the ranks' collectives follow from."""
     configured = zero.user_config(engine)
@@ -93,6 +97,7 @@ class ZeroSync:
         config: the options in force.
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
+        losses_divided_by: returns by what the framework that calls ``engine.backward()`` divides each loss.
         counter: counts the collectives for the report, apart from those of other engines in this process.
     """
 
@@ -103,6 +108,7 @@ class ZeroSync:
         self.window = self._attached.window
         self.parameters = self._attached.reducer.params
         self.counter = self._attached.traffic
+        self.losses_divided_by: Callable[[], float] = _one
         engine._zerosync = engine.optimizer._zerosync = self
 
     @property
@@ -146,6 +152,24 @@ class ZeroSync:
             backward ran since the last step. The coming step uses it and does not compute it again.
         """
         return self._attached.gradient_norm()
+
+    def mean_over(self, items: float | torch.Tensor) -> None:
+        """Let the coming step be that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
+
+        Call it before the backward of each loss, on every rank, with the number of items that the loss is a sum over (0
+        where it has none): the step's gradient is then the sum of all gradients of the window, of all ranks, divided by
+        the number of all items. Exact for batches of any lengths, without a pass over the data to count them. By what
+        Lightning, ``accelerator.backward()`` and ``engine.backward()`` divide a loss for accumulation, the gradients
+        are multiplied. It sends 8 bytes per step.
+
+        Args:
+            items: their number; a tensor of one element may be on the device, and the host does not wait for it.
+
+        Raises:
+            ValueError: ``items`` is no number of items, or the option is not set.
+            RuntimeError: the gradients are reduced already.
+        """
+        self._attached.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:

@@ -71,6 +71,8 @@ class StepMeter:
         if not self.counts_gathers:
             return floor
         for param, nbytes in self.parameter_bytes.items():
+            if self._cache is not None and self._cache.was_there(param):
+                continue
             once = self._cache is None or zero3.is_persistent(param) or self._cache.holds(param)
             floor += nbytes if once else backwards * nbytes
         return floor

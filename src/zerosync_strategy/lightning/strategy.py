@@ -265,7 +265,13 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             first = self.zerosyncs[0].engine if self.zerosyncs else engine
             restrict(engine, self._parts[len(self.zerosyncs)], first)
         self.zerosyncs.append(attach(engine, self.zerosync_config))
+        self.zerosyncs[-1].losses_divided_by = self._losses_divided_by
         return engine, zero_optimizer
+
+    def _losses_divided_by(self) -> float:
+        module = self.lightning_module
+        assert module is not None
+        return module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:

@@ -249,6 +249,7 @@ STAGE_3 = (
     Internal("gathers", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("gathers", "parameter", "ds_quant_scale", optional=True),
     Internal("held parameters", "coordinator", "reset_step", ()),
+    Internal("held parameters", "optimizer", "_partition_all_parameters", ()),
     Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
     Internal("held parameters", "coordinator", "release_and_reset_all", ("module",)),
     Internal("held parameters", "coordinator", RELEASE_PARAM, ("param", "free_data")),

@@ -84,6 +84,9 @@ class EngineHooks(Protocol):
     def gather_parameters(self) -> AbstractContextManager[None]:
         """Around ZeRO-1/2's step, which gathers parameters."""
 
+    def release_parameters(self) -> bool:
+        """Release what a ZeRO-3 step changes, before it; return whether that is all that is to be released now."""
+
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
 
@@ -231,6 +234,10 @@ class Stage3Overrides(OptimizerOverrides):
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync_hooks.gradient_ready(param)
+
+    def _partition_all_parameters(self) -> None:
+        if not self._zerosync_hooks.release_parameters():
+            super()._partition_all_parameters()  # type: ignore[misc]
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -677,6 +677,23 @@ def forget_order(optimizer: Any) -> None:
     found = coordinator(optimizer)
     if not found.is_invalid_trace():
         found._invalidate_trace()
+
+
+def release_but(coordinator: Any, module: torch.nn.Module, kept: Collection[Any]) -> None:
+    """Release all parameters of ``module`` but for ``kept``, as before an optimizer step."""
+    in_flight_now = in_flight(coordinator)
+    param: Any
+    for param in module.parameters():
+        if is_sharded(param) and param not in kept:
+            if (handle := in_flight_now.pop(param, None)) is not None:
+                handle.wait()
+            param.ds_active_sub_modules.clear()
+            release_param(coordinator, param)
+
+
+def release_param(coordinator: Any, param: Any) -> None:
+    """Release ``param`` as the coordinator does."""
+    getattr(coordinator, contract.RELEASE_PARAM)(param)
 
 
 def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:

@@ -28,6 +28,7 @@ from zerosync_strategy.core.failures.aborted import BegunReductions
 from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.mean import ItemCount
 
 CHUNK_BYTES = 4 * 2**20
 """Bytes of a bucket, and of a chunk of it, where ranks send point to point. Else they are DeepSpeed's bucket size."""
@@ -69,6 +70,7 @@ class Reducer(ABC):
     Attributes:
         is_streaming: the running backward has buckets to reduce.
         is_native: the backend has a reduce-scatter of its own.
+        items: that the coming gradients are the mean over.
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
         norm: the L2 norm of the gradients in the shards, times DeepSpeed's loss scale, once it has been computed.
     """
@@ -89,6 +91,7 @@ class Reducer(ABC):
         )
         limit = zero.reduce_bucket_bytes(optimizer) if self.is_native else CHUNK_BYTES
         self.buckets = self._make_buckets(config, limit, names)
+        self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0
         self.norm: torch.Tensor | None = None
         self._ordered = config.reduction == "ordered"
@@ -221,6 +224,7 @@ class Reducer(ABC):
                 for part in self.shard_parts(bucket.layout, *bucket.target):
                     part.zero_()
             bucket.is_reduced = False
+        self._divide_by_items()
         self.hand_over()
         self.norm = None
         self._abandoned = [flight for flight in self._abandoned if not flight.pending.is_complete]
@@ -228,6 +232,21 @@ class Reducer(ABC):
         self._windows_closed += 1
         self._streaming_backwards = 0
         self._begun.close()
+
+    @torch.no_grad()
+    def _divide_by_items(self) -> None:
+        """Let the shards, which have averages over the ranks, have the sums over the number of items."""
+        if not self.layouts:
+            return
+        device = self.layouts[0].params[0].device
+        items = self.items.divisor(zero.data_parallel_group(self.optimizer), device)
+        self.items.forget()
+        if items is None:
+            return
+        for layout in self.layouts:
+            factor = torch.where(items > 0, layout.divisor / items, 0.0)
+            for part in self.shard_parts(layout, 0, layout.shard_numel):
+                part.mul_(factor.to(part.device, part.dtype))
 
     def end_window(self) -> None:
         """The step has used the shards."""
@@ -305,6 +324,7 @@ class Reducer(ABC):
             bucket.mark_reduced()
             bucket.is_reduced = False
         self._shards_ready = False
+        self.items.forget()
         self._discard_shards()
 
     def reset(self) -> None:

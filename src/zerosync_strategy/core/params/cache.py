@@ -13,6 +13,9 @@ different modules (W6). Else a module sets out its own buckets and the next, in 
 the order of modules has the other modules alone; which those are changes between two windows, and the record is then
 made anew.
 
+A parameter that no optimizer trains is not released by a step, and so crosses the wire once (R4); checkpoints, which
+read and write shards, release it.
+
 Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
 before and after its forward, and what a backward may need is looked through when the backward begins.
 
@@ -84,13 +87,17 @@ class ParameterCache:
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
         scheduler: gathers them.
         untraced: compilers will see no hooks of the modules in any case.
+        is_constant: whether no optimizer trains a parameter.
 
     Attributes:
         peak_bytes: the most bytes held at once since the last :meth:`end_window`.
         release_memo: DeepSpeed's memo of what to release after which module.
     """
 
-    def __init__(self, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool) -> None:
+    def __init__(
+        self, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool,
+        is_constant: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._budget = budget
         self._scheduler = scheduler
@@ -101,6 +108,11 @@ class ParameterCache:
         self._window = 0
         self._model_runs = False  # of the whole model: gather ahead
         self._releasing_all = False
+        self._is_constant = is_constant
+        self._constant: set[Any] | None = None  # parameters that no step changes, once they are known
+        self._steps = False  # an optimizer step is under way
+        self._kept: set[Any] = set()  # by the last step: they are there from a window before this one
+        self._were_kept: set[Any] = set()  # by the step before
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._modules: dict[Any, _HeldModule] = {}
@@ -126,15 +138,22 @@ class ParameterCache:
             self._hold_modules()
 
     @classmethod
-    def of(cls, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool) -> ParameterCache:
+    def of(
+        cls, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool,
+        is_constant: Callable[[Any], bool],
+    ) -> ParameterCache:  # fmt: skip
         """Return the cache of this engine; engines over one module share one, with the budget of the first."""
         coordinator = zero3.coordinator(engine.optimizer)
-        return shared.acquire(coordinator, "cache", lambda: cls(engine, budget, scheduler, untraced))
+        make = lambda: cls(engine, budget, scheduler, untraced, is_constant)  # noqa: E731
+        cache = shared.acquire(coordinator, "cache", make)
+        cache._constant = None  # this engine may train what the others do not
+        return cache
 
     def detach(self) -> None:
         """The engine needs the cache no longer. With the last, DeepSpeed releases parameters as it always did."""
         if not shared.release(self._coordinator, "cache"):
             return
+        self.release_kept()
         self.wait_for_all()
         zero3.mark_held(self._held.values(), False)
         zero3.mark_kept((param for bucket in self._buckets for param in bucket.params), False)
@@ -147,7 +166,8 @@ class ParameterCache:
             zero3.forget_order(self._engine.optimizer)
 
     def end_window(self, params: Iterable[Any]) -> None:
-        """A step has released ``params``."""
+        """A step has released ``params``, but for those that it has kept."""
+        params = [param for param in params if param not in self._kept]
         for param in params:
             if self._held.pop(zero3.param_id(param), None) is not None:
                 self._held_bytes -= zero3.full_bytes(param)
@@ -160,12 +180,14 @@ class ParameterCache:
 
     def _choose(self, budget: int) -> set[int]:
         chosen, free = set(), budget
+        constants = self._constants()
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
-            self._gathers.items(), key=lambda item: (-item[1], -zero3.full_bytes(item[0]), zero3.param_id(item[0]))
+            ((gathers - (param not in constants), param) for param, gathers in self._gathers.items()),
+            key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
         )
-        for param, gathers in by_saving:
-            if gathers > 1 and zero3.full_bytes(param) <= free:
+        for saved, param in by_saving:
+            if saved > 0 and zero3.full_bytes(param) <= free:
                 chosen.add(zero3.param_id(param))
                 free -= zero3.full_bytes(param)
         return chosen
@@ -189,11 +211,13 @@ class ParameterCache:
         by_id = {zero3.param_id(param): param for params in held.values() for param in params}
         if self._budget is None:  # else a weight may also be that of a module whose other parameters are not held
             zero3.mark_kept(by_id.values(), True)
-        for group, ordered in self._scheduler.runs(by_id.values()):
-            for run in ordered:
-                bucket = _Bucket(len(self._buckets), group, run)
-                self._buckets.append(bucket)
-                self._bucket_of.update((zero3.param_id(param), bucket) for param in run)
+        for trains in (True, False):  # apart, since those that are frozen are gathered once
+            params = [param for param in by_id.values() if param.requires_grad == trains]
+            for group, ordered in self._scheduler.runs(params):
+                for run in ordered:
+                    bucket = _Bucket(len(self._buckets), group, run)
+                    self._buckets.append(bucket)
+                    self._bucket_of.update((zero3.param_id(param), bucket) for param in run)
         for module, params_of_module in held.items():
             places = {self._bucket_of[zero3.param_id(param)].place for param in params_of_module}
             self._modules[module] = _HeldModule(params_of_module, [self._buckets[place] for place in sorted(places)])
@@ -341,6 +365,30 @@ class ParameterCache:
         return zero3.release(self._coordinator, param)
 
     @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer step: of what it does not change, what is held stays."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+
+    def was_there(self, param: Any) -> bool:
+        """Return whether ``param`` was there when the window began that the last step has ended."""
+        return param in self._were_kept
+
+    def release_for_step(self) -> bool:
+        """Release what an optimizer step that is under way changes; return whether that is all there is to release."""
+        if not self._steps:
+            return False
+        self._were_kept, self._kept = self._kept, set(filter(self._stays, self._constants()))
+        if not self._kept:
+            return False
+        with self.releasing_all():
+            zero3.release_but(self._coordinator, self._engine.module, self._kept)
+        return True
+
+    @contextmanager
     def releasing_all(self) -> Iterator[None]:
         self.wait_for_all()
         self._releasing_all = True
@@ -348,6 +396,28 @@ class ParameterCache:
             yield
         finally:
             self._releasing_all = False
+
+    def _constants(self) -> set[Any]:
+        if self._constant is None:
+            params = filter(zero3.is_sharded, self._engine.module.parameters())
+            self._constant = set(filter(self._is_constant, params))
+        return self._constant
+
+    def _stays(self, param: Any) -> bool:
+        is_kept = zero3.is_persistent(param) or zero3.param_id(param) in self._held
+        return is_kept and zero3.is_gathered(param)
+
+    def release_kept(self) -> None:
+        """Release what steps have kept: shards are about to be read or written."""
+        if not self._kept:
+            return
+        held, self._kept = self._kept, set()
+        kept = [param for param in held if self._held.pop(zero3.param_id(param), None) is not None]
+        with self.releasing_all():
+            for param in kept:
+                self._held_bytes -= zero3.full_bytes(param)
+                zero3.release_param(self._coordinator, param)
+        zero3.mark_held(kept, False)
 
 
 def _nothing(module: Any, *args: Any) -> None:

@@ -1,0 +1,71 @@
+"""The mean over items, as tokens or examples, where backwards and ranks have different numbers of them.
+
+The mean of the ranks' means is not it. But a window has all gradients of a step before the step: where losses are sums,
+their gradients are divided once, by the number of items of all backwards and ranks, which is known by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ItemCount:
+    """The items of one window that this rank has.
+
+    Args:
+        loss_reduction: the option: ``"sum"`` where they count.
+    """
+
+    def __init__(self, loss_reduction: str) -> None:
+        self._counts = loss_reduction == "sum"
+        self._items: float | torch.Tensor | None = None
+
+    def add(self, items: float | torch.Tensor, divided_by: float) -> None:
+        """Count items of the coming backward.
+
+        Args:
+            items: their number, or a tensor of one element, on any device; the host does not wait for it.
+            divided_by: what the loss is divided by.
+
+        Raises:
+            ValueError: it is a tensor of another size, or known to be negative or not finite; or losses are means.
+        """
+        if not self._counts:  # it is the same on all ranks: else some would communicate where others do not
+            raise ValueError(
+                "mean_over() was called where losses are means over their items. Let them be sums, and attach with the"
+                " option loss_reduction='sum' on every rank."
+            )
+        if isinstance(items, torch.Tensor):
+            if items.numel() != 1:
+                raise ValueError(f"mean_over() takes one number of items, got a tensor of {items.numel()} elements.")
+            items = items.detach().reshape(()).double()
+        elif not 0 <= items < float("inf"):
+            raise ValueError(f"mean_over() takes a number of items, 0 or more, got {items!r}.")
+        items = items / divided_by
+        self._items = items if self._items is None else self._items + items
+
+    def forget(self) -> None:
+        """The gradients are dropped, or stepped."""
+        self._items = None
+
+    def divisor(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
+        """Return the number of items of all ranks, in fp64; ``None`` where losses are means. Collective.
+
+        Raises:
+            RuntimeError: this rank has not counted any.
+        """
+        from deepspeed import comm
+
+        if not self._counts:
+            return None
+        if self._items is None:
+            raise RuntimeError(
+                "The option loss_reduction='sum' needs the number of items, and mean_over() was not called since the"
+                " last optimizer step. Call it before each backward, with 0 where this rank has none."
+            )
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        total += self._items if not isinstance(self._items, torch.Tensor) else self._items.to(device)
+        comm.all_reduce(total, group=process_group)
+        return total
