@@ -449,3 +449,37 @@ def test_an_optimizer_that_would_become_another_is_refused() -> None:
             start(2, hf_ds_config=config)
 
     run_ranks(job)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_mean_over_items(stage: int) -> None:
+    """What Accelerate divides a loss by for accumulation is undone."""
+
+    def length(batch: int, rank: int) -> int:
+        return (batch + rank) % 3
+
+    def summed(module: Any, batch: Any, items: int) -> torch.Tensor:
+        x, y = (part[:items] for part in batch)
+        return torch.nn.functional.mse_loss(module(x), y, reduction="sum")
+
+    def job() -> dict[str, torch.Tensor]:
+        run = start(stage, batches=8, accumulate=4, loss_reduction="sum")
+        for index, batch in enumerate(run.loader):
+            with run.accelerator.accumulate(run.model):
+                items = length(index, run.accelerator.process_index)
+                run.zerosync.mean_over(4 * items)
+                run.accelerator.backward(summed(run.model, batch, items))
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        return run.parameters()
+
+    expected, data = oracle(sgd), Data(64)
+    for first in (0, 4):
+        items = sum(4 * length(batch, rank) for batch in range(first, first + 4) for rank in range(WORLD))
+        for batch in range(first, first + 4):
+            for rank in range(WORLD):
+                loss = summed(expected.module, data.batch(batch, rank), length(batch, rank))
+                expected.backward_on(rank, loss * WORLD / items)
+        expected.step()
+    for parameters in run_ranks(job):
+        assert distance(parameters, full_parameters(expected.module)) <= 1e-6

@@ -287,3 +287,38 @@ def test_options_reach_the_core(stage: int) -> None:
         return distance(recorder.parameters, accumulate(oracle(), 12, 4))
 
     assert max(run_ranks(run)) < ROUNDING
+
+
+class OverItems(Module):
+    """Batches of different lengths by batch and rank, with sums for losses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = (part[: length(batch_idx, self.global_rank)] for part in batch)
+        self.trainer.strategy.zerosync.mean_over(y.numel())
+        return nn.functional.mse_loss(self.net(x), y, reduction="sum")
+
+
+def length(batch: int, rank: int) -> int:
+    return (batch + rank) % 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_mean_over_items(stage: int) -> None:
+    """What Lightning divides a loss by for accumulation is undone, at the tail of an epoch too."""
+
+    def run() -> float:
+        recorder, _ = fit(OverItems(), strategy(stage, loss_reduction="sum"), 10, accumulate_grad_batches=4)
+        plain, data = oracle(), Data(10)
+        for first in (0, 4, 8):
+            batches = range(first, min(first + 4, 10))
+            items = sum(4 * length(batch, rank) for batch in batches for rank in range(2))
+            for batch in batches:
+                for rank in range(2):
+                    x, y = (part[: length(batch, rank)] for part in data.batch(batch, rank))
+                    loss = nn.functional.mse_loss(plain.module(x), y, reduction="sum")
+                    plain.backward_on(rank, loss * 2 / items)
+            plain.step()
+        return distance(recorder.parameters, full_parameters(plain.module))
+
+    for error in run_ranks(run):
+        assert error <= 1e-6

@@ -28,8 +28,8 @@ class ZeroSyncConfig:
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
-        loss_reduction: what losses are: ``"mean"``, over whatever, and the step is that of their mean over the ranks; or
-            ``"sum"`` over items, which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over these.
+        loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
+            which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all of them.
         overlap_last: reduce during the backward that is known to be the last of its window.
         overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
             of one waits for it alone (rule U5).
