@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ class AttachedEngine:
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._infers = False  # in gathered_for_inference()
         self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
@@ -201,6 +202,31 @@ class AttachedEngine:
             self._configured_clip_norm = before
         if self._shows_gradients:
             self._clip_shown()
+
+    @contextmanager
+    def gathered_for_inference(self) -> Iterator[None]:
+        """Around forwards without backwards; see :meth:`ZeroSync.gathered_for_inference`."""
+        if self._infers:
+            yield
+            return
+        self._infers = True
+        try:
+            if self.cache is None:
+                yield
+                return
+            with ExitStack() as stack:
+                with self.activity("gathered_for_inference()"), self._parameters_as_they_are():
+                    stack.enter_context(self.cache.gathered())
+                yield
+        finally:
+            self._infers = False
+
+    def _refuse_in_inference(self, what: str) -> None:
+        if self._infers:
+            raise RuntimeError(
+                f"{what} was called inside of gathered_for_inference(), which releases parameters at its end. Call it"
+                " after the block."
+            )
 
     @property
     def clips_next_step(self) -> bool:
@@ -355,6 +381,7 @@ class AttachedEngine:
             )
 
     def backward_begins(self) -> None:
+        self._refuse_in_inference("backward()")
         if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
             self._with_gradient = set()  # what a dropped window had
         with self._parameters_as_they_are():
@@ -384,6 +411,7 @@ class AttachedEngine:
             self._postponing.pop()
 
     def check_step(self) -> None:
+        self._refuse_in_inference("engine.step()")
         if self._postponing:
             raise RuntimeError(
                 f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"

@@ -231,6 +231,21 @@ class ZeroSync:
         with self._attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
             yield
 
+    @contextmanager
+    def gathered_for_inference(self) -> Iterator[None]:
+        """Run forwards without backwards, as to evaluate or to generate, with all parameters gathered. Collective.
+
+        ZeRO-3 gathers each module's parameters for each forward: for each token that is generated. Inside of this, all
+        are gathered once, in buckets, and no module communicates: ranks may make any number of forwards, of any
+        modules. At the end, what is not held until the step is released. A window that is open stays so, and training
+        goes on as without it. On stages 1 and 2 nothing has to be gathered.
+
+        Raises:
+            RuntimeError: inside, from a backward or a step.
+        """
+        with self._attached.gathered_for_inference():
+            yield
+
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.
 

@@ -99,6 +99,7 @@ class ParameterCache:
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._engine = engine
+        self._untraced = untraced
         self._budget = budget
         self._scheduler = scheduler
         self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
@@ -108,6 +109,7 @@ class ParameterCache:
         self._window = 0
         self._model_runs = False  # of the whole model: gather ahead
         self._releasing_all = False
+        self._gathers_nothing = False  # all parameters are there, for a phase without backwards
         self._is_constant = is_constant
         self._constant: set[Any] | None = None  # parameters that no step changes, once they are known
         self._steps = False  # an optimizer step is under way
@@ -127,15 +129,19 @@ class ParameterCache:
         if budget == 0:
             self._chosen = set()
             return
-        self._hooks = compilation.module_hooks(engine)
-        extend = {"before": self._before, "after": self._after, "backward": self._before_backward}
-        for hook in self._hooks:
-            if hook.when in extend:
-                extended = extend[hook.when](hook.stock)
-                hook.replace(extended if untraced else torch.compiler.disable(extended))
+        self._hooks = self._extend_hooks()
         scheduler.before_read = self.before_read
         if budget is None:
             self._hold_modules()
+
+    def _extend_hooks(self) -> list[compilation.ModuleHook]:
+        hooks = compilation.module_hooks(self._engine)
+        extend = {"before": self._before, "after": self._after, "backward": self._before_backward}
+        for hook in hooks:
+            if hook.when in extend:
+                extended = extend[hook.when](hook.stock)
+                hook.replace(extended if self._untraced else torch.compiler.disable(extended))
+        return hooks
 
     @classmethod
     def of(
@@ -192,9 +198,51 @@ class ParameterCache:
                 free -= zero3.full_bytes(param)
         return chosen
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Around forwards without backwards: all parameters are there, and no module communicates. Collective.
+
+        What is not held is released at the end; what DeepSpeed knows of the order of modules stays as it is.
+        """
+        if self._budget is None:
+            self._gather_all()
+            self.wait_for_all()
+            yield
+            return
+        self.wait_for_all()
+        for handle in zero3.in_flight(self._coordinator).values():  # DeepSpeed will release these
+            handle.wait()
+        hooks = [] if self._hooks else self._extend_hooks()
+        released = [param for param in self._engine.module.parameters() if zero3.is_sharded(param)]
+        released = [param for param in released if zero3.is_released(param)]
+        for _, runs in self._scheduler.runs(released):
+            for handle in [handle for run in runs for handle in self._scheduler.fetch(run)]:
+                handle.wait()
+        zero3.mark_held(released, True)
+        before, params = self._modules, {}
+        for module in self._engine.module.modules():
+            params[module] = [param for param in zero3.parameters_of(module) if zero3.is_sharded(param)]
+        self._modules = {module: _HeldModule(of_module, [], self._window) for module, of_module in params.items()}
+        self._gathers_nothing = True
+        try:
+            yield
+        finally:
+            self._gathers_nothing = False
+            self._modules = before
+            for hook in hooks:
+                hook.replace(hook.stock)
+            with self.releasing_all():
+                for param in released:
+                    zero3.release_param(self._coordinator, param)
+            zero3.mark_held(released, False)
+
     def holds(self, param: Any) -> bool:
         """Return whether ``param`` stays gathered from its first use in this window to the step."""
-        return self._budget is None or (self._chosen is not None and zero3.param_id(param) in self._chosen)
+        return (
+            self._gathers_nothing
+            or self._budget is None
+            or (self._chosen is not None and zero3.param_id(param) in self._chosen)
+        )
 
     # ---- modules whose parameters are all held ---------------------------------------------------------------------
 
@@ -349,7 +397,7 @@ class ParameterCache:
 
     @property
     def has_no_order(self) -> bool:
-        return self._budget is None and not zero3.in_flight(self._coordinator)
+        return self._gathers_nothing or (self._budget is None and not zero3.in_flight(self._coordinator))
 
     def order_forgotten(self) -> None:
         self.release_memo.cache_clear()

@@ -1,0 +1,113 @@
+"""Generation and evaluation as a phase: parameters are gathered once, and training goes on as without it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.engines import make_engine, rank
+from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+
+WIDTH = 8
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.tied(x)
+
+
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+def data(k: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+
+
+@pytest.mark.parametrize("threshold", [0, 20])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (2, {}),
+        (2, {"overlap_gather": True}),
+        (3, {}),
+        (3, {"param_memory_budget": "all"}),
+        (3, {"param_memory_budget": 3 * 4 * WIDTH * WIDTH}),
+    ],
+)
+def test_training_goes_on_as_without_it(stage: int, options: dict[str, Any], threshold: int) -> None:
+    """Between steps and in mid-window, with forwards that differ by rank; nothing is sent inside."""
+
+    def run() -> float:
+        net, plain = network(), network()
+        zero = {"stage3_param_persistence_threshold": threshold}
+        engine = make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.03), stage, zero)
+        zerosync = attach(engine, **options)
+        oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.03))
+
+        def generate(k: int) -> None:
+            with torch.no_grad(), zerosync.gathered_for_inference():
+                sent = str(zerosync.counter.traffic)
+                for length in range(1 + 2 * rank()):
+                    x = data(100 + k + length, rank())
+                    assert (engine(x) - plain(x)).abs().max() <= 1e-6
+                    layer = 3 * rank()  # by itself, and another one on each rank
+                    assert (net.layers[layer](x) - plain.layers[layer](x)).abs().max() <= 1e-6
+                assert str(zerosync.counter.traffic) == sent
+
+        def generate_and_check() -> None:
+            there = sum(param.numel() for param in net.parameters())
+            generate(step)
+            if "param_memory_budget" not in options:
+                assert sum(param.numel() for param in net.parameters()) == there
+
+        for step in range(5):
+            if step == 3:
+                generate_and_check()  # before a forward
+            for micro in (0, 1):
+                k = 2 * step + micro
+                engine.backward(engine(data(k, rank())).square().mean())
+                oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
+                if step in (1, 2) and micro == 0:
+                    generate_and_check()
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("budget", [0, "all"])
+def test_backwards_and_steps_are_refused(budget: Any) -> None:
+    def run() -> float:
+        net, plain = network(), network()
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.5), 3)
+        zerosync = attach(engine, param_memory_budget=budget)
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+        with zerosync.gathered_for_inference():
+            loss = engine(data(0, rank())).square().mean()
+            with pytest.raises(RuntimeError, match=r"backward\(\) was called inside of gathered_for_inference\(\)"):
+                engine.backward(loss)
+            with pytest.raises(RuntimeError, match=r"engine.step\(\) was called inside of gathered_for_inference\(\)"):
+                engine.step()
+        with pytest.raises(ArithmeticError), zerosync.gathered_for_inference():
+            raise ArithmeticError
+        engine.backward(engine(data(0, rank())).square().mean())
+        oracle.backward(lambda r: plain(data(0, r)).square().mean())
+        engine.step()
+        oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
