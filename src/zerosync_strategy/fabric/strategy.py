@@ -166,7 +166,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         del told  # what is read outside is whole
 
     @override
-    def setup_module_and_optimizers(  # type: ignore[override]
+    def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
         """Make an engine of ``module`` and its optimizer; the program goes on to step the scheduler itself.
@@ -238,7 +238,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             if self.config.get(block, {}).get("enabled"):
                 module.to(dtype)
 
-    def _make_engine(self, module: Module, *optimizer: Optimizer) -> tuple[Any, Any]:
+    def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
         with indexed_devices(self):
             engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
         return engine, zero_optimizer
