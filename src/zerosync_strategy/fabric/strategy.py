@@ -41,15 +41,7 @@ from .library import (
     Precision,
 )
 
-_ARGUMENTS = StrategyArguments(
-    DeepSpeedStrategy,
-    beside_config=(
-        "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
-        "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
-        "precision", "process_group_backend", "remote_device", "timeout",
-    ),
-    error=MisconfigurationException,
-)  # fmt: skip
+_ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
 
 class ZeroSyncFabricStrategy(DeepSpeedStrategy):
@@ -76,17 +68,15 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        ours, options = _ARGUMENTS.split("ZeroSyncFabricStrategy", stage, config, options)
+        ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         # Models without an optimizer, on stage 3 with the engine that shards them.
         self._evaluated: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
-
         assert isinstance(self.config, dict)
-        is_given = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
-        self.zerosync_config, self.stage = _ARGUMENTS.read("ZeroSyncFabricStrategy", stage, self.config, is_given, ours)
+        self.zerosync_config, self.stage = _ARGUMENTS.read(self.config, stage, config, ours)
         for block in ("optimizer", "scheduler"):
             if block in self.config:
                 raise MisconfigurationException(
