@@ -81,5 +81,6 @@ SMOKE = (
     "tests/core/test_random_programs.py::test_random_programs",
     "tests/core/test_attach.py::test_optimizer_offloaded_to_the_cpu",
     "tests/lightning/test_manual.py",
+    "tests/fabric/test_training.py",
     "tests/accelerate/test_plugin.py",
 )
