@@ -1,4 +1,6 @@
-"""Hooks of the site: links to files that are no pages, code that must be that of its file, pictures in their pages."""
+"""Hooks of the site: links to files that are no pages, code that must be that of its file, pictures in their pages,
+paths that may break where a table is narrow.
+"""
 
 import importlib.util
 import logging
@@ -13,6 +15,7 @@ _spec.loader.exec_module(_code)
 log = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
+PATH = re.compile(r"(?<=<code>)[\w*/]+\.py(?=</code>)")
 PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
 
 
@@ -43,4 +46,6 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         name = Path(match[1]).name
         return f'<div class="picture">{Path(config.docs_dir, "pictures", name).read_text()}</div>'
 
-    return PICTURE.sub(replace, ROLE.sub(r"<code>\1</code>", html))
+    html = ROLE.sub(r"<code>\1</code>", html)
+    html = PATH.sub(lambda match: re.sub(r"[/_]", r"\g<0><wbr>", match[0]), html)
+    return PICTURE.sub(replace, html)

@@ -1,4 +1,7 @@
-"""Accelerate. accelerate launch --config_file examples/accelerate/zerosync_cpu.yaml docs/code/train_accelerate.py"""
+"""Accelerate. Two ranks on CPU:
+
+accelerate launch --config_file examples/accelerate/zerosync_cpu.yaml docs/code/train_accelerate.py
+"""
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +14,8 @@ accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=3), gradient_acc
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(torch.randn(512, 16), batch_size=8))
+batches = DataLoader(torch.randn(512, 16), batch_size=8)
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 for batch in batches:
     with accelerator.accumulate(model):
         loss = mse_loss(model(batch), batch.sum(1, keepdim=True))

@@ -29,7 +29,8 @@ class Gan(LightningModule):
 
     # --8<-- [start:several]
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.discriminator.parameters())]
+        models = (self.generator, self.discriminator)
+        return [torch.optim.Adam(model.parameters()) for model in models]
 
     def training_step(self, batch, batch_idx):
         of_generator, of_discriminator = self.optimizers()
@@ -38,7 +39,8 @@ class Gan(LightningModule):
             of_discriminator.step()
             of_discriminator.zero_grad()
         with self.toggled_optimizer(of_generator):
-            self.manual_backward(self.generator_loss(batch))  # through the discriminator, which is frozen here
+            # through the discriminator, which is frozen here
+            self.manual_backward(self.generator_loss(batch))
             if batch_idx % 2:  # over two batches
                 of_generator.step()
                 of_generator.zero_grad()

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
-from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from zerosync_strategy import ZeroSyncPlugin
 
 WORLD, SHARDS = 4, 2
@@ -57,6 +57,7 @@ def sequence_loss(model: Any, batch: Any, group: Any) -> torch.Tensor:
 
 
 def train(stage: int) -> Any:
+    from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
     from deepspeed.utils import groups
 
     parallelism = ParallelismConfig(
@@ -83,6 +84,8 @@ def train(stage: int) -> Any:
     return parts, norms, full_parameters(net)
 
 
+@since("1.12", "it has no sequence parallelism", package="accelerate")
+@since("0.19.8", "its loader of parts of sequences does not run on gloo")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_replicas_of_two_ranks(stage: int) -> None:
     """Stock's gradients are twice as large on stages 1 and 2: they are divided by the replicas, not by the ranks."""

@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from zerosync_strategy import ZeroSyncPlugin
 from zerosync_strategy.accelerate import run
 from zerosync_strategy.accelerate.install import install
@@ -298,6 +299,8 @@ def test_zero3_integration(tmp_path: Path, bert: str) -> None:
     launch(job, tmp_path)
 
 
+@since("1.12", "it has no sequence parallelism", package="accelerate")
+@since("0.19.8", "its loader of parts of sequences does not run on gloo")
 @STAGES
 def test_ds_alst_ulysses_sp(stage: int, tmp_path: Path) -> None:
     config = LlamaConfig(

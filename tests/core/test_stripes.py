@@ -15,6 +15,7 @@ from tests.harness import engines
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import except_from
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.stripes import Stripes
 from zerosync_strategy.core.gradients import reducer
@@ -68,6 +69,7 @@ def train(engine: Any, steps: range) -> None:
         engine.step()
 
 
+@except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with every torch")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "offload"])

@@ -1,5 +1,6 @@
 """One way to make a Fabric, and the loop that most tests run: shared by the Fabric tests."""
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -34,6 +35,13 @@ def trained(
     """A model and its optimizer, set up."""
     net = make()
     return fabric.setup(net, optimizer(net.parameters()))
+
+
+def set_up(fabric: Any, net: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
+    """`fabric.setup()`, with the scheduler where this release of Fabric takes one."""
+    if "scheduler" in inspect.signature(fabric.setup).parameters:
+        return fabric.setup(net, optimizer, scheduler=scheduler)
+    return *fabric.setup(net, optimizer), scheduler
 
 
 def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, make: Callable[[], nn.Module] = network) -> Oracle:

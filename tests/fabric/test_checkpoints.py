@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, trained
+from tests.fabric.runs import backward, losses, make_fabric, oracle, set_up, trained
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw, network
 from tests.harness.ranks import run_ranks
@@ -48,7 +48,7 @@ def test_resuming(stage: int, tmp_path: Path) -> None:
                 net.frozen.weight += seed
             optimizer = adamw(net.net.parameters())
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-            return fabric.setup(net, optimizer, scheduler=scheduler)
+            return set_up(fabric, net, optimizer, scheduler)
 
         fabric = make_fabric(stage)
         model, optimizer, scheduler = begin(1)

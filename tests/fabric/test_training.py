@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, trained
+from tests.fabric.runs import backward, losses, make_fabric, oracle, set_up, trained
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw
 from tests.harness.ranks import run_ranks
@@ -133,7 +133,7 @@ def test_schedulers_and_closures(stage: int) -> None:
         make = lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9)  # noqa: E731
         optimizer = make(net.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
+        model, optimizer, scheduler = set_up(fabric, net, optimizer, scheduler)
         after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
 
         def closure() -> Any:

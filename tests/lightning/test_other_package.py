@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BackboneFinetuning, EMAWeightAveraging, GradientAccumulationScheduler
+from pytorch_lightning import callbacks
 
 import zerosync_strategy.lightning
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import WORLD, adamw, loss_of, network
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 from tests.lightning.runs import Data, accumulate, oracle
 from zerosync_strategy.pytorch_lightning import ZeroSyncMonitor, ZeroSyncStrategy
 
@@ -112,14 +113,22 @@ def test_callbacks_that_lightning_refuses_with_deepspeed(stage: int) -> None:
             return torch.optim.SGD([{"params": head}, {"params": list(self.backbone.parameters())}], lr=0.5)
 
     def run() -> None:
-        averaging = EMAWeightAveraging(decay=0.5)
-        trainer(ZeroSyncStrategy(stage=stage), callbacks=[averaging]).fit(Module(), Data(4).loader())
-        scheduler = GradientAccumulationScheduler({0: 4})
+        scheduler = callbacks.GradientAccumulationScheduler({0: 4})
         scheduled = trainer(ZeroSyncStrategy(stage=stage), callbacks=[scheduler])
         scheduled.fit(Module(), Data(4).loader())
         assert scheduled.strategy.zerosync.report.backwards == 4
-        finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        finetuning = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
         trainer(ZeroSyncStrategy(stage=stage), callbacks=[finetuning], max_epochs=2).fit(Backbone(), Data(4).loader())
+
+    run_ranks(run, timeout=60)
+
+
+@since("2.6", "it averages no weights", package="lightning")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_averaging_of_weights_which_lightning_refuses_with_deepspeed(stage: int) -> None:
+    def run() -> None:
+        averaging = callbacks.EMAWeightAveraging(decay=0.5)
+        trainer(ZeroSyncStrategy(stage=stage), callbacks=[averaging]).fit(Module(), Data(4).loader())
 
     run_ranks(run, timeout=60)
 

@@ -18,7 +18,7 @@ print(platform.python_version(), *map(version, {PACKAGES!r}))
 
 
 class InstallError(RuntimeError):
-    """An environment could not be made; the text is pip's."""
+    """An environment could not be made; the text is that of pip, or of the interpreter."""
 
 
 class Environment:
@@ -65,7 +65,7 @@ class Environment:
 
     def _make(self, row: Row) -> None:
         base = _interpreter(row.python)
-        subprocess.run([base, "-m", "venv", str(self._folder)], check=True)
+        _run([base, "-m", "venv", str(self._folder)])
         pins = {"torch": "", "deepspeed": "", **row.pins}
         self._pip("install", "--upgrade", "pip>=23.2", "setuptools", "wheel")
         wanted = {package: f"{package}=={version}" if version else package for package, version in pins.items()}
@@ -75,10 +75,13 @@ class Environment:
         self._pip("install", *wanted.values(), f"{ROOT}[lightning,accelerate,test]")
 
     def _pip(self, *arguments: str) -> None:
-        command = [self.python, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-        done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, text=True, capture_output=True)
-        if done.returncode:
-            raise InstallError("\n".join(done.stderr.splitlines()[-4:]))
+        _run([self.python, "-m", "pip", "--disable-pip-version-check", "-q", *arguments])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, text=True, capture_output=True)
+    if done.returncode:
+        raise InstallError("\n".join(done.stderr.splitlines()[-4:]))
 
 
 def _interpreter(version: str) -> str:

@@ -2,10 +2,16 @@
 
 from dataclasses import dataclass, field
 
-# What every row runs: the contract with each release, random programs against the oracle, and both frameworks.
-CONTRACT = ["tests/core/test_releases.py", "tests/core/test_attach.py", "tests/core/test_fragments.py"]
+# What every row runs: the contract with each release, random programs against the oracle, and the frameworks.
+CONTRACT = [
+    "tests/core/test_releases.py", "tests/core/test_attach.py", "tests/core/test_fragments.py",
+    "tests/core/test_stripes.py",
+]  # fmt: skip
 PROGRAMS = ["tests/core/test_random_programs.py"]
-LIGHTNING = ["tests/lightning/test_automatic.py", "tests/lightning/test_manual.py"]
+LIGHTNING = [
+    "tests/lightning/test_automatic.py", "tests/lightning/test_manual.py", "tests/lightning/test_other_package.py",
+    "tests/fabric",
+]  # fmt: skip
 ACCELERATE = ["tests/accelerate/test_semantics.py", "tests/accelerate/test_plugin.py"]
 # For each release of DeepSpeed by itself, with the other packages as they were tested.
 RELEASE = [*CONTRACT, "tests/core/test_random_programs.py::test_random_programs"]
@@ -75,5 +81,6 @@ SMOKE = (
     "tests/core/test_random_programs.py::test_random_programs",
     "tests/core/test_attach.py::test_optimizer_offloaded_to_the_cpu",
     "tests/lightning/test_manual.py",
+    "tests/fabric/test_training.py",
     "tests/accelerate/test_plugin.py",
 )

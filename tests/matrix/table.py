@@ -13,7 +13,7 @@ HEADER = ["row", "Python", *PACKAGES, "passed", "failed", "skipped", "date"]
 
 def render(rows: Mapping[str, list[str]]) -> str:
     """The lines of `rows`, by name, as a table."""
-    aligned = ["---"] * (2 + len(PACKAGES)) + ["---:"] * 3 + ["---"]
+    aligned = ["---", *[":---"] * (1 + len(PACKAGES)), *["---:"] * 3, ":---"]
     lines = [HEADER, aligned, *([name, *cells] for name, cells in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

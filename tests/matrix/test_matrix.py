@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.matrix import table
 from tests.matrix.__main__ import changes, counts_in
-from tests.matrix.environment import PACKAGES, ROOT
-from tests.matrix.rows import ROWS
+from tests.matrix.environment import PACKAGES, ROOT, Environment, InstallError
+from tests.matrix.rows import ROWS, Row
 from zerosync_strategy.core.engine import contract
 
 
@@ -48,3 +50,15 @@ def test_errors_count_as_failures(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text('<testsuites><testsuite tests="9" errors="1" failures="2" skipped="3"/></testsuites>')
     assert counts_in(report) == [3, 3, 3]
+
+
+def test_an_interpreter_that_does_not_run_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim = tmp_path / "python9.9"
+    shim.write_text("#!/bin/sh\necho none of this release >&2; exit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(InstallError, match="none of this release"):
+        Environment(Row("row", python="9.9"), tmp_path / "row")
+    assert not (tmp_path / "row").exists()

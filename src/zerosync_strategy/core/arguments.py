@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.configuration import fill_in
+
+# Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may stand beside one.
+_BESIDE_CONFIG = frozenset({
+    "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
+    "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
+    "precision", "precision_plugin", "process_group_backend", "remote_device", "timeout",
+})  # fmt: skip
 
 
 class StrategyArguments:
     """What a strategy takes that is built on ``stock``, the framework's own for DeepSpeed.
 
     ``None`` stands for an option that is not given: LightningCLI gives all, those at their defaults included, and a
-    configuration excludes some and may hold others.
+    configuration excludes some and may hold others. Those that may stand beside one have their own defaults.
 
     Args:
+        owner: the strategy's name, for errors.
         stock: the framework's class.
-        beside_config: arguments of ``stock`` that are no part of the DeepSpeed configuration, and so may stand beside
-            one. They have their own defaults.
         error: what a contradiction raises.
     """
 
-    def __init__(self, stock: type, beside_config: Collection[str], error: type[Exception]) -> None:
+    def __init__(self, owner: str, stock: Any, error: type[Exception]) -> None:
+        self._owner = owner
         self._stock = stock
-        self._parameters = inspect.signature(stock.__init__).parameters  # type: ignore[misc]
-        self._beside_config = frozenset(beside_config) & self._parameters.keys()
+        self._parameters = inspect.signature(stock.__init__).parameters
+        self._beside_config = _BESIDE_CONFIG & self._parameters.keys()
         self._error = error
 
-    def split(
-        self, owner: str, stage: Any, config: Any, options: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def split(self, stage: Any, config: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return which of ``options`` are ZeroSync's and which are for ``stock``.
 
         Raises:
@@ -44,46 +49,48 @@ class StrategyArguments:
         for name in options:
             if name not in self._parameters or name == "self":
                 known = self._parameters.keys() - {"self"} | ZeroSyncConfig.option_names() | {"stage", "config"}
-                raise TypeError(f"{owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
+                raise TypeError(f"{self._owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
         if config is not None and (ignored := options.keys() - self._beside_config):
             raise self._error(
-                f"{owner} got config= and also {', '.join(sorted(ignored))}, which a given configuration would"
+                f"{self._owner} got config= and also {', '.join(sorted(ignored))}, which a given configuration would"
                 " override. Put them into the configuration."
             )
         if stage is not None:
-            self._check_stage(owner, stage, "stage")
+            self._check_stage(stage, "stage")
         return ours, options
 
     def read(
-        self, owner: str, stage: int | None, config: dict[str, Any], is_given: bool, ours: Mapping[str, Any]
+        self, built: dict[str, Any], stage: int | None, config: Any, ours: Mapping[str, Any]
     ) -> tuple[ZeroSyncConfig, int]:
-        """Take ZeroSync's block out of a DeepSpeed ``config``; return ZeroSync's options and the ZeRO stage.
+        """Take ZeroSync's block out of a DeepSpeed configuration; return ZeroSync's options and the ZeRO stage.
 
         Args:
-            stage: as an argument; where neither it nor ``config`` has one, it is 3.
-            is_given: whether the program gave ``config``, which may then leave things open.
+            built: the configuration that ``stock`` has made of the arguments or of what the program gave.
+            stage: as an argument; where neither it nor the configuration has one, it is 3.
+            config: as an argument. What the program gave, here or in the environment, may leave things open.
             ours: ZeroSync's options as arguments.
 
         Raises:
             TypeError, ValueError: as :meth:`ZeroSyncConfig.resolve`.
             error: the stage is none of ZeRO's, or another one than ``stage``.
         """
-        options = ZeroSyncConfig.resolve(config.pop(BLOCK, None), ours)
-        if is_given:
-            fill_in(config, 3 if stage is None else stage)
-        configured = config.get("zero_optimization", {}).get("stage", 0)
-        self._check_stage(owner, configured, "config['zero_optimization']['stage']")
+        options = ZeroSyncConfig.resolve(built.pop(BLOCK, None), ours)
+        if config is not None or self._stock.DEEPSPEED_ENV_VAR in os.environ:
+            fill_in(built, 3 if stage is None else stage)
+        configured = built.get("zero_optimization", {}).get("stage", 0)
+        self._check_stage(configured, "config['zero_optimization']['stage']")
         if stage is not None and configured != stage:
             raise self._error(
-                f"{owner} got stage={stage}, but the DeepSpeed configuration says stage {configured}. Give the"
+                f"{self._owner} got stage={stage}, but the DeepSpeed configuration says stage {configured}. Give the"
                 " stage in one place."
             )
         return options, int(configured)
 
-    def _check_stage(self, owner: str, stage: Any, name: str) -> None:
+    def _check_stage(self, stage: Any, name: str) -> None:
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise self._error(
-                f"{owner} needs ZeRO stage 1, 2 or 3, got {name}={stage!r}. Without ZeRO, use Lightning's DDPStrategy."
+                f"{self._owner} needs ZeRO stage 1, 2 or 3, got {name}={stage!r}. Without ZeRO, use Lightning's"
+                " DDPStrategy."
             )
 
     def name_all(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -91,7 +98,7 @@ class StrategyArguments:
         signatures: LightningCLI, help texts, editors.
         """
         keyword = inspect.Parameter.KEYWORD_ONLY
-        stock_types = get_type_hints(self._stock.__init__)  # type: ignore[misc]
+        stock_types = get_type_hints(self._stock.__init__)
         parameters = {
             "self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
             "stage": inspect.Parameter("stage", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),

@@ -41,15 +41,7 @@ from .library import (
     Precision,
 )
 
-_ARGUMENTS = StrategyArguments(
-    DeepSpeedStrategy,
-    beside_config=(
-        "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
-        "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
-        "precision", "process_group_backend", "remote_device", "timeout",
-    ),
-    error=MisconfigurationException,
-)  # fmt: skip
+_ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
 
 class ZeroSyncFabricStrategy(DeepSpeedStrategy):
@@ -76,17 +68,15 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        ours, options = _ARGUMENTS.split("ZeroSyncFabricStrategy", stage, config, options)
+        ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         # Models without an optimizer, on stage 3 with the engine that shards them.
         self._evaluated: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
-
         assert isinstance(self.config, dict)
-        is_given = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
-        self.zerosync_config, self.stage = _ARGUMENTS.read("ZeroSyncFabricStrategy", stage, self.config, is_given, ours)
+        self.zerosync_config, self.stage = _ARGUMENTS.read(self.config, stage, config, ours)
         for block in ("optimizer", "scheduler"):
             if block in self.config:
                 raise MisconfigurationException(
@@ -167,9 +157,12 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def setup_module_and_optimizers(
-        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> tuple[Any, list[Optimizer], Any]:
-        """Make an engine of ``module`` and its optimizer; the program goes on to step ``scheduler`` itself."""
+        self, module: Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        """Make an engine of ``module`` and its optimizer; the program goes on to step the scheduler itself.
+
+        Fabric gets back what it gives: a scheduler, or ``None`` for it, in releases that know of one.
+        """
         if len(optimizers) != 1:
             raise ValueError(
                 f"Fabric.setup() got {len(optimizers)} optimizers for one model. Under ZeRO an engine has one. Give it"
@@ -182,13 +175,13 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if problem:
             raise ValueError(f"Fabric.setup() found that {problem}")
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
-        engine, zero_optimizer, _ = self._initialize_engine(module, optimizer)
+        engine, zero_optimizer = self._make_engine(module, optimizer)
         self._set_deepspeed_activation_checkpointing()
         interpose(zero_optimizer, _OptimizerOverrides)
         show_parameters(zero_optimizer, groups)
         self.zerosyncs.append(attach(engine, self.zerosync_config))
         self._deepspeed_engine = engine
-        return engine, [zero_optimizer], scheduler
+        return engine, [zero_optimizer], *scheduler
 
     def _problem_beside_others(self, module: Module) -> str:
         """Return why ``module`` cannot be trained beside what has been set up before; empty if it can."""
@@ -217,7 +210,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if problem := self._problem_beside_others(module):
             raise ValueError(f"Fabric.setup_module() found that {problem}")
         if self.stage == 3:
-            self._evaluated[module], _, _ = self._initialize_engine(module)
+            self._evaluated[module], _ = self._make_engine(module)
         else:
             self._evaluated[module] = None
             self._cast(module)
@@ -235,10 +228,10 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             if self.config.get(block, {}).get("enabled"):
                 module.to(dtype)
 
-    @override
-    def _initialize_engine(self, model: Module, optimizer: Any = None, scheduler: Any = None) -> Any:
+    def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
         with indexed_devices(self):
-            return super()._initialize_engine(model, optimizer, scheduler)
+            engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
+        return engine, zero_optimizer
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -333,7 +326,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 f"fabric.save() got {' and '.join(named)}, but DeepSpeed writes the files. Leave it out, and what is"
                 " not to be saved out of the state."
             )
-        save(self.broadcast(path), state, self._evaluated, self._convert_rest, self.exclude_frozen_parameters)
+        exclude_frozen = getattr(self, "exclude_frozen_parameters", False)  # Fabric 2.5.0 has none
+        save(self.broadcast(path), state, self._evaluated, self._convert_rest, exclude_frozen)
 
     def _convert_rest(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._convert_stateful_objects_in_state(state, filter={})
@@ -348,7 +342,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         """
         path = self.broadcast(path)
         if os.path.isfile(path):
-            return DDPStrategy.load_checkpoint(self, path, state, strict, weights_only)
+            how = {} if weights_only is None else {"weights_only": weights_only}  # which Fabric 2.5 does not know
+            return DDPStrategy.load_checkpoint(self, path, state, strict, **how)
         return load(path, state, self._evaluated, strict, self.broadcast)
 
     @override

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -56,15 +55,7 @@ from .library import (
 )
 from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
-_ARGUMENTS = StrategyArguments(
-    DeepSpeedStrategy,
-    beside_config=(
-        "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
-        "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
-        "precision_plugin", "process_group_backend", "remote_device", "timeout",
-    ),
-    error=MisconfigurationException,
-)  # fmt: skip
+_ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
 # The engines that trained a module last: their hooks must go before the next ones' come.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -96,16 +87,14 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        ours, options = _ARGUMENTS.split("ZeroSyncStrategy", stage, config, options)
+        ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
         self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
-
         assert isinstance(self.config, dict)
-        is_given = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
-        self.zerosync_config, self.stage = _ARGUMENTS.read("ZeroSyncStrategy", stage, self.config, is_given, ours)
+        self.zerosync_config, self.stage = _ARGUMENTS.read(self.config, stage, config, ours)
         if path := undecided(self.config):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy got {'.'.join(path)!r} = 'auto' in the DeepSpeed configuration, and Lightning has no"
