@@ -113,6 +113,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="a class of torch.optim")] = "AdamW",
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="of one rank, such as 80GB")] = None,
+    stock: Annotated[bool, typer.Option(help="stock DeepSpeed beside; on many ranks the slowest to replay")] = True,
     within: Speed = "2400Gbit/s",
     between: Speed = "400Gbit/s",
     backend: Annotated[str, typer.Option(help="nccl or gloo")] = "nccl",
@@ -150,7 +151,7 @@ def plan(
             if check is not None:
                 compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
             else:
-                sets = jobs.usual_sets(stages)
+                sets = jobs.usual_sets(stages, stock)
                 made = make_plan(workload, cluster, sets, seconds, processes, timeout, show)
     except PlanError as problem:
         console(stderr=True).print(str(problem), markup=False)

@@ -101,11 +101,12 @@ def _short(value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-def usual_sets(stages: tuple[int, ...] = (1, 2, 3)) -> list[OptionSet]:
-    """Return stock DeepSpeed and ZeroSync on each of ``stages``, with the budgets that trade memory for bytes."""
+def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True) -> list[OptionSet]:
+    """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside."""
     sets = []
     for stage in stages:
-        sets += [OptionSet(STOCK, stage), OptionSet(ZEROSYNC, stage)]
+        sets += [OptionSet(STOCK, stage)] if stock else []
+        sets.append(OptionSet(ZEROSYNC, stage))
         if stage == 2:
             sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
         if stage == 3:
