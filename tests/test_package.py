@@ -194,6 +194,18 @@ def test_the_command_says_the_version() -> None:
     assert said.decode() == f"zerosync {zerosync_strategy.__version__}\n"
 
 
+TOOLS = ("commands", "display", "doctor", "planning", "links")
+
+
+def test_tools_are_imported_by_the_command_alone_and_load_nothing_heavy() -> None:
+    names = tuple(f"zerosync_strategy.{name}" for name in TOOLS)
+    for module, imported in import_graph(SOURCE).items():
+        above = {name for name in imported if name.startswith(names)}
+        assert module.startswith(names) or above <= ({names[0]} if module.endswith(".cli") else set()), module
+    (loaded,) = loaded_after("import zerosync_strategy.commands")
+    assert not loaded & {"torch", "deepspeed", "lightning", "accelerate", "matplotlib"}
+
+
 def test_every_public_name_can_be_had() -> None:
     names: dict[str, object] = {}
     exec("from zerosync_strategy import *", names)

@@ -1,0 +1,5 @@
+"""``python -m zerosync_strategy`` is the command ``zerosync``."""
+
+from zerosync_strategy.cli import main
+
+main()

@@ -1,0 +1,194 @@
+"""What ``zerosync plan`` and ``zerosync doctor`` take, and how they print it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml  # noqa: F401  of the same extra: missing here rather than in the middle
+from rich.progress import Progress
+from rich.text import Text
+
+from zerosync_strategy.display import console, show_check, show_plan
+from zerosync_strategy.doctor.findings import Examination, Finding, Level
+from zerosync_strategy.links import Links, parse_speed
+from zerosync_strategy.version import __version__
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Gradient synchronisation for DeepSpeed ZeRO.",
+)  # fmt: skip
+_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+_DEFAULT = Links()
+Speed = Annotated[str, typer.Option(metavar="SPEED", help="such as 400Gbit/s or 300GB/s")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"zerosync {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Gradient synchronisation for DeepSpeed ZeRO."""
+
+
+@app.command()
+def doctor(
+    configurations: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CONFIGURATION]...", help="of DeepSpeed (JSON), Accelerate or LightningCLI (YAML)"),
+    ] = None,
+    self_test: Annotated[bool, typer.Option(help="train on two ranks, and compare with plain torch")] = True,
+    link: Annotated[bool, typer.Option("--link", help="under torchrun: measure the links between the ranks")] = False,
+    within: Speed = "2400Gbit/s",
+    between: Speed = "400Gbit/s",
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Say what is wrong with the installation, the configurations, and the links of a job.
+
+    Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
+    """
+    from zerosync_strategy.doctor import link as links
+
+    shown = console(stderr=True)
+    if link:
+        if not links.is_job():
+            raise typer.BadParameter(
+                "needs a job: torchrun ... -m zerosync_strategy doctor --link", param_hint="--link"
+            )
+        assumed = Links(_speed("--within", within), _speed("--between", between))
+        with shown.status("link test") as status:
+            findings = links.check(assumed, progress=lambda kind: status.update(f"link test: {kind}"))
+        if not findings:  # another rank reports
+            return
+    else:
+        findings = _examine(configurations or [], self_test, shown)
+    examination = Examination(tuple(findings))
+    if as_json:
+        print(examination.to_json())
+    else:
+        _print(examination)
+    raise typer.Exit(examination.exit_status)
+
+
+def _examine(configurations: list[Path], self_test: bool, shown: Any) -> list[Finding]:
+    from zerosync_strategy.doctor import configurations as files
+    from zerosync_strategy.doctor import environment, releases, selftest
+
+    findings = [*releases.check(), *environment.check()]
+    for path in configurations:
+        findings += files.check(path)
+    if self_test:
+        with shown.status("self-test: two ranks train on stages 1, 2 and 3"):
+            findings += selftest.check()
+    return findings
+
+
+def _print(examination: Examination) -> None:
+    out = console()
+    for finding in examination.findings:
+        line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
+        line.append(f"{finding.topic:14}{finding.found}", style="default")
+        out.print(line)
+        if finding.remedy and finding.level is not Level.OK:
+            out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="package.module:function, a transformers configuration, or layers=,...")],
+    ranks: Annotated[int, typer.Option(help="in all")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="that share a node")] = 8,
+    stage: Annotated[list[int] | None, typer.Option(help="of ZeRO; several times for several; else all")] = None,
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed's configuration; its stage is the one planned")] = None,
+    batch: Annotated[str, typer.Option(help="shape of a micro-batch of one rank")] = "1x2048",
+    micro_batches: Annotated[int, typer.Option(help="backwards per optimizer step")] = 1,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="a class of torch.optim")] = "AdamW",
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="of one rank, such as 80GB")] = None,
+    stock: Annotated[bool, typer.Option(help="stock DeepSpeed beside; on many ranks the slowest to replay")] = True,
+    within: Speed = "2400Gbit/s",
+    between: Speed = "400Gbit/s",
+    backend: Annotated[str, typer.Option(help="nccl or gloo")] = "nccl",
+    compute: Annotated[str, typer.Option(help="seconds of a micro-batch, forward and backward; or measure")] = "0",
+    check: Annotated[Path | None, typer.Option(metavar="RUN.jsonl", help="compare with what a run has logged")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all as JSON")] = False,
+    png: Annotated[Path | None, typer.Option(help="draw memory against bytes; needs matplotlib")] = None,
+    yaml_file: Annotated[Path | None, typer.Option("--yaml", help="write what is recommended, for Accelerate")] = None,
+    processes: Annotated[int | None, typer.Option(help="replays at once; else one for each CPU")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for all replays")] = 600.0,
+) -> None:
+    """Say what a training step will send and hold, by a replay of the real engine as one of so many ranks.
+
+    Exit status: 0; 1 where a replay fails, nothing fits, or --check finds a difference; 2 where the command itself is
+    wrong.
+    """
+    from zerosync_strategy.core.config import parse_bytes
+    from zerosync_strategy.planning import check as checks
+    from zerosync_strategy.planning import jobs, output
+    from zerosync_strategy.planning.plan import MEASURE, PlanError
+    from zerosync_strategy.planning.plan import plan as make_plan
+
+    try:
+        given = _read(config)
+        links = Links(_speed("--within", within), _speed("--between", between))
+        memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
+        shape = tuple(int(size) for size in batch.split("x"))
+        workload = jobs.Workload(model, shape, micro_batches, dtype, optimizer, given)
+        cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend)
+        seconds = compute if compute == MEASURE else float(compute)
+        stages = tuple(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
+        if png is not None:
+            output.require_matplotlib()
+        with _replays() as show:
+            if check is not None:
+                compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
+            else:
+                sets = jobs.usual_sets(stages, stock)
+                made = make_plan(workload, cluster, sets, seconds, processes, timeout, show)
+    except PlanError as problem:
+        console(stderr=True).print(str(problem), markup=False)
+        raise typer.Exit(1) from None
+    except (ValueError, OSError, KeyError, TypeError) as problem:
+        raise typer.BadParameter(str(problem)) from None
+    if check is not None:
+        show_check(compared, as_json)
+        raise typer.Exit(int(not all(each.holds for each in compared)))
+    show_plan(made, as_json)
+    if png is not None:
+        output.draw(made, png)
+    if yaml_file is not None and made.recommended is not None:
+        yaml_file.write_text(output.accelerate_yaml(made, made.recommended))
+    raise typer.Exit(int(made.recommended is None))
+
+
+@contextmanager
+def _replays() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of how many replays are done; in a file or a pipe, nothing."""
+    shown = console(stderr=True)
+    with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
+        task = bar.add_task("replays", total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def _read(config: Path | None) -> dict[str, Any]:
+    from zerosync_strategy.doctor.configurations import read
+
+    given = {} if config is None else read(config)
+    if given and (given.get("zero_optimization") or {}).get("stage") not in (1, 2, 3):
+        raise ValueError(f"--config {config}: 'zero_optimization.stage' takes 1, 2 or 3. Set it.")
+    return given
+
+
+def _speed(option: str, value: str) -> float:
+    try:
+        return parse_speed(option, value)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None

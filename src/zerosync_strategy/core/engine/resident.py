@@ -1,0 +1,32 @@
+"""What an engine keeps in memory from one optimizer step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import zero, zero3
+
+
+def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
+    """Return the tensors of an engine of ZeRO stage 1, 2 or 3 by kind.
+
+    Returns:
+        ``"optimizer"``: master weights, and the states of the optimizer. ``"parameters"``: the module's, sharded or
+        whole, and its buffers. ``"gradients"``: the shards in which ZeRO-3 keeps gradients. In fp32, master weights may
+        be parameters, too.
+    """
+    module, optimizer = engine.module, engine.optimizer
+    if zero.stage(engine) == 3:
+        own = [param.ds_tensor for param in module.parameters() if zero3.is_sharded(param)]
+        masters, gradients = optimizer.fp32_partitioned_groups_flat, list(zero3.gradient_shards(optimizer).values())
+    else:
+        own, masters, gradients = [], optimizer.single_partition_of_fp32_groups, []
+    states = (value for state in zero.stepping_optimizer(engine).state.values() for value in state.values())
+    return {
+        "optimizer": [*(master.data for master in masters), *filter(torch.is_tensor, states)],
+        "parameters": [*(param.data for param in module.parameters()), *module.buffers(), *own],
+        "gradients": gradients,
+    }

@@ -1,0 +1,159 @@
+"""A test of the links between the ranks of a job that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zerosync_strategy.doctor.findings import Finding, error, note, ok, warning
+from zerosync_strategy.links import Links
+
+TOPIC = "link"
+SLOW = 0.7
+"""A link below this part of the speed that was assumed is worth a warning."""
+PINGS, ROUNDS = 50, 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kind of link, between two ranks that send to each other at once.
+
+    Attributes:
+        kind: ``"within a node"`` or ``"between nodes"``.
+        bandwidth: bytes per second in each direction.
+        latency: seconds for a message of 8 bytes.
+    """
+
+    kind: str
+    bandwidth: float
+    latency: float
+
+
+def is_job() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, has started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" in os.environ
+
+
+def check(links: Links, nbytes: int = 32 << 20, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Measure the links of this job, on every rank of it, and compare with what a plan assumes.
+
+    Args:
+        links: the speeds to compare with.
+        nbytes: of one message of the test of bandwidth.
+        progress: called with what is measured next.
+
+    Returns:
+        What rank 0 found; on other ranks nothing.
+    """
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        measured = []
+        for kind, peer in _peers().items():
+            progress(kind)
+            measured.append(_measure(kind, peer, nbytes, device))
+            dist.barrier()
+        progress("all ranks")
+        everyone = _all_gather(nbytes, device)
+        backend = dist.get_backend()
+    finally:
+        dist.destroy_process_group()
+    if int(os.environ["RANK"]):
+        return []
+    return [*_findings(measured, links), note(TOPIC, _said_of_all(everyone, backend))]
+
+
+def _peers() -> dict[str, int]:
+    """Return the rank that rank 0 is measured with, by kind of link."""
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    peers = {"within a node": 1} if local > 1 else {}
+    return peers | ({"between nodes": local} if world > local else {})
+
+
+def _measure(kind: str, peer: int, nbytes: int, device: Any) -> Measured:
+    """Send between rank 0 and ``peer``; other ranks return at once, with nothing measured."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    if rank not in (0, peer):
+        return Measured(kind, 0.0, 0.0)
+    other = peer if rank == 0 else 0
+    small = torch.zeros(1, dtype=torch.int64, device=device)
+    large, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        sending = [dist.P2POp(dist.isend, large, other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(sending if rank == 0 else sending[::-1]):
+            work.wait()
+
+    def ping() -> None:
+        for is_my_turn in (rank == 0, rank != 0):
+            (dist.send if is_my_turn else dist.recv)(small, other)
+
+    bandwidth = nbytes / statistics.median(_timed(exchange, device, ROUNDS))
+    return Measured(kind, bandwidth, statistics.median(_timed(ping, device, PINGS)) / 2)
+
+
+def _all_gather(nbytes: int, device: Any) -> float:
+    """Return the bytes per second that each rank sends in an all-gather of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    part = torch.zeros(max(1, nbytes // world), dtype=torch.uint8, device=device)
+    whole = torch.zeros(world * len(part), dtype=torch.uint8, device=device)
+    seconds = _timed(lambda: dist.all_gather_into_tensor(whole, part), device, ROUNDS)
+    return len(part) * (world - 1) / statistics.median(seconds)
+
+
+def _timed(call: Callable[[], object], device: Any, rounds: int) -> Iterator[float]:
+    """Yield the seconds of each of ``rounds`` calls, after one that is not counted."""
+    import torch
+
+    call()
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield time.perf_counter() - began
+
+
+def _findings(measured: list[Measured], links: Links) -> Iterator[Finding]:
+    assumed = {
+        "within a node": (links.within, links.latency_within, "--within"),
+        "between nodes": (links.between, links.latency_between, "--between"),
+    }
+    if not measured:
+        yield error(TOPIC, "the job has a single rank", "Start two or more with torchrun.")
+    for each in measured:
+        speed, latency, option = assumed[each.kind]
+        text = (
+            f"{each.kind}: {each.bandwidth * 8 / 1e9:.3g} Gbit/s, {each.latency * 1e6:.0f} us; a plan assumes"
+            f" {speed * 8 / 1e9:.3g} Gbit/s, {latency * 1e6:.0f} us"
+        )
+        if each.bandwidth < SLOW * speed:
+            remedy = (
+                f"Plan with {option} {each.bandwidth * 8 / 1e9:.3g}Gbit/s, or look for the reason of the difference."
+            )
+            yield warning(TOPIC, text, remedy)
+        else:
+            yield ok(TOPIC, text)
+
+
+def _said_of_all(bandwidth: float, backend: str) -> str:
+    ranks = os.environ["WORLD_SIZE"]
+    return f"all {ranks} ranks gathering at once, {backend}: each sends {bandwidth * 8 / 1e9:.3g} Gbit/s"

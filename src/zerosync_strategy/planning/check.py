@@ -1,0 +1,120 @@
+"""A plan against what a run logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerosync_strategy.planning.jobs import ZEROSYNC, Cluster, OptionSet, Workload
+from zerosync_strategy.planning.plan import Outcome, plan
+
+BYTES, MEMORY = 0.01, 0.10
+"""How far a plan may be from the run."""
+SETTLING = 2
+"""Lines that do not count: allocators, and the order of ZeRO-3's gathers, are not settled."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity, planned and run.
+
+    Attributes:
+        planned: one value, or a lower and an upper bound.
+        holds: whether they agree within the limit.
+        limit: in words.
+    """
+
+    quantity: str
+    planned: tuple[float, ...]
+    ran: float
+    holds: bool
+    limit: str
+
+    @property
+    def off(self) -> float:
+        """By which part the run is more than planned; 0 within bounds."""
+        low, high = self.planned[0], self.planned[-1]
+        return self.ran / high - 1 if self.ran > high else self.ran / low - 1 if self.ran < low else 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's steps were: medians over the lines of its log."""
+
+    seconds: float
+    bytes_sent: float
+    peak_memory: float
+    memory: str
+    backwards: int
+    stage: int
+    options: dict[str, Any]
+    ranks: int
+    backend: str
+
+
+def read_run(file: Path) -> Run:
+    """Return the steps that a :class:`~zerosync_strategy.planning.runlog.RunLog` has written.
+
+    Raises:
+        ValueError: there are too few, or they are not alike.
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()][SETTLING:]
+    if not lines:
+        raise ValueError(f"--check {file}: found {SETTLING} steps or fewer. Log {SETTLING + 2} or more.")
+    alike = ("memory", "backwards", "stage", "options", "ranks", "backend")
+    for name in alike:
+        if any(line[name] != lines[0][name] for line in lines):
+            raise ValueError(f"--check {file}: {name!r} differs between its steps. Log steps that are alike.")
+    measured = ("seconds", "bytes_sent", "peak_memory")
+    medians = {name: statistics.median(line[name] for line in lines) for name in measured}
+    return Run(**medians, **{name: lines[0][name] for name in alike})
+
+
+def check(
+    workload: Workload,
+    cluster: Cluster,
+    run: Run,
+    compute: float | str = 0.0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Comparison]:
+    """Plan what ``run`` did, and compare.
+
+    Args:
+        workload: of the run; its micro-batches are the run's.
+        cluster: its ranks and backend are the run's.
+        compute: as :func:`~zerosync_strategy.planning.plan.plan` takes it; 0 leaves the time out.
+    """
+    workload = dataclasses.replace(workload, micro_batches=run.backwards)
+    cluster = dataclasses.replace(
+        cluster, ranks=run.ranks, ranks_per_node=min(cluster.ranks_per_node, run.ranks), backend=run.backend
+    )
+    options = {
+        name: value for name, value in run.options.items() if value not in (None, 0) or name == "grad_memory_budget"
+    }
+    if options.get("grad_memory_budget", 0) is None:
+        del options["grad_memory_budget"]
+    made = plan(workload, cluster, [OptionSet(ZEROSYNC, run.stage, options)], compute, progress=progress)
+    return compare(made.outcomes[0], run, knows_compute=made.compute > 0)
+
+
+def compare(outcome: Outcome, run: Run, knows_compute: bool) -> list[Comparison]:
+    """Compare one planned option set with a run of it."""
+    memory = sum((outcome.peak if run.memory == "allocated" else outcome.resident).values())
+    found = [
+        _near("bytes sent", outcome.bytes_sent, run.bytes_sent, BYTES),
+        _near(f"peak memory, {run.memory}", memory, run.peak_memory, MEMORY),
+    ]
+    if knows_compute:
+        low, high = outcome.time.lower, outcome.time.upper
+        found.append(Comparison("seconds", (low, high), run.seconds, low <= run.seconds <= high, "within the bounds"))
+    return found
+
+
+def _near(quantity: str, planned: float, ran: float, limit: float) -> Comparison:
+    holds = abs(ran - planned) <= limit * planned
+    return Comparison(quantity, (planned,), ran, holds, f"within {limit:.0%}")

@@ -1,0 +1,99 @@
+"""A log of what the optimizer steps of a real run took, for ``zerosync plan --check``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.planning.process import import_all, map_large_blocks
+
+
+class RunLog:
+    """Writes a line of JSON for each optimizer step of this rank. On Linux.
+
+    Make it before the model is built: what this process holds then does not count. On CPU, this process
+    returns large blocks to the system from now on as soon as they are freed.
+
+    Args:
+        file: gets the lines. On one rank only, or a file for each.
+
+    Example::
+
+        log = RunLog("run.jsonl")
+        engine, *_ = deepspeed.initialize(...)
+        zerosync = attach(engine)
+        for ...:
+            ...
+            engine.step()
+            log.step(zerosync)
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self._lines = Path(file).open("w")  # noqa: SIM115  until close()
+        import_all()
+        map_large_blocks()
+        self._on_gpu = torch.cuda.is_available()
+        self._before = torch.cuda.memory_allocated() if self._on_gpu else _memory("VmRSS")
+        self._began: float | None = None
+
+    def step(self, zerosync: Any) -> None:
+        """Note down the optimizer step that was just taken.
+
+        Args:
+            zerosync: the handle that ``attach()`` returned.
+        """
+        now, report = time.perf_counter(), zerosync.report
+        if self._began is not None:
+            line = {
+                "step": report.step,
+                "seconds": now - self._began,
+                "backwards": report.backwards,
+                "bytes_sent": report.bytes_sent,
+                "peak_memory": self._peak() - self._before,
+                "memory": "allocated" if self._on_gpu else "resident",
+                "collectives": {kind: [each.calls, each.bytes] for kind, each in report.collectives.items()},
+                "stage": int(zerosync.engine.zero_optimization_stage()),
+                "options": {
+                    name: getattr(zerosync.config, name) for name in ("grad_memory_budget", "param_memory_budget")
+                },
+                "ranks": dist.get_world_size(),
+                "backend": "nccl" if self._on_gpu else "gloo",
+                "version": report.version,
+            }
+            self._lines.write(json.dumps(line) + "\n")
+            self._lines.flush()
+        self._restart_peak()
+        self._began = time.perf_counter()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._on_gpu else _memory("VmHWM")
+
+    def _restart_peak(self) -> None:
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(field: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,232 @@
+"""`zerosync doctor`: each trap is found where it is, and nothing is found where there is none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+
+from tests.matrix import table
+from zerosync_strategy.doctor import accelerate_traps, configurations, environment, lightning_traps, releases, selftest
+from zerosync_strategy.doctor.findings import Examination, Finding, Level
+
+ROOT = Path(__file__).parent.parent.parent
+FINE = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zerosync": {"param_memory_budget": "all"},
+}  # fmt: skip
+
+
+def with_zero(**zero: Any) -> dict[str, Any]:
+    return {"zero_optimization": {**FINE["zero_optimization"], **zero}}  # type: ignore[dict-item]
+
+
+# What is changed in FINE, and the level and a word of the one finding there is; None removes a key.
+TRAPS: list[tuple[dict[str, Any], str, str]] = [
+    ({"gradient_clipping": None}, "warning", "norm of 1.0"),
+    (with_zero(stage=0), "error", "stage"),
+    (with_zero(stage3_param_persistence_threshold=5), "note", "stay whole"),
+    (with_zero(zero_quantized_gradients=True), "error", "quantized"),
+    (with_zero(mics_shard_size=2), "error", "MiCS"),
+    (with_zero(zenflow={"topk_ratio": 0.1}), "error", "ZenFlow"),
+    (with_zero(overlap_comm=True), "note", "overlap_comm"),
+    (with_zero(offload_optimizer={"device": "cpu"}), "warning", "DeepSpeedCPUAdam"),
+    ({"optimizer": {"type": "Lamb"}}, "error", "'Lamb'"),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+     "error", "BF16_Optimizer"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 1}}, "error", "both"),
+    ({"train_micro_batch_size_per_gpu": "auto"}, "error", "'train_micro_batch_size_per_gpu' is 'auto'"),
+    ({"zerosync": {"param_memory_budgets": 1}}, "error", "Did you mean 'param_memory_budget'"),
+    ({"pipeline": {"stages": 2}}, "error", "pipeline"),
+]  # fmt: skip
+
+
+def serious(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level in (Level.WARNING, Level.ERROR)]
+
+
+def checked(tmp_path: Path, config: dict[str, Any]) -> list[Finding]:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return configurations.check(file)
+
+
+@pytest.mark.parametrize(("change", "level", "word"), TRAPS, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_trap_is_found(tmp_path: Path, change: dict[str, Any], level: str, word: str) -> None:
+    (fine,) = checked(tmp_path, FINE)
+    assert fine.level is Level.OK
+    found = checked(tmp_path, {**FINE, **change})
+    (trap,) = [each for each in found if word in each.found]
+    assert trap.level.value == level and trap.remedy
+
+
+def test_deepspeed_has_the_defaults_that_the_traps_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    stock = deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    assert stock.gradient_clipping == 1.0
+    assert stock.zero_config.param_persistence_threshold == 100_000
+
+
+def test_traps_of_accelerate() -> None:
+    inner = json.dumps({**FINE, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"})
+    good = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": inner}}
+    assert list(accelerate_traps.find(good, ROOT)) == []
+    bad = {
+        "distributed_type": "MULTI_GPU",
+        "deepspeed_config": {"deepspeed_config_file": "nowhere.json", "zero_stage": 3},
+    }
+    words = [finding.found for finding in accelerate_traps.find(bad, ROOT)]
+    assert [word in text for word, text in zip(("MULTI_GPU", "zero_stage", "nowhere.json"), words, strict=True)]
+    assert all(finding.level is Level.ERROR for finding in accelerate_traps.find(bad, ROOT))
+
+
+def test_traps_of_lightning() -> None:
+    strategy = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": FINE}}
+    assert list(lightning_traps.find({"trainer": {"strategy": strategy}})) == []
+    bad = {"strategy": "deepspeed_stage_2", "gradient_clip_algorithm": "value", "precision": "16-mixed",
+           "accelerator": "cpu"}  # fmt: skip
+    found = list(lightning_traps.find({"trainer": bad}))
+    assert [finding.level for finding in found] == [Level.ERROR] * 3
+
+
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples" / "accelerate").glob("*.yaml")), ids=lambda file: file.name
+)
+def test_our_own_configurations_have_no_trap(example: Path) -> None:
+    assert serious(configurations.check(example)) == []
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1")
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("list.yaml", "broken.json", "missing.json"):
+        (found,) = configurations.check(tmp_path / name)
+        assert found.level is Level.ERROR and name in found.found
+
+
+def test_the_tested_releases_are_those_of_the_table() -> None:
+    header = table.HEADER[1:]
+    rows = list(table.read(table.FILE.read_text()).values())
+    for column, package in enumerate(header):
+        if package.lower() not in releases.TESTED:
+            continue
+        ran = sorted(releases.Version(row[column]) for row in rows)
+        span = releases.TESTED[package.lower()]
+        parts = len(releases.Version(span.oldest).release)
+        assert (ran[0].release[:parts], ran[-1].release[:parts]) == (
+            releases.Version(span.oldest).release, releases.Version(span.newest).release,
+        ), package  # fmt: skip
+    assert releases.TESTED["lightning"] == releases.TESTED["pytorch-lightning"]
+
+
+@pytest.mark.parametrize(
+    ("package", "release", "level", "word"),
+    [
+        ("deepspeed", "0.17.6", Level.ERROR, "older"),
+        ("deepspeed", None, Level.ERROR, "not installed"),
+        ("deepspeed", "0.20.0+cu130", Level.WARNING, "newer"),
+        ("torch", "2.9.1+cpu", Level.ERROR, "older"),
+        ("accelerate", "1.3.0", Level.WARNING, "older"),
+        ("python", "3.14.1", Level.WARNING, "newer"),
+    ],
+)
+def test_releases_that_were_not_tested(package: str, release: str | None, level: Level, word: str) -> None:
+    newest = {name: tested.newest for name, tested in releases.TESTED.items() if name != "pytorch-lightning"}
+    assert serious(releases.check(newest.get)) == []
+    (found,) = serious(releases.check({**newest, package: release}.get))
+    assert found.level is level and word in found.found and package in found.found and found.remedy
+
+
+def test_what_is_wrong_with_the_machine(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    assert serious(environment.check(Path("/dev/shm"), tmp_path)) == []
+    lock.touch()
+    (held,) = serious(environment.check(Path("/dev/shm"), tmp_path))
+    assert str(lock) in held.found and str(lock) in held.remedy
+    (missing,) = serious(environment.check(tmp_path / "shm", tmp_path / "none"))
+    assert str(tmp_path / "shm") in missing.found
+
+
+def broken(tmp_path: Path, code: str) -> list[Finding]:
+    """What the self-test finds where each rank runs `code` first."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    return selftest.check(timeout=150, environment={"PYTHONPATH": path})
+
+
+def test_the_self_test_passes() -> None:
+    findings = selftest.check(timeout=150)
+    assert [(finding.topic, finding.level) for finding in findings] == [
+        ("contract", Level.OK), *[("self-test", Level.OK)] * 3,
+    ]  # fmt: skip
+    assert Examination(tuple(findings)).exit_status == 0
+
+
+def test_a_deepspeed_that_lacks_an_internal_fails_by_feature(tmp_path: Path) -> None:
+    code = "from deepspeed.runtime.engine import DeepSpeedEngine as E; del E.allreduce_gradients"
+    findings = broken(tmp_path, code)
+    window, *rest = [finding for finding in findings if finding.level is Level.ERROR]
+    assert window.topic == "contract" and window.found.startswith("window") and "allreduce_gradients" in window.found
+    assert [finding.topic for finding in rest] == ["self-test"] * 3
+    assert Examination(tuple(findings)).exit_status == 1
+
+
+def test_ranks_that_receive_something_else_fail_the_self_test(tmp_path: Path) -> None:
+    code = (
+        "import torch.distributed as d\n"
+        "stock, kept = d.isend, []\n"
+        "def isend(tensor, *args, **kwargs):\n"
+        "    kept.append(tensor * 0.5)\n"
+        "    return stock(kept[-1], *args, **kwargs)\n"
+        "d.isend = isend\n"
+    )
+    wrong = [finding for finding in broken(tmp_path, code) if finding.level is Level.ERROR]
+    assert [finding.topic for finding in wrong] == ["self-test"] * 3
+    assert all("differ" in finding.found for finding in wrong)
+
+
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(60)")
+    findings = selftest.check(timeout=1, environment={"PYTHONPATH": str(tmp_path)})
+    assert all(finding.level is Level.ERROR and "not ended" in finding.found for finding in findings)
+
+
+def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"{before}\nfrom zerosync_strategy.cli import main\nmain({list(arguments)!r})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**FINE, "zero_optimization": {"stage": 0}}))
+    done = command("doctor", "--no-self-test", "--json", str(file))
+    found = json.loads(done.stdout)
+    assert done.returncode == found["exit_status"] == 1
+    assert [each["topic"] for each in found["findings"] if each["level"] == "error"] == ["configuration"]
+    plain = command("doctor", "--no-self-test", str(file))
+    assert plain.returncode == 1 and "\x1b" not in plain.stdout and "-> Set it to 1, 2 or 3." in plain.stdout
+
+
+def test_without_its_packages_the_command_says_what_to_install() -> None:
+    missing = "import sys; sys.modules['typer'] = None"
+    done = command("doctor", before=missing)
+    assert done.returncode == 1 and "'typer'" in done.stderr and "zerosync-strategy[cli]" in done.stderr
+    assert command("--version", before=missing).returncode == 0
+
+
+def test_links_are_measured_under_torchrun() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "zerosync_strategy"]
+    done = subprocess.run(
+        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s"], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    link, everyone = json.loads(done.stdout)["findings"]
+    assert link["level"] == "ok" and link["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
+    assert command("doctor", "--link").returncode == 2

@@ -1,0 +1,198 @@
+"""`zerosync plan`: what a replay says is what a run does."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.engines import make_engine
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.doctor import configurations
+from zerosync_strategy.doctor.findings import Level
+from zerosync_strategy.links import Links
+from zerosync_strategy.planning import models, output, replay, runlog
+from zerosync_strategy.planning.check import compare, read_run
+from zerosync_strategy.planning.jobs import LARGE_BYTES, STOCK, ZEROSYNC, Cluster, OptionSet, Workload
+from zerosync_strategy.planning.memory import Ledger
+from zerosync_strategy.planning.plan import Outcome, Plan, PlanError, plan
+from zerosync_strategy.planning.skipped import SkippedCompute
+from zerosync_strategy.planning.timing import Bounds, Crossing, crossing
+
+ZERO = {"stage3_param_persistence_threshold": 0}
+WORKLOAD = Workload(
+    "layers=2,hidden=128,heads=4,vocab=512", batch=(2, 32), micro_batches=3, dtype="fp32",
+    deepspeed={"zero_optimization": ZERO},
+)  # fmt: skip
+SETS = [(STOCK, 2, {}), (ZEROSYNC, 1, {}), (ZEROSYNC, 2, {"grad_memory_budget": 0}), (ZEROSYNC, 3, {}),
+        (ZEROSYNC, 3, {"param_memory_budget": "all"})]  # fmt: skip
+
+
+def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: str = "gloo", mode: Any = None) -> Any:
+    """What the replay of rank 0 finds, in a process of its own."""
+
+    def one() -> Any:
+        os.environ["WORLD_SIZE"] = str(ranks)
+        if mode is not None:
+            SkippedCompute._run = mode  # type: ignore[method-assign]
+        from zerosync_strategy import prepare_cpu
+
+        prepare_cpu()
+        return replay.replay(workload, options, ranks=ranks, backend=backend)
+
+    (found,) = run_ranks(one, world_size=1, timeout=200)
+    return found
+
+
+def trained(options: OptionSet) -> dict[str, list[int]]:
+    """What rank 0 of two that really train sends in the last of three steps."""
+    module, batch = models.build(WORKLOAD)
+    is_stock, backwards = options.system == STOCK, WORKLOAD.micro_batches
+    engine = make_engine(
+        module, torch.optim.AdamW(module.parameters()), options.stage, ZERO,
+        gradient_accumulation_steps=backwards if is_stock else 1,
+    )  # fmt: skip
+    if not is_stock:
+        attach(engine, **options.options)
+    with CollectiveCounter() as counter:
+        for _ in range(3):
+            counter.take()
+            for index in range(backwards):
+                engine.backward(models.loss_of(engine, batch) / (1 if is_stock else backwards))
+                if is_stock and index < backwards - 1:
+                    engine.step()
+            engine.step()
+        return {kind: [each.calls, each.bytes] for kind, each in counter.take().items()}
+
+
+@pytest.mark.parametrize(("system", "stage", "given"), SETS, ids=lambda value: str(value))
+def test_a_replay_sends_what_a_run_sends(system: str, stage: int, given: dict[str, Any]) -> None:
+    options = OptionSet(system, stage, given)
+    ran, _ = run_ranks(lambda: trained(options), timeout=200)
+    assert replayed(WORKLOAD, options)["collectives"] == ran
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_skipping_the_arithmetic_changes_neither_memory_nor_bytes(stage: int) -> None:
+    def compute(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    workload = dataclasses.replace(WORKLOAD, model="layers=2,hidden=256,heads=4,vocab=2048", batch=(4, 64))
+    options = OptionSet(ZEROSYNC, stage)
+    skipped, computed = (replayed(workload, options, 8, "nccl", mode) for mode in (None, compute))
+    assert skipped["collectives"] == computed["collectives"]
+    for name in ("peak", "resident"):  # kernels allocate a little for themselves
+        for kind, nbytes in computed[name].items():
+            assert skipped[name][kind] == pytest.approx(nbytes, rel=0.01, abs=LARGE_BYTES), (name, kind)
+
+
+def test_backwards_that_are_not_replayed_are_counted() -> None:
+    options = OptionSet(ZEROSYNC, 3)
+    sent = []
+    for count in (2, 3, 7):
+        found = replayed(dataclasses.replace(WORKLOAD, micro_batches=count), options)
+        sent.append(sum(nbytes for _, nbytes in found["collectives"].values()))
+    assert sent[2] - sent[1] == 4 * (sent[1] - sent[0]) > 0
+
+
+def test_memory_counts_what_lives_and_what_is_written_to() -> None:
+    ledger = Ledger()
+    with SkippedCompute(ledger.see):
+        untouched = torch.empty(1 << 20)
+        twice = torch.ones(1 << 20)
+        view = twice[5:]
+        del twice
+        assert sum(ledger.allocated.live.values()) == 2 * (4 << 20)
+        assert sum(ledger.written.live.values()) == 4 << 20
+        untouched.add_(1)
+        assert sum(ledger.written.live.values()) == 2 * (4 << 20)
+        del view, untouched
+    assert sum(ledger.allocated.live.values()) == 0 == sum(ledger.written.live.values())
+    assert sum(ledger.allocated.peak.values()) == 2 * (4 << 20)
+
+
+def test_what_crosses_which_link() -> None:
+    cluster = Cluster(16, 4, Links(within=100.0, between=10.0, latency_within=0.0, latency_between=0.0))
+    ring = crossing({"all_gather_into_tensor": (1, 1000)}, cluster)
+    assert (ring.within, ring.between, ring.seconds) == (750.0, 250.0, 100.0)  # a node sends what a rank sends
+    pairs = crossing({"isend": (15, 1500)}, cluster)
+    assert (pairs.within, pairs.between) == (pytest.approx(300.0), pytest.approx(1200.0))
+    assert pairs.seconds == pytest.approx(4 * 1200 / 10)  # of four ranks at once
+    one_node = crossing({"all_reduce": (1, 1000)}, dataclasses.replace(cluster, ranks=4))
+    assert (one_node.within, one_node.between, one_node.seconds) == (1000.0, 0.0, 10.0)
+
+
+def outcome(name: str, memory: int, sent: int) -> Outcome:
+    peak = {"parameters": memory}
+    options = OptionSet(STOCK if name == "stock" else ZEROSYNC, 3, {"param_memory_budget": name})
+    return Outcome(options, {"isend": (1, sent)}, peak, peak, Crossing(sent, 0, 1.0), Bounds(2.0, 3.0))
+
+
+def test_the_front_and_what_is_recommended() -> None:
+    outcomes = (outcome("a", 10, 100), outcome("b", 20, 50), outcome("c", 30, 60), outcome("d", 40, 10),
+                outcome("stock", 1, 1))  # fmt: skip
+    made = Plan(WORKLOAD, Cluster(8, memory=25), 1, 0.0, outcomes)
+    assert [each.memory for each in made.front] == [10, 20, 40]
+    assert made.recommended is outcomes[1] and made.fits(outcomes[1]) == 5 and made.fits(outcomes[3]) == -15
+    assert dataclasses.replace(made, cluster=Cluster(8, memory=5)).recommended is None
+    assert dataclasses.replace(made, cluster=Cluster(8)).recommended is outcomes[3]
+
+
+def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
+    def train() -> None:
+        with runlog.RunLog(tmp_path / f"{os.environ['RANK']}.jsonl") as log:
+            module, batch = models.build(WORKLOAD)
+            engine = make_engine(module, torch.optim.AdamW(module.parameters()), 3)
+            zerosync = attach(engine)
+            for _ in range(4):
+                engine.backward(models.loss_of(engine, batch))
+                engine.step()
+                log.step(zerosync)
+
+    run_ranks(train, timeout=200)
+    run = read_run(tmp_path / "0.jsonl")
+    assert (run.ranks, run.stage, run.backwards, run.memory, run.backend) == (2, 3, 1, "resident", "gloo")
+    assert run.peak_memory > 0 and run.seconds > 0
+    planned = outcome("x", int(run.peak_memory), int(run.bytes_sent))
+    planned = dataclasses.replace(planned, time=Bounds(0.5 * run.seconds, 2 * run.seconds))
+    assert all(each.holds for each in compare(planned, run, knows_compute=True))
+    off = dataclasses.replace(run, bytes_sent=1.02 * run.bytes_sent, peak_memory=0.8 * run.peak_memory, seconds=1e9)
+    assert not any(each.holds for each in compare(planned, off, knows_compute=True))
+
+
+def test_a_plan_of_a_thousand_ranks(tmp_path: Path) -> None:
+    cluster = Cluster(1024, memory=2 << 30)
+    made = plan(
+        WORKLOAD, cluster, [OptionSet(ZEROSYNC, 3), OptionSet(ZEROSYNC, 3, {"param_memory_budget": 0.5})], processes=1
+    )
+    nothing_held, half_held = made.outcomes
+    assert half_held.bytes_sent < nothing_held.bytes_sent
+    budget = half_held.options.options["param_memory_budget"]
+    assert abs(budget - 2 * made.parameters) <= 1  # half of four bytes each
+    found = json.loads(made.to_json())
+    assert [each["bytes_sent"] for each in found["outcomes"]] == [each.bytes_sent for each in made.outcomes]
+    (tmp_path / "accelerate.yaml").write_text(output.accelerate_yaml(made, half_held))
+    findings = configurations.check(tmp_path / "accelerate.yaml")
+    assert all(finding.level in (Level.OK, Level.NOTE) for finding in findings)
+    assert configurations.read(tmp_path / "accelerate.yaml")["num_machines"] == 128
+
+
+def test_what_cannot_be_planned_is_named() -> None:
+    with pytest.raises(PlanError, match=r"'zerosync 2'.*nowhere_at_all"):
+        plan(dataclasses.replace(WORKLOAD, model="nowhere_at_all:build"), Cluster(2), [OptionSet(ZEROSYNC, 2)])
+    with pytest.raises(PlanError, match=r"after 0\.1 s"):
+        plan(WORKLOAD, Cluster(2), [OptionSet(ZEROSYNC, 2)], timeout=0.1)
+    for arguments, word in (
+        (["x", "--dtype", "fp8"], "fp8"), (["x", "--ranks", "12"], "divisor"), (["x", "--within", "fast"], "'fast'"),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "zerosync_strategy", "plan", *arguments], capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 2 and word in done.stderr
