@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision
+from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.param_groups import show_parameters
@@ -211,6 +212,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             raise ValueError(f"Fabric.setup_module() found that {problem}")
         if self.stage == 3:
             self._evaluated[module], _ = self._make_engine(module)
+            zero3.gather_whole(module.parameters())
         else:
             self._evaluated[module] = None
             self._cast(module)

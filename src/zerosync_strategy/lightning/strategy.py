@@ -268,6 +268,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super()._initialize_deepspeed_inference(model)
         if self.zero_stage_3:
             interpose(self.model, EvaluationOverrides)
+            zero3.gather_whole(model.parameters())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -234,12 +234,8 @@ def give_class_at_rest(
 
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = [param] if param_list is None else param_list
-        # Of several, releases before WHOLE_GATHER wait for the last alone, which is not enough off NCCL.
-        one_by_one = not async_op and param.device.type == "cpu" and not contract.has(contract.WHOLE_GATHER)
-        handles = None
         with as_it_is():
-            for part in [[each] for each in params] if one_by_one else [params]:
-                handles = stock[0](part, async_op, hierarchy)
+            handles = _gather_whole(stock[0], params, async_op, hierarchy)
         for gathered in params:
             users = gathered.ds_active_sub_modules
             if users.__class__ is _Users and is_gathered(gathered):
@@ -268,6 +264,31 @@ def give_class_at_rest(
     users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
+
+
+def gather_whole(params: Iterable[Any]) -> None:
+    """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
+    for param in filter(is_sharded, params):
+        param.all_gather = functools.partial(_gather_whole_by_default, param, param.all_gather)
+
+
+def _gather_whole_by_default(
+    param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> Any:
+    return _gather_whole(stock, [param] if param_list is None else param_list, async_op, hierarchy)
+
+
+def _gather_whole(stock: Callable[..., Any], params: Any, async_op: bool, hierarchy: int) -> Any:
+    """Gather ``params`` as ``stock`` does, and wait for all of them.
+
+    Of several, releases before ``WHOLE_GATHER`` wait for the last alone, which is not enough off NCCL.
+    """
+    on_cpu = bool(params) and params[0].device.type == "cpu"
+    one_by_one = on_cpu and not async_op and not contract.has(contract.WHOLE_GATHER)
+    handles = None
+    for part in [[each] for each in params] if one_by_one else [params]:
+        handles = stock(part, async_op, hierarchy)
+    return handles
 
 
 def _forget_leftover_users(params: Iterable[Any]) -> None:
