@@ -70,6 +70,34 @@ def test_detach_leaves_no_trace(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_there_are_no_buffers_of_deepspeeds_own_reductions(stage: int) -> None:
+    """They have the size of its buckets: by default 500 million elements, two of them with `overlap_comm`."""
+
+    def run() -> list[int]:
+        net = network()
+        options = {"reduce_bucket_size": 12345, "overlap_comm": True}
+        engine = engines.make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), stage, options)
+        zerosync, found = attach(engine), [0, 0]
+
+        def look(_: Any) -> None:
+            for bucket in engine.optimizer.ipg_buckets.values():
+                buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+                found[k] = max(found[k], *(0 if each is None else each.numel() for each in [None, *buffers]))
+
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(look)
+        for k in range(2):
+            if k:
+                zerosync.detach()
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+        return found
+
+    assert run_ranks(run) == [[0, 12345]] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clip_next_step_is_for_one_step(stage: int) -> None:
     def run() -> float:

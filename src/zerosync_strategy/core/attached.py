@@ -110,6 +110,7 @@ class AttachedEngine:
         self.scheduler: GatherScheduler | None = None
         self.values: ParameterValues | None = None
         self.unshard_on_read: UnshardOnRead | None = None
+        self._restore_buffers: Callable[[], None] = _do_nothing
         if is_stage_3:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
@@ -120,6 +121,7 @@ class AttachedEngine:
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
+            self._restore_buffers = zero3.free_reduction_buffers(optimizer)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -155,6 +157,7 @@ class AttachedEngine:
         self._wait_for_parameters()
         self.in_stock_layout()
         self._detach()
+        self._restore_buffers()
 
     def _detach(self) -> None:
         _engines.discard(self)
@@ -652,6 +655,10 @@ class AttachedEngine:
         self.reducer.streams.renew()
         if self.scheduler is not None:
             self.scheduler.renew_streams()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _is_constant(param: Any) -> bool:

@@ -166,6 +166,8 @@ STAGE_1_2 = (
     Internal("window", "optimizer", "process_gradients", ("param", "i")),
     Internal("reduction", "optimizer", "bit16_groups"),
     Internal("reduction", "optimizer", "bit16_groups_flat"),
+    Internal("reduction", "optimizer", "setup_buckets", ()),
+    Internal("reduction", "optimizer", "contiguous_gradients", public=True),
     Internal("reduction", "optimizer", "partition_size"),
     Internal("reduction", "optimizer", "real_dp_process_group"),
     AVERAGES,
@@ -198,6 +200,7 @@ STAGE_1_2_OFFLOAD = (
     Internal("reduction with an offloaded optimizer", "optimizer", "update_offload_overflow_tracker", ("grad",)),
 )
 STAGE_3 = (
+    Internal("reduction", "optimizer", "ipg_buckets"),
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
     Internal("reduction", "optimizer", "fp16_groups"),
     Internal("reduction", "optimizer", "offload_optimizer"),

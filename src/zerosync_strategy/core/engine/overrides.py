@@ -217,6 +217,15 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_hooks.in_stock_layout()
         super().refresh_fp32_params()  # type: ignore[misc]
 
+    def setup_buckets(self) -> None:
+        """Makes no buffers for DeepSpeed's own reductions: of ``reduce_bucket_size`` elements, two with overlap."""
+        optimizer: Any = self
+        asked, optimizer.contiguous_gradients = optimizer.contiguous_gradients, False
+        try:
+            super().setup_buckets()  # type: ignore[misc]
+        finally:
+            optimizer.contiguous_gradients = asked
+
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync_hooks.gradient_ready(param)
 

@@ -880,6 +880,21 @@ def master_weights(optimizer: Any) -> list[MasterWeights]:
     return masters
 
 
+def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
+    """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return what undoes it."""
+    freed = []
+    for bucket in optimizer.ipg_buckets.values():
+        if bucket.buffer is not None:
+            freed.append((bucket, bucket.buffer.device, bucket.buffer.to("meta")))
+            bucket.buffer = None
+
+    def restore() -> None:
+        for bucket, device, buffer in freed:
+            bucket.buffer = torch.empty_like(buffer, device=device)
+
+    return restore
+
+
 # ---- full parameters, checkpoints, several engines -------------------------------------------------------------------
 
 
