@@ -22,7 +22,6 @@ import torch
 from hosts import Host
 from systems import make_model
 
-PROFILED = 3  # steps of each system under the profiler, after the others
 WARM_UP = 2  # steps of each system that are not counted: ZeRO-3 records its trace in them
 RESERVE = 1.5 * 2**30  # bytes of memory that must stay available
 QUIET = 0.02  # seconds after which all that was sent has been counted
@@ -54,14 +53,6 @@ class Team:
             theirs.close()  # now the rank alone has it, and its death is seen as the end of what it sends
             self._processes.append(process)
             self._connections.append(ours)
-        self._wait_ready()
-        self._signal(signal.SIGSTOP)
-
-    def profile(self) -> None:
-        """Make an optimizer step under the profiler, unmeasured."""
-        self._signal(signal.SIGCONT)
-        self._tell(rank.Turn.PROFILE)
-        self._steps += 1
         self._wait_ready()
         self._signal(signal.SIGSTOP)
 
@@ -163,8 +154,6 @@ def measure(
             _check_memory(team.name)
             print(f"  built {team.name}", flush=True)
         seconds, sent = _take_turns(teams, rounds, in_a_row)
-        for team in teams * PROFILED:
-            team.profile()
         ends, moved, reference = _compare(teams, model)
     finally:
         for team in teams:

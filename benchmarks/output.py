@@ -30,8 +30,7 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
         if not results["budget_curve"]:
             lines += [*_phases(run), ""]
     lines.append(
-        "Phases: a thread that is not working waits, for others or for a processor. The last four columns are parts"
-        " of the others, in steps under the profiler."
+        "Phases: medians over all steps. A thread that is not working waits, for other ranks or for a processor."
     )
     lines.append(
         "ms: median of the rounds. Ratios: median over the rounds of the ratio in one round; above 1 is faster."

@@ -30,7 +30,6 @@ class Turn(enum.Enum):
     """What the conductor sends."""
 
     STEP = enum.auto()  # make an optimizer step
-    PROFILE = enum.auto()  # make one under the profiler
     SETTLE = enum.auto()  # wait for what the last step has left under way
     END = enum.auto()  # send the result
 
@@ -128,7 +127,7 @@ def _turns(conductor: Connection, job: Job, rank: int, system: System, watched: 
             conductor.send(system.steps)
         if turn is Turn.END:
             return
-        with watched.watching(profiled=turn is Turn.PROFILE):
+        with watched.watching():
             yield batches
         round_ += 1
 
