@@ -203,7 +203,25 @@ class ZeroSync(_DeepSpeed):
                 param.view(-1)
 
 
-class DDP(_Direct):
+class _Torch(_Direct):
+    """A module of plain torch, and its optimizer."""
+
+    optimizer: torch.optim.Optimizer
+
+    def backward(self, model: torch.nn.Module, batch: torch.Tensor, of: int) -> None:
+        """Forward and backward of one of so many micro-batches."""
+        with phases.of("forward"):
+            loss = gpt.next_byte_loss(model(batch), batch) / of
+        with phases.of("backward"):
+            loss.backward()
+
+    def finish(self) -> None:
+        with phases.of("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class DDP(_Torch):
     """DistributedDataParallel that synchronises in the last backward only."""
 
     def __init__(self, model: str) -> None:
@@ -214,16 +232,11 @@ class DDP(_Direct):
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.ddp.no_sync():
-                with phases.of("forward"):
-                    loss = gpt.next_byte_loss(self.ddp(batch), batch) / len(batches)
-                with phases.of("backward"):
-                    loss.backward()
-        with phases.of("step"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+                self.backward(self.ddp, batch, len(batches))
+        self.finish()
 
 
-class FSDP2(_Direct):
+class FSDP2(_Torch):
     """``fully_shard`` with gradients reduced in the last backward only.
 
     Stage 2 keeps the gathered parameters over all micro-batches, stage 3 frees them after each use.
@@ -240,13 +253,8 @@ class FSDP2(_Direct):
             last = number == len(batches)
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last or self.stage == 3)
-            with phases.of("forward"):
-                loss = gpt.next_byte_loss(self.module(batch), batch) / len(batches)
-            with phases.of("backward"):
-                loss.backward()
-        with phases.of("step"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.backward(self.module, batch, len(batches))
+        self.finish()
 
 
 def make_system(name: str, model: str, accumulate: int) -> System:

@@ -110,7 +110,7 @@ class AttachedEngine:
         self.scheduler: GatherScheduler | None = None
         self.values: ParameterValues | None = None
         self.unshard_on_read: UnshardOnRead | None = None
-        self._restore_buffers: Callable[[], None] = _do_nothing
+        self._restore_buffers: Callable[[], None] | None = None  # DeepSpeed's own, for reductions
         if is_stage_3:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
@@ -157,7 +157,8 @@ class AttachedEngine:
         self._wait_for_parameters()
         self.in_stock_layout()
         self._detach()
-        self._restore_buffers()
+        if self._restore_buffers is not None:
+            self._restore_buffers()
 
     def _detach(self) -> None:
         _engines.discard(self)
@@ -655,10 +656,6 @@ class AttachedEngine:
         self.reducer.streams.renew()
         if self.scheduler is not None:
             self.scheduler.renew_streams()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _is_constant(param: Any) -> bool:

@@ -20,8 +20,8 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterWeights
 from zerosync_strategy.core.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
 
-Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None]]]]]
-"""Master weights, and of each, where its pieces begin and end, and what to call when one has been stepped."""
+Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None] | None]]]]
+"""Master weights, and of each, where its pieces begin and end, and what to call, if anything, when one is stepped."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FrozenParameters:
             return
         masters = self._masters() if len(self._cohorts) > 1 else None
         if pieces is None:
-            pieces = [(master.flat, [(0, master.flat.numel(), _do_nothing)]) for master in masters or ()]
+            pieces = [(master.flat, [(0, master.flat.numel(), None)]) for master in masters or ()]
         if masters is None:
             self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in pieces])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
@@ -154,10 +154,6 @@ def _parts(
             yield Part(index, [], {}, stepped)
 
     return parts
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _runs(master: MasterWeights, params: set[Any]) -> Iterator[tuple[int, int]]:

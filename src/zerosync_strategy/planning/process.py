@@ -10,12 +10,10 @@ from zerosync_strategy.planning.jobs import LARGE_BYTES
 
 _M_MMAP_THRESHOLD = -3
 # What torch, DeepSpeed and ZeroSync import when they are first used.
-
 _NAMES = (
     "deepspeed", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "torch.onnx",
     "torch.export", "torch.testing._internal.distributed.fake_pg", "zerosync_strategy.core.handle",
-    "zerosync_strategy.planning.models",
-    "zerosync_strategy.planning.skipped", "zerosync_strategy.planning.memory",
+    "zerosync_strategy.planning.models", "zerosync_strategy.planning.skipped", "zerosync_strategy.planning.memory",
 )  # fmt: skip
 
 

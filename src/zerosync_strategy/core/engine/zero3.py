@@ -268,6 +268,8 @@ def give_class_at_rest(
 
 def gather_whole(params: Iterable[Any]) -> None:
     """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
+    if contract.has(contract.WHOLE_GATHER):
+        return
     for param in filter(is_sharded, params):
         param.all_gather = functools.partial(_gather_whole_by_default, param, param.all_gather)
 

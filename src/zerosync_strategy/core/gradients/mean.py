@@ -50,7 +50,7 @@ class ItemCount:
         """The gradients are dropped, or stepped."""
         self._items = None
 
-    def divisor(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
+    def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
         """Return the number of items of all ranks, in fp64; ``None`` where losses are means. Collective.
 
         Raises:

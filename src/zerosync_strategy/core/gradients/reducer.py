@@ -239,7 +239,7 @@ class Reducer(ABC):
         if not self.layouts:
             return
         device = self.layouts[0].params[0].device
-        items = self.items.divisor(zero.data_parallel_group(self.optimizer), device)
+        items = self.items.total(zero.data_parallel_group(self.optimizer), device)
         self.items.forget()
         if items is None:
             return

@@ -231,10 +231,7 @@ class ParameterCache:
             self._modules = before
             for hook in hooks:
                 hook.replace(hook.stock)
-            with self.releasing_all():
-                for param in released:
-                    zero3.release_param(self._coordinator, param)
-            zero3.mark_held(released, False)
+            self._release(released)
 
     def holds(self, param: Any) -> bool:
         """Return whether ``param`` stays gathered from its first use in this window to the step."""
@@ -461,11 +458,14 @@ class ParameterCache:
             return
         held, self._kept = self._kept, set()
         kept = [param for param in held if self._held.pop(zero3.param_id(param), None) is not None]
+        self._held_bytes -= sum(map(zero3.full_bytes, kept))
+        self._release(kept)
+
+    def _release(self, params: Iterable[Any]) -> None:
         with self.releasing_all():
-            for param in kept:
-                self._held_bytes -= zero3.full_bytes(param)
+            for param in params:
                 zero3.release_param(self._coordinator, param)
-        zero3.mark_held(kept, False)
+        zero3.mark_held(params, False)
 
 
 def _nothing(module: Any, *args: Any) -> None:
