@@ -82,7 +82,6 @@ def test_in_a_run(stage: int) -> None:
 
         halves = [sgd(net[part].parameters()) for part in (slice(0, 2), slice(2, 5))]
         refused(ValueError, "got 2 optimizers for one model.* as a model of its own", fabric.setup, net, *halves)
-        refused(RuntimeError, r"jointly through `.setup\(model, opt", fabric.setup_optimizers, sgd(net.parameters()))
         refused(ValueError, "LBFGS computes with all", fabric.setup, net, torch.optim.LBFGS(net.parameters()))
         both = nn.Sequential(net, model.module)
         refused(ValueError, r"'1\.0\.weight' is one of 6", fabric.setup, both, sgd(net.parameters()))

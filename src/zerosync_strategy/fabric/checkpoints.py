@@ -6,7 +6,7 @@ folders that have their names in the state. What else is in the state lies besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,27 @@ from torch.nn import Module
 from zerosync_strategy.core.engine.several import as_frozen
 from zerosync_strategy.core.handle import ZeroSync
 
+from .prepared import PreparedModule, prepared_as
+
 TAG = "checkpoint"
 """The name of a model's checkpoint within its directory, as Fabric has it."""
 _REST = "fabric_state"
 
 
 def save(
-    path: Any, state: dict[str, Any], evaluated: Collection[Module], convert: Callable[[dict[str, Any]], Any],
-    exclude_frozen: bool,
+    path: Any, state: dict[str, Any], convert: Callable[[dict[str, Any]], Any], exclude_frozen: bool
 ) -> None:  # fmt: skip
     """Write ``state`` to the directory ``path``. Collective.
 
     Args:
         state: models that were set up with an optimizer, those optimizers, and anything that ``convert`` can convert.
-        evaluated: models that were set up without an optimizer.
         exclude_frozen: leave out frozen parameters.
 
     Raises:
         ValueError: no model; one without an optimizer; an optimizer without its model.
     """
-    engines = _models_in(state, evaluated, "fabric.save()")
-    if untrained := [name for name, model in engines.items() if model in evaluated]:
+    engines = _models_in(state, "fabric.save()")
+    if untrained := [name for name, model in engines.items() if isinstance(model, PreparedModule)]:
         raise ValueError(
             f"fabric.save() found models that were set up without an optimizer: {', '.join(untrained)}. It saves what"
             " trains. Leave them out; they are as they were loaded."
@@ -51,9 +51,7 @@ def save(
             )  # fmt: skip
 
 
-def load(
-    path: Any, state: Any, evaluated: Collection[Module], strict: bool, broadcast: Callable[[Any], Any]
-) -> dict[str, Any]:
+def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -> dict[str, Any]:
     """Restore ``state`` from the directory ``path``, in place; return what of the checkpoint is not in it. Collective.
 
     Models are restored with their optimizers if these are in ``state``, and all else as the first rank has saved it.
@@ -63,7 +61,7 @@ def load(
         KeyError: with ``strict``, the checkpoint lacks what ``state`` asks for.
         ValueError: ``state`` has no model, or an optimizer without its model.
     """
-    models = _models_in(state if isinstance(state, dict) else {}, evaluated, "fabric.load()")
+    models = _models_in(state if isinstance(state, dict) else {}, "fabric.load()")
     optimizers = _optimizers_in(state, models)
     saved: dict[str, Any] = {}
     for name, model in models.items():
@@ -75,7 +73,7 @@ def load(
                 f"fabric.load() found no checkpoint of the model {name!r} in {directory}: no folder {TAG!r}. Give the"
                 " path that fabric.save() was given, and the models under the names that they had there."
             )
-        if model in evaluated:
+        if isinstance(model, PreparedModule):
             _load_for_evaluation(model, directory, strict)
             continue
         with _trained_alone(model):
@@ -105,35 +103,33 @@ def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
     """``module.load_state_dict(state)`` on any stage, for a model that was set up or not. Collective."""
     from deepspeed import zero
 
-    zerosync = _zerosync_of(module)
+    model = prepared_as(module)
+    zerosync = _zerosync_of(model)
     if zerosync is not None:
         with zerosync.full_parameters():
             zerosync.engine.module.load_state_dict(state, strict=strict)
         return
-    with zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
-        module.load_state_dict(state, strict=strict)
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.module.load_state_dict(state, strict=strict)
 
 
-def _load_for_evaluation(module: Module, directory: Path, strict: bool) -> None:
+def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -> None:
     """Load a model without an optimizer; under ZeRO-3, the weights are in the optimizer's part of a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    load_weights(module, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
+    load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
 
 
-def _models_in(state: dict[str, Any], evaluated: Collection[Module], call: str) -> dict[str, Any]:
-    """Return the models of ``state`` that were set up.
+def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
+    """Return the models of ``state`` that were set up: engines, and models without an optimizer.
 
     Raises:
         ValueError: there is none.
     """
     from deepspeed import DeepSpeedEngine
 
-    models = {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, DeepSpeedEngine) or (isinstance(value, Module) and value in evaluated)
-    }
+    models = {name: prepared_as(value) for name, value in state.items()}
+    models = {name: value for name, value in models.items() if isinstance(value, (DeepSpeedEngine, PreparedModule))}
     if not models:
         raise ValueError(
             f"{call} found no model in the state that fabric.setup() has returned. Pass it: {{'model': model, ...}}."

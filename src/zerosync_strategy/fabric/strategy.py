@@ -38,9 +38,11 @@ from .library import (
     DDPStrategy,
     DeepSpeedPrecision,
     DeepSpeedStrategy,
+    Fabric,
     MisconfigurationException,
     Precision,
 )
+from .prepared import PreparedModule, allow_later_optimizers, prepared_as
 
 _ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
@@ -72,8 +74,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         self.zerosyncs: list[ZeroSync] = []
-        # Models without an optimizer, on stage 3 with the engine that shards them.
-        self._evaluated: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakSet[PreparedModule] = weakref.WeakSet()
+        allow_later_optimizers(Fabric, ZeroSyncFabricStrategy)
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         assert isinstance(self.config, dict)
@@ -170,11 +172,17 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 " one optimizer with several parameter groups, or set up each part of the model as a model of its"
                 " own, with its optimizer."
             )
-        (optimizer,) = optimizers
-        problem = optimizer_problem(module, optimizer) or self._problem_beside_others(module)
-        require_same("Fabric.setup()", {"optimizer": problem or "as asked"} | model_facts(module))
+        engine, zero_optimizer = self._train(module, optimizers[0], "Fabric.setup()")
+        return engine, [zero_optimizer], *scheduler
+
+    def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
+        """Make an attached engine of ``module``, ``prepared`` or not, and return it with its optimizer."""
+        problem = optimizer_problem(module, optimizer) or self._problem_beside_others(module, prepared)
+        require_same(call, {"optimizer": problem or "as asked"} | model_facts(module))
         if problem:
-            raise ValueError(f"Fabric.setup() found that {problem}")
+            raise ValueError(f"{call} found that {problem}")
+        if prepared is not None:
+            prepared.stop_refusing()
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         engine, zero_optimizer = self._make_engine(module, optimizer)
         self._set_deepspeed_activation_checkpointing()
@@ -182,11 +190,12 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         show_parameters(zero_optimizer, groups)
         self.zerosyncs.append(attach(engine, self.zerosync_config))
         self._deepspeed_engine = engine
-        return engine, [zero_optimizer], *scheduler
+        return engine, zero_optimizer
 
-    def _problem_beside_others(self, module: Module) -> str:
-        """Return why ``module`` cannot be trained beside what has been set up before; empty if it can."""
-        models = [*(zerosync.engine.module for zerosync in self.zerosyncs), *self._evaluated]
+    def _problem_beside_others(self, module: Module, prepared: PreparedModule | None = None) -> str:
+        """Return why ``module``, if need be ``prepared``, cannot be set up beside what was before; empty if it can."""
+        models = [zerosync.engine.module for zerosync in self.zerosyncs]
+        models += [other.module for other in self._prepared if other is not prepared and other.engine is None]
         others = {id(param) for model in models for param in model.parameters()}
         if shared := [name for name, param in module.named_parameters() if id(param) in others]:
             return (
@@ -206,22 +215,42 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def setup_module(self, module: Module) -> Any:
         """Prepare ``module`` for evaluation, sharded on stage 3. A backward that reaches its parameters raises.
 
-        It is no engine: gradients may pass through it to a model that trains.
+        Gradients may pass through it to a model that trains; with :meth:`setup_optimizer` it trains itself.
         """
         if problem := self._problem_beside_others(module):
             raise ValueError(f"Fabric.setup_module() found that {problem}")
+        engine = None
         if self.stage == 3:
-            self._evaluated[module], _ = self._make_engine(module)
+            engine, _ = self._make_engine(module)
             zero3.gather_whole(module.parameters())
         else:
-            self._evaluated[module] = None
             self._cast(module)
             for tensor in (*module.parameters(), *module.buffers()):
                 torch.distributed.broadcast(tensor.detach(), 0)
-        for param in module.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_refuse_gradient)
-        return module
+        prepared = PreparedModule(module, engine)
+        self._prepared.add(prepared)
+        return prepared
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        """Make an engine of ``optimizer`` and of the model from ``fabric.setup_module()`` whose parameters it has.
+
+        Raises:
+            ValueError: its parameters are of no such model, of several, or of one that has an optimizer.
+        """
+        call = "Fabric.setup_optimizers()"
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owners = [each for each in self._prepared if not params.isdisjoint(map(id, each.module.parameters()))]
+        if len(owners) != 1:
+            raise ValueError(
+                f"{call} got an optimizer with parameters of {len(owners)} models that fabric.setup_module() has"
+                " returned. Under ZeRO each model has one optimizer: make it from the parameters of one, after"
+                " fabric.setup_module(model)."
+            )
+        (prepared,) = owners
+        engine, zero_optimizer = self._train(prepared.module, optimizer, call, prepared)
+        prepared.train_with(engine)
+        return zero_optimizer
 
     def _cast(self, module: Module) -> None:
         """Give ``module`` the dtype that an engine gives to its own."""
@@ -248,11 +277,13 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         inputs: Any = None,
     ) -> None:
         """One backward, of the window of each engine whose parameters it reaches."""
+        module = prepared_as(module)
         if not isinstance(getattr(module, "_zerosync", None), ZeroSync):
             raise RuntimeError(
-                "fabric.backward() found a model that was set up without an optimizer. Set it up by"
-                " fabric.setup(model, optimizer), or give fabric.backward() the model that trains: model=..."
+                "fabric.backward() found a model that was set up without an optimizer. Set one up by"
+                " fabric.setup_optimizers(optimizer), or give fabric.backward() the model that trains: model=..."
             )
+        self._deepspeed_engine = module
         if create_graph or inputs is not None:
             raise ValueError(
                 f"fabric.backward() got {'create_graph=True' if create_graph else 'inputs='}, which DeepSpeed's"
@@ -329,7 +360,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 " not to be saved out of the state."
             )
         exclude_frozen = getattr(self, "exclude_frozen_parameters", False)  # Fabric 2.5.0 has none
-        save(self.broadcast(path), state, self._evaluated, self._convert_rest, exclude_frozen)
+        save(self.broadcast(path), state, self._convert_rest, exclude_frozen)
 
     def _convert_rest(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._convert_stateful_objects_in_state(state, filter={})
@@ -346,7 +377,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if os.path.isfile(path):
             how = {} if weights_only is None else {"weights_only": weights_only}  # which Fabric 2.5 does not know
             return DDPStrategy.load_checkpoint(self, path, state, strict, **how)
-        return load(path, state, self._evaluated, strict, self.broadcast)
+        return load(path, state, strict, self.broadcast)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -380,7 +411,7 @@ class _BackwardSync:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
-        zerosync = getattr(module, "_zerosync", None)
+        zerosync = getattr(prepared_as(module), "_zerosync", None)
         if zerosync is not None and not enabled:
             zerosync.window.expect_last()
         return nullcontext()
@@ -394,11 +425,3 @@ def _zerosync_of(optimizer: Any) -> ZeroSync:
             " optimizer to step and to clip."
         )
     return zerosync
-
-
-def _refuse_gradient(param: Tensor) -> None:
-    raise RuntimeError(
-        "A backward reached parameters of a model that was set up without an optimizer: their gradients would not be"
-        " averaged over the ranks. Set it up by fabric.setup(model, optimizer); or, if it is not to train, call"
-        " model.requires_grad_(False) first."
-    )

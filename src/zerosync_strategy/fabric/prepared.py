@@ -1,0 +1,84 @@
+"""``fabric.setup_module()`` first, ``fabric.setup_optimizers()`` later: a model that gets its engine afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+
+class PreparedModule(Module):
+    """What ``fabric.setup_module()`` makes of a model.
+
+    Until it has an optimizer it calls the model, and a backward that reaches the model's parameters raises. From
+    :meth:`train_with` on it stands for the engine.
+
+    Args:
+        module: the model.
+        sharding: DeepSpeed's engine without an optimizer, which shards the model on stage 3.
+    """
+
+    engine: Any
+
+    def __init__(self, module: Module, sharding: Any = None) -> None:
+        super().__init__()
+        self.module = module
+        self._sharding = sharding
+        self._refusals = [
+            param.register_post_accumulate_grad_hook(_refuse_gradient)
+            for param in module.parameters()
+            if param.requires_grad
+        ]
+        self.__dict__["engine"] = None  # no submodule, so that the names of parameters stay
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.engine or self.module)(*args, **kwargs)
+
+    def stop_refusing(self) -> None:
+        """Let an engine that is to come have the gradients, and be the only one that shards."""
+        for refusal in self._refusals:
+            refusal.remove()
+        if self._sharding is not None:
+            self._sharding.destroy()
+            self._sharding = None
+
+    def train_with(self, engine: Any) -> None:
+        """Go through ``engine`` in each forward."""
+        self.__dict__["engine"] = engine
+
+
+def prepared_as(value: Any) -> Any:
+    """Return what a :class:`PreparedModule` stands for, an engine or itself; anything else as it is."""
+    return value.engine or value if isinstance(value, PreparedModule) else value
+
+
+def allow_later_optimizers(fabric: type, strategy: type) -> None:
+    """Let ``setup_optimizers()`` of the class ``fabric`` reach ``strategy``; it refuses every kind of DeepSpeed's.
+
+    Without Fabric's private check, in a release that has another, Fabric's refusal stays.
+    """
+    stock = getattr(fabric, "_validate_setup_optimizers", None)
+    if stock is None or hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def validate(self: Any, optimizers: Sequence[Optimizer]) -> None:
+        if not isinstance(self._strategy, strategy):
+            return stock(self, optimizers)
+        self._validate_launched()
+        if not optimizers:
+            raise ValueError("fabric.setup_optimizers() got no optimizer. Pass the optimizer of each model.")
+
+    fabric._validate_setup_optimizers = validate  # type: ignore[attr-defined]
+
+
+def _refuse_gradient(param: Tensor) -> None:
+    raise RuntimeError(
+        "A backward reached parameters of a model that was set up without an optimizer: their gradients would not be"
+        " averaged over the ranks. Set up its optimizer by fabric.setup_optimizers(optimizer), or both together by"
+        " fabric.setup(model, optimizer); or, if it is not to train, call model.requires_grad_(False) first."
+    )
