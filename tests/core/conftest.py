@@ -2,10 +2,10 @@
 
 import pytest
 
-from zerosync_strategy.core.gradients import stage12
+from zerosync_strategy.core.gradients import reducer
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each stripe be stepped by itself."""
-    monkeypatch.setattr(stage12, "PIECE_NUMEL", 1)
+    """Let a step have several pieces."""
+    monkeypatch.setattr(reducer, "PIECE_NUMEL", 50)

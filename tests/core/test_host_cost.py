@@ -11,6 +11,11 @@ LAYERS, WIDTH = 8, 256
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
 
 
+@pytest.fixture(autouse=True)
+def small_pieces() -> None:
+    """The pieces of a step are as large as in use."""
+
+
 def measured(system: str, world_size: int, **options: Any) -> dict[str, Any]:
     arguments = {"layers": LAYERS, "width": WIDTH, "backwards": 1, "bucket": None, **options}
     (found,) = run_ranks(lambda: measure(system, world_size, **arguments), world_size=1)

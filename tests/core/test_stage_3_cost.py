@@ -19,6 +19,11 @@ from zerosync_strategy import attach, prepare_cpu
 BACKWARDS, WIDTH = 4, 8
 
 
+@pytest.fixture(autouse=True)
+def small_pieces() -> None:
+    """The pieces of a step are as large as in use."""
+
+
 class Operators(TorchDispatchMode):
     count = 0
 

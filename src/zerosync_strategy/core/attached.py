@@ -25,11 +25,12 @@ from zerosync_strategy.core.failures.checkpoint_errors import (
     wrap_checkpoint_errors,
 )
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
-from zerosync_strategy.core.frozen import FrozenParameters, Pieces
+from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
 from zerosync_strategy.core.gradients.layout import FlatLayout
+from zerosync_strategy.core.gradients.reducer import Pieces
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -614,9 +615,7 @@ class AttachedEngine:
     def _pieces(self) -> Pieces | None:
         """Return the pieces in which the coming step is to be made; ``None``: at once, and parameters follow it."""
         optimizer, reducer = self.engine.optimizer, self.reducer
-        if not isinstance(reducer, Stage12Reducer) or zero.offloads(optimizer):
-            return None
-        if not can_step_by_part(zero.stepping_optimizer(self.engine)):
+        if zero.offloads(optimizer) or not can_step_by_part(zero.stepping_optimizer(self.engine)):
             return None
         pieces = reducer.pieces()
         return pieces if any(len(of_master) > 1 for _, of_master in pieces) else None

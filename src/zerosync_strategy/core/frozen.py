@@ -18,10 +18,8 @@ from typing import Any
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterWeights
+from zerosync_strategy.core.gradients.reducer import Pieces
 from zerosync_strategy.core.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
-
-Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None] | None]]]]
-"""Master weights, and of each, where its pieces begin and end, and what to call, if anything, when one is stepped."""
 
 
 @dataclass

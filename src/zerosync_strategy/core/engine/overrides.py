@@ -251,6 +251,12 @@ class Stage3Overrides(OptimizerOverrides):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]
 
+    def unscale_and_clip_grads(self, *args: Any) -> None:
+        """Does nothing where there is nothing to multiply by."""
+        optimizer: Any = self
+        if optimizer.loss_scale != 1 or optimizer.clip_grad > 0:
+            super().unscale_and_clip_grads(*args)  # type: ignore[misc]
+
     # What DeepSpeed's functions safe_get_... and safe_set_... call.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:

@@ -781,8 +781,12 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
     return getattr(optimizer, contract.GRADIENT_SHARDS)
 
 
-def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
-    """Let the coming step find the gradient shards of ``params``."""
+def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
+    """Let the coming step find the gradient shards of ``params``.
+
+    Args:
+        joined: not one by one, as DeepSpeed's own computation of their norm would have them.
+    """
     shards = gradient_shards(optimizer)
     if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
@@ -796,7 +800,21 @@ def hand_over_gradients(optimizer: Any, params: Iterable[Any]) -> None:
             optimizer.fp32_partitioned_groups_flat[group].grad.narrow(0, int(offset), shard.numel()).copy_(shard)
         return
     for index, group in enumerate(optimizer.fp16_groups):
-        optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group]
+        whole = _joined_shards(optimizer, index) if joined else None
+        optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group] if whole is None else [whole]
+
+
+def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
+    """Return the gradient shards of a sub-group as one tensor, which its step need not copy; ``None``: they lie apart.
+
+    DeepSpeed has made them, in this order, as parts of one buffer.
+    """
+    group, shards = optimizer.fp16_groups[index], gradient_shards(optimizer)
+    first, last = shards[group[0].ds_id], shards[group[-1].ds_id]
+    numel = optimizer.fp32_partitioned_groups_flat[index].numel()
+    if last.data_ptr() + last.nbytes != first.data_ptr() + numel * first.element_size():
+        return None
+    return first.as_strided((numel,), (1,))
 
 
 def discard_gradients(optimizer: Any) -> None:
@@ -808,6 +826,25 @@ def gradient_norms(optimizer: Any) -> list[Any]:
     """Return the L2 norm of the gradients times the loss scale, as one. Collective."""
     norms: list[Any] = optimizer._get_norm_groups()
     return norms
+
+
+def is_model_parallel(optimizer: Any) -> bool:
+    """Return whether ranks that hold other parts of the model share its norm."""
+    return optimizer.model_parallel_group is not None
+
+
+def norm_of_shards(optimizer: Any) -> torch.Tensor:
+    """Compute the norm of the gradients that were handed over, an infinity where it is not finite. Collective.
+
+    Every parameter is sharded over all data-parallel ranks, and they have the whole model.
+    """
+    from deepspeed import comm
+
+    shards = [shard for of_group in optimizer.averaged_gradients.values() for shard in of_group]
+    square = torch.stack([torch.linalg.vector_norm(shard).double() for shard in shards]).square().sum()
+    comm.all_reduce(square, group=optimizer.dp_process_group)
+    norm = square.sqrt().float()
+    return torch.where(norm.isfinite(), norm, torch.inf)
 
 
 def all_parameters(optimizer: Any) -> list[Any]:
@@ -862,6 +899,11 @@ def take_master_weights(optimizer: Any, param: Any) -> None:
         persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept
         param.partition()
         param.ds_persist = persistent
+
+
+def flat_master_weights(optimizer: Any) -> list[Any]:
+    """Return what the optimizer steps, by sub-group."""
+    return list(optimizer.fp32_partitioned_groups_flat)
 
 
 def master_weights(optimizer: Any) -> list[MasterWeights]:

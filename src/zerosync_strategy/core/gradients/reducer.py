@@ -35,6 +35,10 @@ CHUNK_BYTES = 4 * 2**20
 IN_FLIGHT = 4
 """Chunks in flight at a time, where ranks send point to point: several small ones keep a link busy."""
 IN_FLIGHT_NATIVE = 2
+PIECE_NUMEL = 2**18
+"""Elements of a rank's shard that are stepped at a time, at least: fewer would cost more than they save."""
+Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None] | None]]]]
+"""Master weights, and of each, where its pieces begin and end, and what to call, if anything, when one is stepped."""
 _numbers = count()  # of reducers, the same on all ranks that attach alike
 
 
@@ -134,6 +138,10 @@ class Reducer(ABC):
     @abstractmethod
     def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
         """Return the norm of all gradients; ``stock`` is what DeepSpeed computes as such. A collective call."""
+
+    @abstractmethod
+    def pieces(self) -> Pieces:
+        """Return this rank's master weights, and the pieces in which a step can be made; none: at once."""
 
     @abstractmethod
     def _discard_shards(self) -> None:

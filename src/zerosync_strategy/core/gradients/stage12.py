@@ -13,13 +13,12 @@ from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.stripes import Stripe
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
+from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, sent_by_one_rank
 
-PIECE_NUMEL = 2**18
-"""Elements of this rank's shard that are stepped at a time, at least: fewer would cost more than they hide."""
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
@@ -114,12 +113,8 @@ class Stage12Reducer(Reducer):
             for param in layout.params
         }
 
-    def pieces(self) -> list[tuple[Any, list[tuple[int, int, Callable[[], None]]]]]:
-        """Return, by group, this rank's master weights and the pieces in which to step them.
-
-        Returns:
-            Where each begins and ends, and what to call when it has been stepped: that begins to gather it.
-        """
+    def pieces(self) -> Pieces:
+        """As in the base class; what is called when one is stepped begins to gather it."""
         masters = (zero12.master(self.optimizer, layout.group_index) for layout in self.layouts)
         return [(flat, list(self._pieces_of(layout))) for flat, layout in zip(masters, self.layouts, strict=True)]
 
@@ -128,7 +123,7 @@ class Stage12Reducer(Reducer):
         for stripe in layout.stripes:
             stripes.append(stripe)
             begin, end = stripes[0].offset, stripe.offset + stripe.width
-            if end - begin >= PIECE_NUMEL or end == layout.shard_numel:
+            if end - begin >= reducer.PIECE_NUMEL or end == layout.shard_numel:
                 yield begin, end, functools.partial(self._gather, layout, stripes)
                 stripes = []
 

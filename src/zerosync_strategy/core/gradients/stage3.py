@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Reducer, sent_by_one_rank
+from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, sent_by_one_rank
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
@@ -72,11 +74,16 @@ class Stage3Reducer(Reducer):
         return _joined(parts)
 
     def hand_over(self) -> None:
-        zero3.hand_over_gradients(self.optimizer, self.params)
+        zero3.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
 
     def compute_norm(self) -> torch.Tensor:
         (norm,) = zero3.gradient_norms(self.optimizer)
         return norm
+
+    @property
+    def _computes_norm(self) -> bool:
+        """Whether the norm is that of all shards of all ranks, where they are."""
+        return self._shards_on_device and not self.over_groups and not zero3.is_model_parallel(self.optimizer)
 
     @property
     def over_groups(self) -> bool:
@@ -85,14 +92,18 @@ class Stage3Reducer(Reducer):
         return any(layout.world_size < everyone for layout in self.layouts)
 
     def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        """Return the norm of all gradients, the same on every rank (U3), from DeepSpeed's by group of parameters.
+        """Return the norm of all gradients, the same on every rank (U3).
 
-        A group's norm is summed over the ranks that shard it. Parameters of another group of ranks are others, so each
-        of its ranks adds its share of the square, and each element counts once. A collective call.
+        Where DeepSpeed computes it, it does by group of parameters, and sums over the ranks that shard these.
+        Parameters of another group of ranks are others, so each of its ranks adds its share of the square, and each
+        element counts once. A collective call.
         """
         from deepspeed import comm
 
         optimizer = self.optimizer
+        if self._computes_norm:
+            with phase("norm"):
+                return zero3.norm_of_shards(optimizer)
         stacked = torch.stack([torch.as_tensor(norm) for norm in stock()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         stacked = torch.where(stacked >= 0, stacked, torch.inf)
@@ -105,6 +116,14 @@ class Stage3Reducer(Reducer):
         total = squares.sum()
         comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
         return total.sqrt().to(stacked)
+
+    def pieces(self) -> Pieces:
+        """As in the base class; nothing is sent by piece, but the C library gives small temporary tensors at once."""
+        return [
+            (flat, [(begin, min(begin + size, flat.numel()), None) for begin in range(0, flat.numel(), size)])
+            for flat in zero3.flat_master_weights(self.optimizer)
+            if (size := reducer.PIECE_NUMEL if flat.device.type == "cpu" else flat.numel())
+        ]
 
     def _discard_shards(self) -> None:
         zero3.discard_gradients(self.optimizer)
