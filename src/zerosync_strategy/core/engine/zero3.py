@@ -48,7 +48,10 @@ def full_numel(param: Any) -> int:
 
 def full_bytes(param: Any) -> int:
     """Return the bytes of ``param`` when it is gathered."""
-    return full_numel(param) * int(param.ds_tensor.element_size() if is_sharded(param) else param.element_size())
+    try:
+        return int(param.ds_numel * param.ds_tensor.element_size())
+    except AttributeError:
+        return int(param.numel() * param.element_size())
 
 
 def process_group(param: Any) -> Any:

@@ -234,7 +234,7 @@ class UnshardOnRead:
     def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: nn.Module, *args: Any) -> Any:
             self._frames.append((module, {}))
-            self._mark(module)
+            self._mark(module, True)
             return stock(module, *args)
 
         return hook
@@ -253,10 +253,9 @@ class UnshardOnRead:
         left = self._frames[depth:]
         del self._frames[depth:]
         for module, _ in left:
-            self._mark(module)
+            self._mark(module, any(running is module for running, _ in self._frames))
 
-    def _mark(self, module: nn.Module) -> None:
-        runs = any(running is module for running, _ in self._frames)
+    def _mark(self, module: nn.Module, runs: bool) -> None:
         for attributes in self._held_with.get(module, ()):
             attributes[_RUNS] = runs
 
