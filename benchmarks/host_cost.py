@@ -261,11 +261,11 @@ def _write(runs: list[dict[str, Any]], path: Path) -> None:
     for system in dict.fromkeys(run["system"] for run in runs if run["system"] != "torch"):
         of_system = [run for run in runs if run["system"] == system]
         axes.plot(
-            [run["world_size"] for run in of_system], [run["aten_calls"]["step"] for run in of_system],
+            [run["world_size"] for run in of_system], [sum(run["aten_calls"].values()) for run in of_system],
             marker="o", label=system, linestyle="--" if system.startswith("stock") else "-",
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ATen calls in a step")
-    axes.legend()
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ATen calls, forward to step")
+    axes.legend(loc="upper left", fontsize="small")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=120)
 
