@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,22 @@ def waiting(call: Call, collectives: int = 4, exchanges: int = 0, group: str = "
 )
 def test_only_what_is_certain(states: Mapping[int, Waiting], found: set[int]) -> None:
     assert deadlocked(states) == found
+
+
+def test_a_group_that_was_made_without_a_backend_is_watched() -> None:
+    """Its backend is "undefined" for torch, and gloo on the CPU."""
+
+    def run() -> None:
+        impatient()
+        dist.init_process_group(timeout=timedelta(seconds=60))
+        engine = make_engine(2)
+        attach(engine)
+        for k in range(2):
+            if k and rank() == 0:
+                dist.barrier()
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+
+    alone, other = run_ranks(run, expect="any", timeout=50)
+    assert alone.error == "RuntimeError" and other.error == "RankError", str(other)
+    assert "Verdict: rank 0 alone waits for torch.distributed.barrier(), window 2" in other.message, other.message

@@ -43,6 +43,7 @@ from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
+from zerosync_strategy.core.progress import EngineProgress
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.states import StripedStates, full_from, into_shard
 from zerosync_strategy.core.stepping import can_step_by_part
@@ -132,6 +133,7 @@ class AttachedEngine:
         self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
+        self._progress = EngineProgress(engine.module, self.meter, self.window, self.scheduler)
         self._rank_status = rank_status()
         groups = {layout.process_group for layout in self.reducer.layouts}
         share_timeout({zero.data_parallel_group(optimizer), *groups})
@@ -645,7 +647,7 @@ class AttachedEngine:
 
     def activity(self, what: str) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
-        return self._rank_status.activity(what, self._position)
+        return self._rank_status.activity(what, self._position, self._progress)
 
     def _position(self) -> str:
         return f"{self.meter.steps} optimizer step(s) done, {self.window.backwards} backward(s) since"

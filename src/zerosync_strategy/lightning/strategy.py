@@ -354,7 +354,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             if is_communication_error(exception):
                 warnings.warn(rank_status().describe("the training", exception), stacklevel=2)
             else:
-                rank_status().record_failure(f"{type(exception).__name__}: {exception}")
+                rank_status().record_failure(f"{type(exception).__name__}: {exception}", exception)
         super().on_exception(exception)
 
     @override

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.waits import Wait, issue_exchange, waiting
+from zerosync_strategy.core.comm.waits import Wait, issue_exchange, launched, waiting
 from zerosync_strategy.core.engine import zero
 
 
@@ -68,6 +68,7 @@ def reduce_scatter(
     tag: int = 0,
     out: torch.Tensor | None = None,
     empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] = _empty,
+    words: str = "",
 ) -> Pending:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
@@ -79,6 +80,7 @@ def reduce_scatter(
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
         empty: allocates the memory to receive into, off NCCL.
+        words: for it in errors.
 
     Returns:
         A pending tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -93,48 +95,61 @@ def reduce_scatter(
         parts = rows.unbind(0)
         received = empty((world_size - 1) * width, rows.dtype, rows.device).view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
-        exchange = _exchange(parts, gathered, process_group, tag)
+        exchange = _exchange(parts, gathered, process_group, tag, words)
         return Pending(lambda: _sum_when_done(exchange, gathered, out), exchange.works)
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
+        note_launch(process_group, rows.device, words)
         return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=packed)), [work])
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
+    note_launch(process_group, rows.device, words)
     return Pending(lambda: _when_done(_Works([work]), result, keep=packed), [work])
 
 
-def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0) -> Pending:
+def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0, words: str = "") -> Pending:
     """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. For backends but NCCL.
 
     Args:
         parts: contiguous, one per rank; this rank's is read, the others are written.
         tag: only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of its own
             all-gathers meet that are of different sizes.
+        words: for it in errors.
 
     Returns:
         This rank's part, pending.
     """
     own = parts[dist.get_rank(process_group)]
-    exchange = _exchange([own] * len(parts), list(parts), process_group, tag)
+    exchange = _exchange([own] * len(parts), list(parts), process_group, tag, words)
     return Pending(lambda: _when_done(exchange, own), exchange.works)
 
 
-def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0) -> Pending:
+def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> Pending:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend.
 
     Args:
         rows: a matrix, contiguous.
-        tag: as for :func:`all_gather`.
+        tag, words: as for :func:`all_gather`.
     """
     from deepspeed import comm
 
     if not is_native(process_group, rows.device):
-        return all_gather(rows.unbind(0), process_group, tag)
+        return all_gather(rows.unbind(0), process_group, tag, words)
     own = rows[dist.get_rank(process_group)]
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
+    note_launch(process_group, rows.device, words)
     return Pending(lambda: _when_done(_Works([work]), own), [work])
+
+
+def note_launch(process_group: Any, device: torch.device, words: object) -> None:
+    """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``words``."""
+    if backend_for(process_group, device.type) == "nccl":
+        group: Any = dist.group.WORLD if process_group is None else process_group
+        backend = group._get_backend(device)
+        if backend.name() != "fake":  # torch's, in the place of another
+            launched(group.group_name, backend._get_sequence_number_for_group(), words)
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:
@@ -205,7 +220,7 @@ class _Works:
 
 
 def _exchange(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int = 0
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, words: str
 ) -> _Works:
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     messenger, rank, works = zero.messenger(), dist.get_rank(process_group), []
@@ -217,7 +232,7 @@ def _exchange(
             works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag))
+    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag, words))
 
 
 def _when_done(pending: _Works, result: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,20 +52,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call in which a thread waits, with its process group."""
+    """A call in which a thread waits, with its process group, and the words for it in errors."""
 
     call: Call
     process_group: Any
     thread: int
+    words: str = ""
 
 
 _point_to_point: Counter[str] = Counter()  # by group, since they are counted
 _alike: set[str] = set()  # the groups whose collectives have the same numbers on all ranks
 _exchanges: dict[str, dict[int, int]] = {}  # by group: the exchanges issued with each tag, the last used tag last
 _waiting: Wait | None = None
+_failed: Wait | None = None  # the last wait that ended with an error
+_launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # a backend's own collectives: group, number, words
 
 
-def issue_exchange(process_group: Any, tag: int) -> Wait:
+def issue_exchange(process_group: Any, tag: int, words: str = "") -> Wait:
     """Note down that this rank has sent what an exchange needs of it; return the wait for the others."""
     group: Any = process_group or dist.group.WORLD
     issued = _exchanges.setdefault(group.group_name, {})
@@ -76,22 +79,57 @@ def issue_exchange(process_group: Any, tag: int) -> Wait:
         count = issued.pop(oldest)
         if oldest == 0:  # of what has no tag, which comes in every step
             issued[0] = count
-    return Wait(Call(group.group_name, "", tag, number), group, threading.get_ident())
+    return Wait(Call(group.group_name, "", tag, number), group, threading.get_ident(), words)
+
+
+def launched(group: str, number: int, words: object) -> None:
+    """Note down that this rank has launched a collective of the backend's own; ``str(words)`` is for errors."""
+    _launched.append((group, number, words))
+
+
+def words_of_launched() -> dict[tuple[str, int], str]:
+    """Return the words for the last collectives that were launched, by group and number."""
+    return {(group, number): str(words) for group, number, words in list(_launched)}
 
 
 @contextmanager
 def waiting(wait: Wait | None) -> Iterator[None]:
     """Around the wait for an exchange."""
-    global _waiting
+    global _waiting, _failed
+    _failed = None
     before, _waiting = _waiting, wait
     try:
         yield
+    except BaseException:
+        _failed = wait
+        raise
     finally:
         _waiting = before
 
 
+def words(frame: FrameType | None, failed: bool = False) -> str:
+    """Return what the main thread waits for, or with ``failed`` has waited for in vain; nothing if it does not wait.
+
+    Args:
+        frame: its innermost frame, or the one that has raised.
+    """
+    global _failed
+    wait = _waiting
+    if failed:
+        wait, _failed = _failed, None
+    if wait is not None and wait.words:
+        return wait.words
+    while failed and frame is not None and not torch_collective(frame) and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    name = torch_collective(frame)
+    return f"torch.distributed.{name}()" if name else ""
+
+
 def forget() -> None:
     """There are new process groups."""
+    global _failed
+    _failed = None
+    _launched.clear()
     _exchanges.clear()
     _point_to_point.clear()
     _alike.clear()
@@ -118,6 +156,12 @@ def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
 def number_alike(process_group: Any) -> None:
     """The number of collectives over ``process_group`` is the same on all its ranks now, and will be."""
     _alike.add(process_group.group_name)
+
+
+def is_numbered(process_group: Any) -> bool:
+    """Whether ``process_group`` has gloo for what is on the CPU, also where it was made without naming a backend."""
+    on_cpu = torch.device("cpu")
+    return on_cpu in process_group._device_types and process_group._get_backend(on_cpu).name() == "gloo"
 
 
 def collectives_over(process_group: Any) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
+
+from zerosync_strategy.core.failures.state import RankState
 
 _ONE_EACH = 8
 """Up to so many ranks have a line each."""
@@ -27,6 +29,7 @@ class Answer:
         position: how far it has come.
         place: where the user's own code is.
         pid, host: its process.
+        state: the same and more, for the verdict.
     """
 
     rank: int
@@ -36,20 +39,24 @@ class Answer:
     place: str = ""
     pid: int = 0
     host: str = ""
+    state: RankState | None = None
 
     def encode(self) -> str:
         """Return a line of text."""
-        return json.dumps(astuple(self)) + "\n"
+        words = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps(words | {"state": self.state and self.state.encode()}) + "\n"
 
     @staticmethod
     def decode(line: str) -> Answer:
         """Return the answer that ``line`` was encoded from."""
-        return Answer(*json.loads(line))
+        words = json.loads(line)
+        return Answer(**words | {"state": words["state"] and RankState.decode(words["state"])})
 
 
 def no_answer(rank: int) -> Answer:
     """Return what is said of a rank that says nothing."""
-    return Answer(rank, "gave no answer: its process has ended, or cannot be reached")
+    gone = RankState(rank, is_gone=True)
+    return Answer(rank, "gave no answer: its process has ended, or cannot be reached", state=gone)
 
 
 def lines_of(answers: Iterable[Answer]) -> list[str]:

@@ -77,7 +77,7 @@ class Waiting:
 def compare_numbers(process_groups: Iterable[Any]) -> None:
     """Let named calls over those of ``process_groups`` be known whose numbers are the same on all ranks. Collective."""
     for group in process_groups:
-        if dist.get_backend(group) == "gloo" and is_alike([waits.collectives_over(group)], group):
+        if waits.is_numbered(group) and is_alike([waits.collectives_over(group)], group):
             waits.number_alike(group)
 
 

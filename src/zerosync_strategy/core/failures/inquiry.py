@@ -6,7 +6,7 @@ open waits for the collector's summary. The keys:
 ``closed``             the number of the open inquiry, or of the next.
 ``asked/n/k``          how many have asked to be the k-th collector; the k-th follows where the one before has died.
 ``call/n/r``           wakes rank r's thread, which appends its answer to ``answers/n``.
-``failed/r``           why rank r has stopped, or nothing.
+``failed/r``           the answer of rank r, which has stopped, or nothing.
 ``summary/n``          what all ranks say. Written after ``closed`` is n + 1, so who has read it opens another inquiry.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer
+from zerosync_strategy.core.failures.verdict import judge
 
 ANSWER_SECONDS = 5.0
 """How long a collector waits for answers, unless all that it misses have recorded a failure."""
@@ -32,6 +33,8 @@ _SUMMARY_SECONDS = 8.0
 """How long the others wait for the collector; more than it needs."""
 _COLLECTORS = 2
 _PREFIX = "zerosync/rank_status"
+VERDICT = "Verdict: "
+"""How the line of the verdict begins."""
 _NEVER = timedelta(days=10_000)
 
 
@@ -55,7 +58,7 @@ class Inquiries:
         # One connection each: while one waits, nobody else can use it.
         self._store: Any = PrefixStore(_PREFIX, store.clone())
         listening: Any = PrefixStore(_PREFIX, store.clone())
-        self.note_failure("")  # a store that outlives a restart has the earlier failures,
+        self.note_failure(None)  # a store that outlives a restart has the earlier failures,
         self._number = self._open_number()  # inquiries,
         with suppress(RuntimeError):  # and perhaps a call that was never answered
             self._store.delete_key(f"call/{self._number}/{rank}")
@@ -65,9 +68,9 @@ class Inquiries:
         self._thread.start()
         atexit.register(self.end)
 
-    def note_failure(self, why: str) -> None:
-        """Write why this rank has stopped, for the ranks that will miss it; nothing if it goes on."""
-        self._store.set(f"failed/{self._rank}", why)
+    def note_failure(self, stopped: Answer | None) -> None:
+        """Write why this rank has stopped, for the ranks that will miss it; ``None`` if it goes on."""
+        self._store.set(f"failed/{self._rank}", "" if stopped is None else stopped.encode())
 
     def end(self) -> None:
         """End the thread, and with it its connection. A second call does nothing.
@@ -95,7 +98,7 @@ class Inquiries:
                     self._store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
                     return self._store.get(f"summary/{number}").decode().split("\n")
         except RuntimeError:  # the store ends with the rank that has it
-            return lines_of([self._status() if rank == self._rank else no_answer(rank) for rank in self._ranks()])
+            return _told([self._status() if rank == self._rank else no_answer(rank) for rank in self._ranks()])
         return self._collect(number)
 
     def _ranks(self) -> range:
@@ -110,7 +113,7 @@ class Inquiries:
         with suppress(RuntimeError):  # a store that ends leaves what was read
             self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks()], [""] * self._world_size)
             self._read_answers(number, answers)
-        lines = lines_of(answers.values())
+        lines = _told(answers.values())
         with suppress(RuntimeError):
             self._store.compare_set("closed", str(number), str(number + 1))
             self._store.set(f"summary/{number}", "\n".join(lines))
@@ -131,19 +134,19 @@ class Inquiries:
                         missing.remove(answer.rank)
                         answers[answer.rank] = answer
             stopped = self._read_failures(missing)
-            answers |= {rank: Answer(rank, why) for rank, why in stopped.items()}
+            answers |= stopped
             if waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
-    def _read_failures(self, ranks: set[int]) -> dict[int, str]:
-        """Return why those of ``ranks`` have stopped that have recorded it."""
+    def _read_failures(self, ranks: set[int]) -> dict[int, Answer]:
+        """Return what those of ``ranks`` have written that have stopped."""
         keys = {rank: f"failed/{rank}" for rank in sorted(ranks)}
         if not self._store.check(list(keys.values())):  # a rank that has never come so far has no key
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         if not keys:
             return {}
         texts = self._store.multi_get(list(keys.values()))
-        return {rank: text.decode() for rank, text in zip(keys, texts, strict=True) if text}
+        return {rank: Answer.decode(text.decode()) for rank, text in zip(keys, texts, strict=True) if text}
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -156,3 +159,10 @@ class Inquiries:
                     return
                 store.append(f"answers/{self._number}", self._status().encode())
                 self._number += 1
+
+
+def _told(answers: Iterable[Answer]) -> list[str]:
+    """Return the lines of an error: the verdict on what the ranks say, and what they say."""
+    answers = list(answers)
+    verdict = judge([answer.state for answer in answers if answer.state is not None])
+    return [f"{VERDICT}{verdict.text}", *lines_of(answers)] if verdict else lines_of(answers)

@@ -7,6 +7,7 @@ that raises another error writes it to the store first.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
@@ -17,6 +18,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,9 +29,9 @@ from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.collectives import backend_for
 from zerosync_strategy.core.failures.answers import Answer, lines_of
 from zerosync_strategy.core.failures.deadlock import DeadlockWatch
-from zerosync_strategy.core.failures.inquiry import Inquiries
-
-_LIBRARIES = ("/torch/", "/deepspeed/", "/lightning/", "/accelerate/", "/zerosync_strategy/", "/contextlib.py")
+from zerosync_strategy.core.failures.inquiry import VERDICT, Inquiries
+from zerosync_strategy.core.failures.observation import Progress, frame_of, state_of, user_line
+from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshots
 
 # gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
 _OF_GLOO = re.compile(
@@ -53,34 +56,44 @@ class RankStatus:
 
     def __init__(self, store: Any, rank: int, world_size: int, watch: bool = False) -> None:
         self._rank = rank
-        self._activities: list[tuple[str, float]] = []  # the innermost last, each with the time when it began
+        self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
-        self._failure = ""  # why this rank has stopped, until it goes on
-        self._main = threading.main_thread().ident
+        self._progress: Progress | None = None
+        self._lost: Answer | None = None  # what this rank says while it asks, once its communication has failed
+        self._stopped: Answer | None = None  # why it has stopped, until it goes on
+        self._main = threading.main_thread().ident or 0
         self._deadlock: list[str] = []  # what all ranks were doing when it was certain that this one waits in vain
         self._inquiries: Inquiries | None = None
         self._watch: DeadlockWatch | None = None
+        self._snapshots: Snapshots | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
             self._inquiries = Inquiries(store, rank, world_size, self._status)
             if watch:
                 self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
+        if directory := os.environ.get(DUMP_DIR):
+            self._snapshots = Snapshots(Path(directory), world_size, self._status)
+        atexit.register(self._exit)
 
     @contextmanager
-    def activity(self, what: str, position: Callable[[], str] | None = None) -> Iterator[None]:
+    def activity(
+        self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
+    ) -> Iterator[None]:
         """Around what may communicate.
 
         Args:
-            what: this rank does.
+            what: this rank does; its text is asked for when something fails.
             position: returns how far the rank has come; without it, as before.
+            progress: says it for the verdict; without it, as before.
 
         Raises:
             RankError: in place of an error of the communication.
         """
         position = position or (lambda: self._position)
         self._position = position()
-        if self._failure:
-            self._failure = ""
-            self._note_failure()
+        if progress is not None:
+            self._progress = progress
+        if self._lost is not None or self._stopped is not None:
+            self._go_on()
         self._activities.append((what, time.monotonic()))
         try:
             yield
@@ -88,33 +101,53 @@ class RankStatus:
             raise
         except Exception as error:
             if not is_communication_error(error):
-                self.record_failure(f"{type(error).__name__} in {what}, {self._position}")
+                self.record_failure(f"{type(error).__name__} in {what}, {self._position}", error)
                 raise
-            message = self.describe(what, error)
+            message = self.describe(str(what), error)
             self.record_failure(f"lost the other ranks in {what}, {self._position}")
             raise RankError(message) from error
         finally:
             self._activities.pop()
             self._position = position()
 
-    def record_failure(self, why: str) -> None:
-        """Write to the store that this rank stops for a reason of its own, for the ranks that will miss it."""
-        if not self._failure:  # the first, from the innermost activity, says most
-            self._failure = f"has stopped: {why}"
-            self._note_failure()
+    def _go_on(self) -> None:
+        self._lost = self._stopped = None
+        self._note_failure()
+
+    def record_failure(self, why: str, error: BaseException | None = None) -> None:
+        """Write to the store that this rank stops for a reason of its own, for the ranks that will miss it.
+
+        Args:
+            why: in words.
+            error: its own. Without one, it has lost the others.
+        """
+        if self._stopped is not None:  # the first, from the innermost activity, says most
+            return
+        # Torch's flight recorder is not asked: the program may catch the error and go on.
+        frame = None if error is None else frame_of(error)
+        state = (self._lost or self._answer(frame, with_recorder=False)).state
+        if error is not None and state is not None:
+            state = replace(state, failure=why.removesuffix(f", {self._position}"), waits_for="")
+        self._stopped = Answer(self._rank, f"has stopped: {why}", state=state)
+        self._note_failure()
 
     def _note_failure(self) -> None:
         if self._inquiries is not None:
             with suppress(RuntimeError):  # the store may be gone
-                self._inquiries.note_failure(self._failure)
+                self._inquiries.note_failure(self._stopped)
+        if self._snapshots is not None:
+            self._snapshots.write()
 
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
+        self._lost = self._answer(frame_of(error), failed=True)
         if self._watch is not None:
             self._watch.settle()
         if self._deadlock:
+            self._keep_verdict(self._deadlock)
             return self._describe_deadlock(what)
         lines = lines_of([self._status()]) if self._inquiries is None else self._inquiries.ask()
+        self._keep_verdict(lines)
         return "\n".join([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
@@ -122,6 +155,12 @@ class RankStatus:
             " optimizer steps, and under ZeRO-3 run the same modules in the same order, unless all parameters are held"
             " (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
         ])  # fmt: skip
+
+    def _keep_verdict(self, lines: list[str]) -> None:
+        """A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it."""
+        verdict = next((line.removeprefix(VERDICT) for line in lines if line.startswith(VERDICT)), "")
+        if self._lost is not None and self._lost.state is not None:
+            self._lost = replace(self._lost, state=replace(self._lost.state, verdict=verdict))
 
     def _found_deadlock(self, lines: list[str]) -> None:
         self._deadlock = lines
@@ -138,8 +177,19 @@ class RankStatus:
             " result. If ranks are to run different modules of a ZeRO-3 model, use param_memory_budget='all'.",
         ])  # fmt: skip
 
+    def _exit(self) -> None:
+        # An exception that nobody has caught, outside of the engine.
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, Exception) and not isinstance(error, RankError) and not is_communication_error(error):
+            self.record_failure(f"{type(error).__name__} outside of the engine, {self._position}", error)
+        self.end()
+
     def end(self) -> None:
         """Answer no more, and let go of the store."""
+        atexit.unregister(self._exit)
+        if self._snapshots is not None:
+            self._snapshots.end(finished=self._stopped is None and self._lost is None)
+            self._snapshots = None
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -147,16 +197,30 @@ class RankStatus:
             self._inquiries.end()
             self._inquiries = None
 
-    def _status(self) -> Answer:
-        if self._activities:
-            what, began = self._activities[-1]
-            activity, seconds = f"in {what}", f" for {time.monotonic() - began:.0f} s"
-        else:
-            activity, seconds = self._failure or "outside of the engine", ""
-        call, place = _place(sys._current_frames().get(self._main or 0))
-        activity += call
-        position = f", {self._position}"
-        return Answer(self._rank, activity, seconds, position, place, os.getpid(), socket.gethostname())
+    def _status(self, with_recorder: bool = True) -> Answer:
+        known = self._stopped or self._lost
+        # No variable for the frame: it may be this one, which would then keep itself.
+        return known or self._answer(sys._current_frames().get(self._main), with_recorder=with_recorder)
+
+    def _answer(self, frame: FrameType | None, **how: bool) -> Answer:
+        """Return what this rank says of itself; see :func:`state_of`."""
+        activities = list(self._activities)
+        words, seconds = "outside of the engine", ""
+        if activities:
+            what, began = activities[-1]
+            words, seconds = f"in {what}", f" for {time.monotonic() - began:.0f} s"
+        call = waits.torch_collective(frame)
+        line = user_line(frame)
+        return Answer(
+            self._rank,
+            words + (f", calling torch.distributed.{call}()" if call else ""),
+            seconds,
+            f", {self._position}",
+            f", at {line}" if line else "",
+            os.getpid(),
+            socket.gethostname(),
+            state_of(self._rank, [str(what) for what, _ in activities], frame, self._progress, **how),
+        )
 
 
 _current: tuple[Callable[[], Any], RankStatus] | None = None  # with a reference to its group that does not keep it
@@ -185,15 +249,3 @@ def is_communication_error(error: BaseException) -> bool:
 def _first_sentence(error: BaseException) -> str:
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[\S*\] ", "", line).partition(". ")[0].rstrip(".")  # without the place in gloo's source
-
-
-def _place(frame: FrameType | None) -> tuple[str, str]:
-    """Return the words for the collective of torch that runs, if one does, and for where the user's own code is."""
-    call = waits.torch_collective(frame)
-    words = f", calling torch.distributed.{call}()" if call else ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(library in path for library in _LIBRARIES):
-            return words, f", at {path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return words, ""

@@ -49,9 +49,11 @@ class Bucket(ABC):
         chunk_bytes: of a chunk, where the bucket may be divided.
         local: counts the bytes of the gradients.
         streams: of the engine.
-        names: of the parameters, for profiles.
+        names: of the parameters, for profiles and errors.
 
     Attributes:
+        name, names: of its parameters the first and the last, for profiles and for errors.
+        words: for its reduction in errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
@@ -89,6 +91,8 @@ class Bucket(ABC):
         self.dtype = local.dtype if local.converts else params[0].dtype
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"
+        self.names = repr(first) if len(params) == 1 else f"{first!r} to {last!r}"
+        self.words = f"the reduction of the gradients of {self.names}"
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
     @abstractmethod

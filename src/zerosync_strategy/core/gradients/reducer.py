@@ -282,7 +282,7 @@ class Reducer(ABC):
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
                 pending = reduce_scatter(
-                    chunk.rows, layout.process_group, self._ordered, tag, out, self.host_memory.empty
+                    chunk.rows, layout.process_group, self._ordered, tag, out, self.host_memory.empty, bucket.words
                 )
                 self._begun.add(layout.process_group)
                 self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))

@@ -35,6 +35,7 @@ class Stage12Reducer(Reducer):
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
     _gathers: dict[int, dict[Stripe, Pending]]  # in flight, by id of the layout
+    _gather_words: dict[int, dict[Stripe, str]]  # for errors, by id of the layout
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -60,6 +61,7 @@ class Stage12Reducer(Reducer):
         else:
             size = limit
         buckets: list[FlatBucket] = []
+        self._gather_words = {}
         for layout, chosen in choose_buckets(self.layouts, self.local, config, size):
             if self.keeps_stock_layout and chosen:
                 chosen = [(layout.params, True)]
@@ -70,6 +72,10 @@ class Stage12Reducer(Reducer):
                 below = FlatBucket(layout, params, deferred, chunk_bytes=limit, index=index, below=below, **common)
                 of_layout.append(below)
             buckets += of_layout[::-1]
+            self._gather_words[id(layout)] = {
+                stripe: f"the gather of the updated parameters {bucket.names}"
+                for stripe, bucket in zip(layout.stripes.all, of_layout, strict=True)
+            }
         return buckets
 
     def _allocate_shards(self) -> None:
@@ -133,10 +139,11 @@ class Stage12Reducer(Reducer):
         tag = _GATHER_TAG + self._windows_closed % 2**16
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
+        gathers, words = self._gathers.setdefault(id(layout), {}), self._gather_words[id(layout)]
         for stripe in stripes:
             rows = stripe.rows(flat)
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-            self._gathers.setdefault(id(layout), {})[stripe] = all_gather_rows(rows, layout.process_group, tag)
+            gathers[stripe] = all_gather_rows(rows, layout.process_group, tag, words[stripe])
 
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.

@@ -79,6 +79,7 @@ class Window:
         reductions: reduction passes over the gradients since the last optimizer step.
         early_reductions: the reductions that were made while a backward ran.
         seconds: host time in reductions since the last optimizer step.
+        dropped: backwards of the window that was dropped last, until the next backward; for errors.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Window:
         self.reductions = 0
         self.early_reductions = 0
         self.seconds = 0.0
+        self.dropped = 0
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
         self._engine_backwards = 0
@@ -207,6 +209,7 @@ class Window:
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
+        self.dropped = 0
         self._aborted = None
         self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
 
@@ -296,6 +299,7 @@ class Window:
         if self._state is WindowState.CLOSED:
             return
         backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
+        self.dropped = backwards
         self._enter(WindowState.CLOSED)
         self._last = _Last.UNKNOWN
         self._aborted = reason

@@ -38,6 +38,7 @@ class GatherDigest:
         self.tagged = tagged
         self._streams = streams
         self._gathers: _Gathers = []
+        self._before: _Gathers = []  # of the last window
         self._step = self._digest = 0
         # Made once: a tensor from a list, or new pinned memory, would let the host wait for the device.
         self._extremes = torch.zeros(2, dtype=torch.int64, device=device)
@@ -67,9 +68,13 @@ class GatherDigest:
         if not self.tagged:
             self._compare()
         self._step += 1
-        self._gathers, self._digest = [], self._step
+        self._before, self._gathers, self._digest = self._gathers, [], self._step
         if not self._streams.concurrent:
             self.check(name)
+
+    def departure(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the first gather of this window that is another than in the last, and what came there then."""
+        return next(((now, then) for now, then in zip(self._gathers, self._before, strict=False) if now != then), None)
 
     def _compare(self) -> None:
         from deepspeed import comm

@@ -12,16 +12,16 @@ and its error says what each rank was gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native
+from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native, note_launch
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import shared, zero3
@@ -70,6 +70,7 @@ class GatherScheduler:
             for g in ordered
             if dist.get_world_size(g) > 1
         }
+        self._device = engine.device
         self._ranks = {id(group): str(list(ranks_of(group))) for group in ordered}
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
@@ -191,6 +192,8 @@ class GatherScheduler:
         on_stream = zero3.gathering_on(self.coordinator, self.stream_of(process_group))
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", self.name(zero3.param_id(params[0]))):
             yield
+        if digest is not None and not digest.tagged:
+            note_launch(process_group, self._device, self.activity(params))
 
     def _wrap_handles(self, params: list[Any], is_shared: bool) -> None:
         """Let waiting for the gathers of ``params``, just issued by DeepSpeed, be our waiting."""
@@ -228,7 +231,7 @@ class GatherScheduler:
             self.wait_for(param)
             zero3.in_flight(self.coordinator).pop(param, None)  # the context releases it
         for of_group in self.in_order(param for param in own if zero3.is_released(param)):
-            with self.gathering(of_group), rank_status().activity(self.describe(of_group)):
+            with self.gathering(of_group), rank_status().activity(self.activity(of_group)):
                 zero3.gather_and_hold(of_group)
 
     def unshard(self, param: Any) -> torch.Tensor:
@@ -241,7 +244,7 @@ class GatherScheduler:
         if zero3.is_gathered(param):
             full = param.data.clone()
         else:
-            with self.gathering([param]), rank_status().activity(self.describe([param])):
+            with self.gathering([param]), rank_status().activity(self.activity([param])):
                 full = zero3.gather(param)
         nbytes = zero3.full_bytes(param)
         self.unsharded.add(nbytes)
@@ -252,13 +255,21 @@ class GatherScheduler:
 
     def name(self, param_id: int) -> str:
         """Return the name of a parameter, for errors."""
-        return repr(self.names.get(param_id, f"parameter {param_id}"))
+        return _name(self.names, param_id)
 
-    def describe(self, params: list[Any]) -> str:
-        """Return the words for the gather of ``params``, for errors."""
-        names = ", ".join(self.name(zero3.param_id(param)) for param in params[:3])
-        more = f" and {len(params) - 3} more" if len(params) > 3 else ""
-        return f"the gather of {names}{more} over the ranks {self._ranks[id(zero3.process_group(params[0]))]}"
+    def activity(self, params: list[Any]) -> object:
+        """Return what a rank does that gathers ``params``; its text is made when something fails."""
+        return _Gathering(
+            self.names, list(map(zero3.param_id, params)), self._ranks[id(zero3.process_group(params[0]))]
+        )
+
+    def departure(self) -> str:
+        """Return how the gathers of this window are others than those of the last; empty if they are not."""
+        for digest in self._digests.values():
+            if (found := digest.departure()) is not None:
+                now, then = (_listed(self.names, ids) for ids in found)
+                return f"gathered {now} where it gathered {then} in the window before"
+        return ""
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -273,6 +284,26 @@ def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_gr
     if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
         own.copy_(source)
     return all_gather(shards, process_group, tag)
+
+
+class _Gathering(NamedTuple):
+    """A gather of parameters with these ids. Keeps no engine: it is remembered for a while."""
+
+    names: Mapping[int, str]
+    ids: Sequence[int]
+    ranks: str
+
+    def __str__(self) -> str:
+        return f"the gather of {_listed(self.names, self.ids)} over the ranks {self.ranks}"
+
+
+def _listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return ", ".join(_name(names, param_id) for param_id in ids[:3]) + more
+
+
+def _name(names: Mapping[int, str], param_id: int) -> str:
+    return repr(names.get(param_id, f"parameter {param_id}"))
 
 
 class _GatherHandle:
@@ -307,7 +338,7 @@ class _GatherHandle:
         streams = scheduler.streams
         if not self._waited_for:
             stream = scheduler.stream_of(self._process_group)
-            with rank_status().activity(scheduler.describe(self.params)), zero3.as_it_is():
+            with rank_status().activity(scheduler.activity(self.params)), zero3.as_it_is():
                 if stream is None:
                     self._handle.wait(*args, **kwargs)
                 else:

@@ -1,0 +1,169 @@
+"""What it costs, while nothing fails, that a hang would end with a verdict: the time of an optimizer step by arm.
+
+    python benchmarks/hang_cost.py --base ../before/src
+
+Arms: ``base``, the sources of an earlier revision, with torch's flight recorder off; ``off``, these sources, with it
+off; ``recorder``, with torch's flight recorder as it is by default; ``dump``, with ``ZEROSYNC_DUMP_DIR`` too. Each arm
+is two ranks on gloo in processes of its own, which live side by side and take turns: some steps each, then the next
+round, in another order. A round's ratio is to the first arm of the same round. Medians of rounds, with their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RANKS, BACKWARDS = 2, 4
+HERE = Path(__file__).resolve().parent
+ARMS: dict[str, dict[str, str]] = {
+    "base": {"TORCH_FR_BUFFER_SIZE": "0"},
+    "off": {"TORCH_FR_BUFFER_SIZE": "0"},
+    "recorder": {},
+    "dump": {"ZEROSYNC_DUMP_DIR": ""},
+}
+
+
+def serve(
+    turns: Any, stage: int, layers: int, width: int, batch: int, source: str, environment: dict[str, str]
+) -> None:
+    """Be one rank of one arm: for each number received, make so many steps and send their seconds."""
+    os.environ |= environment
+    sys.path.insert(0, source)
+    import deepspeed
+    import torch
+    from torch import nn
+
+    from zerosync_strategy import attach, prepare_cpu
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    prepare_cpu()
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), dist_init_required=False,
+        config={"train_micro_batch_size_per_gpu": batch, "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True, "zero_optimization": zero},
+    )  # fmt: skip
+    attach(engine)
+    data = torch.randn(batch, width)
+    while steps := turns.recv():
+        began = time.perf_counter()
+        for _ in range(steps):
+            for _ in range(BACKWARDS):
+                engine.backward(engine(data).square().mean())
+            engine.step()
+        turns.send((time.perf_counter() - began) / steps)
+
+
+class Arm:
+    """The ranks of one arm."""
+
+    def __init__(self, name: str, source: str, scratch: Path, *model: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        spawn = get_context("spawn")
+        self._turns, self._ranks = [], []
+        for rank in range(RANKS):
+            environment = {key: value or str(scratch / name) for key, value in ARMS[name].items()}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(theirs, *model, source, environment), daemon=True)
+            process.start()
+            self._turns.append(ours)
+            self._ranks.append(process)
+
+    def step(self, steps: int) -> float:
+        """Return the seconds of a step, of rank 0."""
+        for turns in self._turns:
+            turns.send(steps)
+        seconds: list[float] = [turns.recv() for turns in self._turns]
+        return seconds[0]
+
+    def end(self) -> None:
+        """End the ranks."""
+        for turns in self._turns:
+            turns.send(0)
+        for process in self._ranks:
+            process.join(30)
+            process.kill()
+
+
+def measure(sources: dict[str, str], rounds: int, steps: int, *model: int) -> dict[str, list[float]]:
+    """Return the seconds of a step by arm and round."""
+    seconds: dict[str, list[float]] = {name: [] for name in sources}
+    with tempfile.TemporaryDirectory() as scratch:
+        arms = {name: Arm(name, source, Path(scratch), *model) for name, source in sources.items()}
+        for arm in arms.values():
+            arm.step(5)
+        for _ in range(rounds):
+            for name in random.sample(list(arms), len(arms)):
+                seconds[name].append(arms[name].step(steps))
+        for arm in arms.values():
+            arm.end()
+    return seconds
+
+
+def row(name: str, seconds: dict[str, list[float]]) -> str:
+    """A line of the table."""
+    first = next(iter(seconds.values()))
+    ratios = sorted(own / other for own, other in zip(seconds[name], first, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    median = statistics.median(seconds[name]) * 1e3
+    return (
+        f"| {name} | {median:.2f} | {(middle - 1) * 100:+.2f} % | {(low - 1) * 100:+.2f} to {(high - 1) * 100:+.2f} % |"
+    )
+
+
+def main() -> None:
+    """Measure, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="src of an earlier revision; without it there is no such arm")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--model", type=int, nargs=3, default=[16, 512, 64], metavar=("LAYERS", "WIDTH", "BATCH"))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=5, help="of one turn")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / f"{date.today()}-hang-cost")
+    options = parser.parse_args()
+    sources = {"base": str(options.base.resolve())} if options.base else {}
+    sources |= dict.fromkeys([name for name in ARMS if name != "base"], str(HERE.parent / "src"))
+    layers, width, batch = options.model
+    import torch
+
+    lines = [
+        "# What a verdict costs while nothing fails", "",
+        f"{RANKS} ranks on gloo, {layers} x Linear({width}), batch {batch}, {BACKWARDS} backwards per step, torch"
+        f" {torch.__version__}, {os.cpu_count()} cores of {platform.machine()}; {options.rounds} rounds of"
+        f" {options.steps} steps of each arm, in turns. `{shlex.join(['python', *sys.argv])}`.", "",
+    ]  # fmt: skip
+    found = {}
+    for stage in options.stages:
+        found[stage] = measure(sources, options.rounds, options.steps, stage, layers, width, batch)
+        lines += [f"## Stage {stage}", "", "| arm | ms per step | median of the rounds' ratios | quartiles |"]
+        lines += ["|---|---:|---:|---:|", *(row(name, found[stage]) for name in found[stage]), ""]
+        print("\n".join(lines), flush=True)
+    options.out.with_suffix(".md").write_text("\n".join(lines))
+    options.out.with_suffix(".json").write_text(
+        json.dumps({"arms": ARMS, "model": options.model, "steps": options.steps, "seconds": found})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Torch's flight recorder: the last collectives that this process has issued, or that a file of torch's has.
+
+Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 in memory
+(``TORCH_FR_BUFFER_SIZE``; 0 switches it off). It has the process group, the number, sizes and the Python stack of each.
+What is sent point to point on gloo is not in it, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
+NCCL's watchdog writes a file per rank when a collective times out: ``TORCH_FR_DUMP_TEMP_FILE`` plus the rank.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.failures.state import Recorded
+
+LIBRARIES = (
+    "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
+    "/zerosync_strategy/", "/contextlib.py", "/typing_extensions.py",
+)  # fmt: skip
+"""In the path of a file that is not the user's own."""
+_GROUPS = 4
+"""Of so many process groups the collectives are told, the last used first."""
+
+
+def recorded() -> tuple[Recorded, ...]:
+    """Return, by process group, the last collective of this process, and the first that is not complete.
+
+    Takes some 20 ms, and the first time up to a second.
+    """
+    bindings: Any = torch._C._distributed_c10d
+    dump = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
+    if dump is None:
+        return ()
+    return _of_interest(_read(dump()), waits.words_of_launched())
+
+
+def read_file(path: Path) -> tuple[Recorded, ...]:
+    """Return the same of the process that has written ``path``.
+
+    Raises:
+        ValueError: it is no file of torch's flight recorder.
+    """
+    return _of_interest(_read(path.read_bytes()), {})
+
+
+class _Plain(pickle.Unpickler):
+    """Reads numbers, texts and containers, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"found {module}.{name}")
+
+
+def _read(pickled: bytes) -> list[Mapping[str, Any]]:
+    try:
+        found = _Plain(io.BytesIO(pickled)).load()
+        return list(found["entries"]) if "entries" in found else []
+    except (pickle.UnpicklingError, EOFError, TypeError, KeyError, ValueError, IndexError, AttributeError) as problem:
+        raise ValueError(f"no file of torch's flight recorder: {problem}") from None
+
+
+def _of_interest(entries: Iterable[Mapping[str, Any]], words: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:
+    last: dict[str, Mapping[str, Any]] = {}
+    incomplete: dict[str, Mapping[str, Any]] = {}
+    for entry in entries:
+        if entry["is_p2p"]:
+            continue
+        group = entry["process_group"][0]
+        last.pop(group, None)  # the last used comes last
+        last[group] = entry
+        if not _is_complete(entry):
+            incomplete.setdefault(group, entry)
+    found = []
+    for group in list(last)[::-1][:_GROUPS]:
+        found.append(_named(last[group], words))
+        if group in incomplete and incomplete[group] is not last[group]:
+            found.append(_named(incomplete[group], words))
+    return tuple(found)
+
+
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    # gloo's entries are "scheduled" for ever, and retired when the work is complete; NCCL's when it has timed out too.
+    is_gloo = entry["profiling_name"].startswith("gloo")
+    return bool(entry["retired"]) if is_gloo else entry["state"] == "completed"
+
+
+def _named(entry: Mapping[str, Any], words: Mapping[tuple[str, int], str]) -> Recorded:
+    group, number = entry["process_group"][0], entry["collective_seq_id"]
+    frames = (frame for frame in entry.get("frames", ()) if not any(part in frame["filename"] for part in LIBRARIES))
+    frame = next(frames, None)
+    line = "" if frame is None else f"{frame['filename'].rpartition('/')[2]}:{frame['line']} {frame['name']}"
+    sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
+    return Recorded(
+        group, number, entry["profiling_name"], sizes, line, _is_complete(entry), words.get((group, number), "")
+    )
