@@ -14,7 +14,7 @@ from rich.text import Text
 
 from zerosync_strategy.display import console, show_check, show_plan
 from zerosync_strategy.doctor.findings import Examination, Finding, Level
-from zerosync_strategy.links import Links, parse_speed
+from zerosync_strategy.links import Links, parse_latency, parse_speed
 from zerosync_strategy.version import __version__
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     help="Gradient synchronisation for DeepSpeed ZeRO.",
 )  # fmt: skip
 _COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-_DEFAULT = Links()
+Latency = Annotated[str, typer.Option(metavar="TIME", help="of a small message, such as 20us")]
 Speed = Annotated[str, typer.Option(metavar="SPEED", help="such as 400Gbit/s or 300GB/s")]
 
 
@@ -46,31 +46,63 @@ def doctor(
         typer.Argument(metavar="[CONFIGURATION]...", help="of DeepSpeed (JSON), Accelerate or LightningCLI (YAML)"),
     ] = None,
     self_test: Annotated[bool, typer.Option(help="train on two ranks, and compare with plain torch")] = True,
+    dump: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="say why a run hangs or has ended, from ZEROSYNC_DUMP_DIR")
+    ] = None,
     link: Annotated[bool, typer.Option("--link", help="under torchrun: measure the links between the ranks")] = False,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="HOST,HOST", help="measure the links between hosts; each NAME or NAME=ADDRESS")
+    ] = None,
+    shell: Annotated[str, typer.Option(help="for --hosts: what runs a command on {host}")] = "ssh {host}",
+    per_host: Annotated[int, typer.Option(help="for --hosts: ranks on each")] = 1,
     within: Speed = "2400Gbit/s",
     between: Speed = "400Gbit/s",
+    latency_within: Latency = "5us",
+    latency_between: Latency = "20us",
+    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 where there is a warning, too")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what is wrong with the installation, the configurations, and the links of a job.
+    """Say what is wrong with the installation, the configurations, the links of a job, or a run that hangs.
 
     Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
     """
     from zerosync_strategy.doctor import link as links
 
     shown = console(stderr=True)
-    if link:
+    assumed = _links(within, between, latency_within, latency_between)
+    if hosts is not None:
+        from zerosync_strategy.doctor import hosts as tests_of_hosts
+
+        try:
+            parsed = tests_of_hosts.Host.parse_all(hosts)
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem), param_hint="--hosts") from None
+        speeds = ["--within", within, "--between", between]
+        latencies = ["--latency-within", latency_within, "--latency-between", latency_between]
+        with shown.status("link test") as status:
+            findings = tests_of_hosts.check(
+                parsed, [*speeds, *latencies], shell, per_host,
+                progress=lambda names: status.update(f"link test: {names}"),
+            )  # fmt: skip
+    elif link:
         if not links.is_job():
             raise typer.BadParameter(
                 "needs a job: torchrun ... -m zerosync_strategy doctor --link", param_hint="--link"
             )
-        assumed = Links(_speed("--within", within), _speed("--between", between))
         with shown.status("link test") as status:
             findings = links.check(assumed, progress=lambda kind: status.update(f"link test: {kind}"))
         if not findings:  # another rank reports
             return
+    elif dump is not None:
+        from zerosync_strategy.doctor import dump as dumps
+
+        try:
+            findings = dumps.check(dump)
+        except (ValueError, OSError) as problem:
+            raise typer.BadParameter(str(problem), param_hint="--dump") from None
     else:
         findings = _examine(configurations or [], self_test, shown)
-    examination = Examination(tuple(findings))
+    examination = Examination(tuple(findings), strict)
     if as_json:
         print(examination.to_json())
     else:
@@ -116,6 +148,8 @@ def plan(
     stock: Annotated[bool, typer.Option(help="stock DeepSpeed beside; on many ranks the slowest to replay")] = True,
     within: Speed = "2400Gbit/s",
     between: Speed = "400Gbit/s",
+    latency_within: Latency = "5us",
+    latency_between: Latency = "20us",
     backend: Annotated[str, typer.Option(help="nccl or gloo")] = "nccl",
     compute: Annotated[str, typer.Option(help="seconds of a micro-batch, forward and backward; or measure")] = "0",
     check: Annotated[Path | None, typer.Option(metavar="RUN.jsonl", help="compare with what a run has logged")] = None,
@@ -138,7 +172,7 @@ def plan(
 
     try:
         given = _read(config)
-        links = Links(_speed("--within", within), _speed("--between", between))
+        links = _links(within, between, latency_within, latency_between)
         memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
         shape = tuple(int(size) for size in batch.split("x"))
         workload = jobs.Workload(model, shape, micro_batches, dtype, optimizer, given)
@@ -187,8 +221,13 @@ def _read(config: Path | None) -> dict[str, Any]:
     return given
 
 
-def _speed(option: str, value: str) -> float:
+def _links(within: str, between: str, latency_within: str, latency_between: str) -> Links:
     try:
-        return parse_speed(option, value)
+        return Links(
+            parse_speed("--within", within),
+            parse_speed("--between", between),
+            parse_latency("--latency-within", latency_within),
+            parse_latency("--latency-between", latency_between),
+        )
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -34,3 +35,15 @@ def parse_speed(option: str, value: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f"{option} takes a speed such as '400Gbit/s' or '300GB/s', got {value!r}.")
     return float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
+
+
+def parse_latency(option: str, value: str) -> float:
+    """Return seconds from a text such as ``"20us"`` or ``"0.1ms"``.
+
+    Raises:
+        ValueError: it is none, or not positive.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|ms|us)", value.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{option} takes a time such as '20us' or '0.1ms', got {value!r}.")
+    return float(match[1]) * _SECONDS[match[2]]

@@ -11,7 +11,15 @@ import deepspeed
 import pytest
 
 from tests.matrix import table
-from zerosync_strategy.doctor import accelerate_traps, configurations, environment, lightning_traps, releases, selftest
+from zerosync_strategy.doctor import (
+    accelerate_traps,
+    configurations,
+    environment,
+    hosts,
+    lightning_traps,
+    releases,
+    selftest,
+)
 from zerosync_strategy.doctor.findings import Examination, Finding, Level
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,6 +88,8 @@ def test_traps_of_accelerate() -> None:
         "distributed_type": "MULTI_GPU",
         "deepspeed_config": {"deepspeed_config_file": "nowhere.json", "zero_stage": 3},
     }
+    (alone,) = accelerate_traps.find({**good, "use_cpu": True, "gpu_ids": "", "num_processes": 2}, ROOT)
+    assert alone.level is Level.NOTE and "without a backend" in alone.found
     words = [finding.found for finding in accelerate_traps.find(bad, ROOT)]
     assert [word in text for word, text in zip(("MULTI_GPU", "zero_stage", "nowhere.json"), words, strict=True)]
     assert all(finding.level is Level.ERROR for finding in accelerate_traps.find(bad, ROOT))
@@ -223,10 +233,33 @@ def test_without_its_packages_the_command_says_what_to_install() -> None:
 def test_links_are_measured_under_torchrun() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "zerosync_strategy"]
     done = subprocess.run(
-        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s"], capture_output=True, text=True, timeout=120,
+        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s", "--latency-within", "1s"],
+        capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     link, everyone = json.loads(done.stdout)["findings"]
     assert link["level"] == "ok" and link["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
     assert command("doctor", "--link").returncode == 2
+
+
+LOCAL = "env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HOST={host}"
+
+
+def test_links_between_hosts_are_measured_from_here() -> None:
+    named = hosts.Host.parse_all("one=127.0.0.1, two=127.0.0.1")
+    speeds = ["--between", "100Gbit/s", "--latency-between", "1s"]
+    link, everyone = hosts.check(named, speeds, LOCAL, timeout=100, port=selftest._free_port())
+    assert link.found.startswith("between nodes: ") and "a plan assumes 100 Gbit/s" in link.found
+    assert link.level is Level.WARNING and "--between" in link.remedy and "--latency-between" not in link.remedy
+    assert "all 2 ranks" in everyone.found
+    assert Examination((link,)).exit_status == 0 and Examination((link,), strict=True).exit_status == 1
+
+
+def test_hosts_that_cannot_be_reached_are_errors() -> None:
+    found = hosts.check(hosts.Host.parse_all("one,two"), [], "false {host}", timeout=30)
+    assert [finding.level for finding in found] == [Level.ERROR] * 2
+    assert "one: ended with status 1" in found[0].found and "`false one true`" in found[0].remedy
+    for text in ("one", "one,one", "one,"):
+        with pytest.raises(ValueError, match="two or more different hosts"):
+            hosts.Host.parse_all(text)

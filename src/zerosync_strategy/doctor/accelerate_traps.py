@@ -42,6 +42,13 @@ def find(config: Mapping[str, Any], folder: Path) -> Iterator[Finding]:
         yield note(
             TOPIC, "'use_cpu' is set, but GPUs of this machine would be used all the same", "Set 'gpu_ids: \"\"', too."
         )
+    if config.get("use_cpu") and int(config.get("num_processes") or 1) > 1:
+        yield note(
+            TOPIC,
+            "'use_cpu' is set: Accelerate by itself makes the process group without a backend there, and every rank"
+            " takes itself for the only one",
+            "Train with ZeroSyncPlugin, or by python -m zerosync_strategy.accelerate.run, which name gloo.",
+        )
     if inner is None:
         yield from _fields(block)
         return

@@ -41,11 +41,13 @@ class Examination:
     """All findings of one examination, in the order in which they were made."""
 
     findings: tuple[Finding, ...]
+    strict: bool = False
 
     @property
     def exit_status(self) -> int:
-        """1 where there is an error, else 0."""
-        return int(any(finding.level is Level.ERROR for finding in self.findings))
+        """1 where there is an error, or with ``strict`` a warning; else 0."""
+        bad = (Level.ERROR, Level.WARNING) if self.strict else (Level.ERROR,)
+        return int(any(finding.level in bad for finding in self.findings))
 
     def to_json(self) -> str:
         """Return a JSON object with ``exit_status`` and ``findings``, whose fields are those of :class:`Finding`."""

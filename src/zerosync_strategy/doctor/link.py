@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from zerosync_strategy.doctor.findings import Finding, error, note, ok, warning
@@ -15,7 +16,10 @@ from zerosync_strategy.links import Links
 TOPIC = "link"
 SLOW = 0.7
 """A link below this part of the speed that was assumed is worth a warning."""
+LATE = 3.0
+"""So is one whose latency is above so many times what was assumed."""
 PINGS, ROUNDS = 50, 5
+TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def check(links: Links, nbytes: int = 32 << 20, progress: Callable[[str], None] 
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     device = torch.device("cuda" if on_gpu else "cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     try:
         measured = []
         for kind, peer in _peers().items():
@@ -93,16 +97,17 @@ def _measure(kind: str, peer: int, nbytes: int, device: Any) -> Measured:
     large, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def exchange() -> None:
-        sending = [dist.P2POp(dist.isend, large, other), dist.P2POp(dist.irecv, received, other)]
-        for work in dist.batch_isend_irecv(sending if rank == 0 else sending[::-1]):
+        # As ZeroSync's own exchanges; with the sends first, gloo's two directions may take turns.
+        both = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, large, other)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
 
     def ping() -> None:
         for is_my_turn in (rank == 0, rank != 0):
             (dist.send if is_my_turn else dist.recv)(small, other)
 
-    bandwidth = nbytes / statistics.median(_timed(exchange, device, ROUNDS))
-    return Measured(kind, bandwidth, statistics.median(_timed(ping, device, PINGS)) / 2)
+    latency = statistics.median(_timed(ping, device, PINGS)) / 2  # first: nothing is left in a queue
+    return Measured(kind, nbytes / statistics.median(_timed(exchange, device, ROUNDS)), latency)
 
 
 def _all_gather(nbytes: int, device: Any) -> float:
@@ -145,10 +150,13 @@ def _findings(measured: list[Measured], links: Links) -> Iterator[Finding]:
             f"{each.kind}: {each.bandwidth * 8 / 1e9:.3g} Gbit/s, {each.latency * 1e6:.0f} us; a plan assumes"
             f" {speed * 8 / 1e9:.3g} Gbit/s, {latency * 1e6:.0f} us"
         )
+        remedies = []
         if each.bandwidth < SLOW * speed:
-            remedy = (
-                f"Plan with {option} {each.bandwidth * 8 / 1e9:.3g}Gbit/s, or look for the reason of the difference."
-            )
+            remedies.append(f"{option} {each.bandwidth * 8 / 1e9:.3g}Gbit/s")
+        if each.latency > LATE * latency:
+            remedies.append(f"--latency-{option.removeprefix('--')} {each.latency * 1e6:.0f}us")
+        if remedies:
+            remedy = f"Plan with {' '.join(remedies)}, or look for the reason of the difference."
             yield warning(TOPIC, text, remedy)
         else:
             yield ok(TOPIC, text)
