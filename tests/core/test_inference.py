@@ -10,6 +10,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.engine import zero3
 
 WIDTH = 8
 
@@ -84,6 +85,35 @@ def test_training_goes_on_as_without_it(stage: int, options: dict[str, Any], thr
                     generate_and_check()
             engine.step()
             oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_in_a_forward() -> None:
+    """Where DeepSpeed has parameters on their way for the modules to come."""
+
+    def run() -> float:
+        net, plain = network(), network()
+        zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1000}
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.5), 3, zero)
+        zerosync = attach(engine)
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+        on_their_way = []
+
+        def generate(_: Any, args: Any) -> None:
+            on_their_way.append(len(zero3.in_flight(zero3.coordinator(engine.optimizer))))
+            with torch.no_grad(), zerosync.gathered_for_inference():
+                assert (net.layers[3](args[0]) - plain.layers[3](args[0])).abs().max() <= 1e-6
+
+        for k in range(4):
+            if k == 3:
+                net.layers[1].register_forward_pre_hook(generate)
+            engine.backward(engine(data(k, rank())).square().mean())
+            oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
+            engine.step()
+            oracle.step()
+        assert on_their_way[0] > 0
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]

@@ -197,13 +197,15 @@ def test_fp32_accumulation_of_bf16_gradients(stage: int) -> None:
 
 
 @since("0.19.7", "gradients that are not finite are stepped with in fp32, as in plain torch")
-def test_an_overflow_skips_the_step_and_closes_the_window() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_overflow_skips_the_step_and_closes_the_window(stage: int) -> None:
     def run() -> Any:
-        engine = make_engine(2, optimizer=torch.optim.SGD)
+        engine = make_engine(stage, optimizer=torch.optim.SGD)
         zerosync = attach(engine)
         before = full_parameters(engine.module)
         engine.backward(loss_of(engine, 0, 0))
         engine.backward(loss_of(engine, 0, 0) * float("inf"))
+        assert zerosync.gradient_norm() == float("inf")
         engine.step()
         skipped = engine.skipped_steps, distance(full_parameters(engine.module), before)
         train(engine, zerosync, 1)

@@ -12,6 +12,10 @@ from tests.harness.problem import adamw, network, sgd
 from tests.harness.ranks import run_ranks
 
 
+def hooks(model: Any) -> list[int]:
+    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.module.modules()]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> None:
     """It is evaluated before; forwards, clipping, saving and loading go to the engine afterwards."""
@@ -30,6 +34,8 @@ def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> 
             fabric.backward(next(losses(fabric, model, range(1))))
         optimizer = fabric.setup_optimizers(adamw(model.parameters()))
         assert names == [name for name, _ in model.named_parameters()]
+        together, _ = trained(fabric)
+        assert hooks(model) == hooks(together)  # one engine has them
 
         def train(steps: range) -> None:
             for step in steps:
@@ -46,9 +52,9 @@ def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> 
         for step in range(3):
             backward(plain, range(2 * step, 2 * step + 2), 2)
             plain.step(clip=0.05)
-        return distance(
-            full_parameters(model.module), full_parameters(plain.module)
-        ), fabric.strategy.zerosync.report.reductions
+        return distance(full_parameters(model.module), full_parameters(plain.module)), fabric.strategy.zerosyncs[
+            0
+        ].report.reductions
 
     results = run_ranks(run, timeout=60)
     assert max(error for error, _ in results) < 1e-6

@@ -839,7 +839,7 @@ def is_model_parallel(optimizer: Any) -> bool:
 def norm_of_shards(optimizer: Any) -> torch.Tensor:
     """Compute the norm of the gradients that were handed over, an infinity where it is not finite. Collective.
 
-    Every parameter is sharded over all data-parallel ranks, and they have the whole model.
+    The data-parallel ranks have the whole model, and each element of it once, over whichever of them it is sharded.
     """
     from deepspeed import comm
 

@@ -82,8 +82,8 @@ class Stage3Reducer(Reducer):
 
     @property
     def _computes_norm(self) -> bool:
-        """Whether the norm is that of all shards of all ranks, where they are."""
-        return self._shards_on_device and not self.over_groups and not zero3.is_model_parallel(self.optimizer)
+        """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
+        return self._shards_on_device and not zero3.is_model_parallel(self.optimizer)
 
     @property
     def over_groups(self) -> bool:

@@ -210,8 +210,6 @@ class ParameterCache:
             yield
             return
         self.wait_for_all()
-        for handle in zero3.in_flight(self._coordinator).values():  # DeepSpeed will release these
-            handle.wait()
         hooks = [] if self._hooks else self._extend_hooks()
         released = [param for param in self._engine.module.parameters() if zero3.is_sharded(param)]
         released = [param for param in released if zero3.is_released(param)]
