@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from zerosync_strategy.core.engine import zero3
+
 
 class PreparedModule(Module):
     """What ``fabric.setup_module()`` makes of a model.
@@ -43,7 +45,7 @@ class PreparedModule(Module):
         for refusal in self._refusals:
             refusal.remove()
         if self._sharding is not None:
-            self._sharding.destroy()
+            zero3.leave_sharded(self._sharding)
             self._sharding = None
 
     def train_with(self, engine: Any) -> None:

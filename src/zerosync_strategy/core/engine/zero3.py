@@ -269,6 +269,13 @@ def give_class_at_rest(
         param.__class__ = at_rest
 
 
+def leave_sharded(engine: Any) -> None:
+    """End ``engine``, which has no optimizer; another may train its module, whose parameters stay sharded."""
+    engine.destroy()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+
+
 def gather_whole(params: Iterable[Any]) -> None:
     """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
     if contract.has(contract.WHOLE_GATHER):
