@@ -221,7 +221,35 @@ def window() -> None:
     picture.save("window")
 
 
+def host_cache() -> None:
+    """Where a parameter comes from, by micro-batch, within a device budget, in host memory, and beyond both."""
+    picture = Picture(
+        960, 330, "Where the parameters of a window of three micro-batches come from, by where they are kept"
+    )
+    left, column, top = 250, 226, 62
+    for index in range(3):
+        picture.text(left + index * column + column / 2, 28, f"micro-batch {index + 1}", "bold", "middle")
+    rows = (
+        ("on the device", '"device"', ("gather", "there", "there")),
+        ("in host memory", '"host"', ("gather, copy to the host", "copy back", "copy back")),
+        ("neither", "does not fit", ("gather", "gather", "gather")),
+        ("frozen, in host memory", "from the second step on", ("copy back", "copy back", "copy back")),
+    )
+    fills = {"gather": GATHER, "there": "#d0d7de", "copy back": REDUCE, "gather, copy to the host": GATHER}
+    for row, (name, where, cells) in enumerate(rows):
+        y = top - 18 + row * 58
+        picture.text(8, y + 18, name, "bold")
+        picture.text(8, y + 36, where, "soft small")
+        for index, cell in enumerate(cells):
+            picture.box(left + index * column + 4, y, column - 8, 40, fills[cell], cell)
+    picture.text(left, top + 232, "green: over the network; orange: over the bus of this host", "soft small")
+    picture.text(
+        left, top + 252, "A step ends all but frozen parameters; an edit ends the copy of what it edits.", "soft small"
+    )
+    picture.save("host_cache")
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for draw in (timeline, stripes, window):
+    for draw in (timeline, stripes, window, host_cache):
         draw()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from zerosync_strategy import ZeroSyncConfig
@@ -53,6 +55,34 @@ def test_values_that_contradict() -> None:
 )
 def test_sizes(given: int | str, size: int | None) -> None:
     assert ZeroSyncConfig(param_memory_budget=given).held_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "host"),
+    [
+        ("2KB", 2000, 0),
+        ({"device": "1KiB", "host": "all"}, 1024, None),
+        ({"host": 5}, 0, 5),
+        ({"device": "all"}, None, 0),
+    ],
+)
+def test_sizes_by_place(given: Any, device: int | None, host: int | None) -> None:
+    config = ZeroSyncConfig(param_memory_budget=given)
+    assert (config.held_bytes, config.host_bytes) == (device, host)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "takes sizes for 'device' and 'host', got {}"),
+        ({"gpu": 1}, "takes sizes for 'device' and 'host', got {'gpu': 1}"),
+        ({"host": -1}, r"param_memory_budget\['host'\]. takes a number of bytes, .*, got -1"),
+        ({"device": "all", "host": 1}, "nothing is left for the host. Leave 'host' out"),
+    ],
+)
+def test_wrong_sizes_by_place(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroSyncConfig(param_memory_budget=given)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ WORKLOAD = Workload(
     deepspeed={"zero_optimization": ZERO},
 )  # fmt: skip
 SETS = [(STOCK, 2, {}), (ZEROSYNC, 1, {}), (ZEROSYNC, 2, {"grad_memory_budget": 0}), (ZEROSYNC, 3, {}),
-        (ZEROSYNC, 3, {"param_memory_budget": "all"})]  # fmt: skip
+        (ZEROSYNC, 3, {"param_memory_budget": "all"}),
+        (ZEROSYNC, 3, {"param_memory_budget": {"device": 50_000, "host": "all"}})]  # fmt: skip
 
 
 def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: str = "gloo", mode: Any = None) -> Any:

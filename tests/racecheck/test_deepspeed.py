@@ -4,16 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch._dynamo.utils import counters
 
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
-from tests.racecheck.scenarios import train
+from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params import arriving
+from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -85,6 +87,23 @@ def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
         return [list(map(str, findings)) for findings in found]
 
     assert run_ranks(run, world_size=4) == [[[]] * 4] * 4
+
+
+HOST = {"ours": {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}}
+
+
+def test_copies_on_the_host_are_ordered_by_the_gather_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made and read there; made on the caller's stream, they are not."""
+    assert findings(3, 3, **HOST) == []
+    stock = HostCache.keep
+
+    def keep_on_callers_stream(self: Any, params: Any) -> None:
+        with get_accelerator().stream(get_accelerator().default_stream()):
+            stock(self, params)
+
+    monkeypatch.setattr(HostCache, "keep", keep_on_callers_stream)
+    found = findings(3, 3, **HOST)
+    assert any(of.value == "race" and "keep" in text for of, text in found), found
 
 
 # Each rule, how it is switched off, where that shows, and in which words.

@@ -117,7 +117,9 @@ class AttachedEngine:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
-            self.cache = ParameterCache.of(engine, config.held_bytes, self.scheduler, config.eager_frames, _is_constant)
+            self.cache = ParameterCache.of(
+                engine, config.held_bytes, config.host_bytes, self.scheduler, config.eager_frames, _is_constant
+            )
             self.values = ParameterValues.of(engine, self.scheduler)
             let_average()
             if config.eager_frames:
@@ -555,6 +557,8 @@ class AttachedEngine:
             finally:
                 if writes:
                     self._parameters_written()
+                    if self.cache is not None and self.cache.host is not None:
+                        self.cache.host.expire()
 
     def check_full_state_dict(self) -> None:
         if self._shards_over_groups:
@@ -673,7 +677,7 @@ def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
                 " which gathers parameters when modules need them. Leave it out."
             )
         return
-    if config.held_bytes != 0:
+    if config.held_bytes != 0 or config.host_bytes != 0:
         raise ValueError(
             "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
             f" {stage}. Leave it out, or use stage 3."

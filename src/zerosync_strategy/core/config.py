@@ -26,6 +26,8 @@ class ZeroSyncConfig:
         param_memory_budget: ZeRO-3 only: bytes of gathered parameters to hold from their first use in a window to the
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
+            ``{"device": "4GiB", "host": "20GiB"}``: what is not held is kept in host memory, as far as it fits there
+            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
         loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
@@ -47,7 +49,7 @@ class ZeroSyncConfig:
 
     coalesce: bool = True
     grad_memory_budget: int | str | None = None
-    param_memory_budget: int | str = 0
+    param_memory_budget: int | str | Mapping[str, int | str] = 0
     reduction: str = "native"
     loss_reduction: str = "mean"
     overlap_last: bool = True
@@ -82,8 +84,24 @@ class ZeroSyncConfig:
             raise TypeError(f"ZeroSync option 'racecheck' takes a number of optimizer steps, got {self.racecheck!r}.")
         if self.racecheck < 0:
             raise ValueError(f"ZeroSync option 'racecheck' takes 0 or more steps, got {self.racecheck!r}.")
-        if self.param_memory_budget != "all":
-            parse_bytes("param_memory_budget", self.param_memory_budget, 'or "all"')
+        self._check_param_memory_budget(self.param_memory_budget)
+
+    def _check_param_memory_budget(self, given: Any) -> None:
+        option = "param_memory_budget"
+        if not isinstance(given, Mapping):
+            if given != "all":
+                parse_bytes(option, given, 'or "all"')
+            return
+        if not given or given.keys() - {"device", "host"}:
+            raise ValueError(f"ZeroSync option {option!r} takes sizes for 'device' and 'host', got {dict(given)!r}.")
+        for where, size in given.items():
+            if size != "all":
+                parse_bytes(f"{option}[{where!r}]", size, 'or "all"')
+        if given.get("device") == "all" and given.get("host", 0) != 0:
+            raise ValueError(
+                f"ZeroSync option {option!r} got {dict(given)!r}: with all parameters on the device, nothing is left"
+                " for the host. Leave 'host' out."
+            )
 
     @property
     def unreduced_bytes(self) -> int | None:
@@ -92,8 +110,15 @@ class ZeroSyncConfig:
 
     @property
     def held_bytes(self) -> int | None:
-        """``param_memory_budget`` in bytes, ``None`` for all."""
-        return None if self.param_memory_budget == "all" else parse_bytes("", self.param_memory_budget)
+        """``param_memory_budget`` of the device in bytes, ``None`` for all."""
+        given = self.param_memory_budget
+        return _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """``param_memory_budget`` of the host in bytes, ``None`` for all."""
+        given = self.param_memory_budget
+        return _bytes_or_all(given.get("host", 0)) if isinstance(given, Mapping) else 0
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
@@ -124,6 +149,10 @@ class ZeroSyncConfig:
                     " keyword argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
+
+
+def _bytes_or_all(size: int | str) -> int | None:
+    return None if size == "all" else parse_bytes("", size)
 
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} | {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -47,6 +46,7 @@ class StepMeter:
     def step_done(self) -> None:
         """An optimizer step has been taken: make its report, and count from zero."""
         window = self._window
+        host = None if self._cache is None else self._cache.host
         self.steps += 1
         self.report = StepReport(
             step=self.steps,
@@ -57,6 +57,8 @@ class StepMeter:
             peak_unreduced_bytes=self._reducer.local.peak_bytes,
             peak_unsharded_bytes=self._scheduler.unsharded.peak if self._scheduler is not None else 0,
             peak_held_bytes=self._cache.peak_bytes if self._cache is not None else 0,
+            peak_host_bytes=host.peak_bytes if host is not None else 0,
+            loaded_bytes=host.loaded_bytes if host is not None else 0,
             seconds=window.seconds,
             collectives=self._traffic.take(),
         )
@@ -71,8 +73,5 @@ class StepMeter:
         if not self.counts_gathers:
             return floor
         for param, nbytes in self.parameter_bytes.items():
-            if self._cache is not None and self._cache.was_there(param):
-                continue
-            once = self._cache is None or zero3.is_persistent(param) or self._cache.holds(param)
-            floor += nbytes if once else backwards * nbytes
+            floor += nbytes if self._cache is None else nbytes * self._cache.gathers_in(param, backwards)
         return floor

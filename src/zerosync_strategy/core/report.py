@@ -19,9 +19,12 @@ class StepReport:
         reductions: passes over the gradients that sent some of them; 1 when coalesced (W1).
         early_reductions: the reductions that were made while a backward ran.
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
-            each parameter once, and under ZeRO-3 each parameter that is not held once for every backward.
+            each parameter once, and under ZeRO-3 each parameter that is neither held nor kept in the host's memory once
+            for every backward.
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
+        peak_host_bytes: ZeRO-3: the most bytes of parameters kept in the memory of the host at once.
+        loaded_bytes: ZeRO-3: copied from there instead of gathered.
         peak_unsharded_bytes: ZeRO-3: the most bytes of gathered parameters at once (E1), those on their way, held, or
             kept for a backward included; but for persistent ones, and those of a ``GatheredParameters`` context.
         seconds: host time in ZeroSync's own reduction, waiting for other ranks included.
@@ -38,6 +41,8 @@ class StepReport:
     floor_bytes: int
     peak_unreduced_bytes: int
     peak_held_bytes: int
+    peak_host_bytes: int
+    loaded_bytes: int
     peak_unsharded_bytes: int
     seconds: float
     collectives: Mapping[str, Traffic]

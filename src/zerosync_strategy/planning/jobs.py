@@ -84,7 +84,8 @@ class OptionSet:
     Attributes:
         system: ``"stock"`` DeepSpeed or ``"zerosync"``.
         stage: of ZeRO.
-        options: ZeroSync's, as in its block. ``param_memory_budget`` may be a part of all parameters, as a float.
+        options: ZeroSync's, as in its block. ``param_memory_budget``, or its part for the device, may be a part of all
+            parameters, as a float.
     """
 
     system: str
@@ -98,6 +99,8 @@ class OptionSet:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " + ".join(f"{_short(size)} on the {where}" for where, size in value.items())
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
@@ -111,5 +114,6 @@ def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True) -> list[
             sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
         if stage == 3:
             sets += [OptionSet(ZEROSYNC, 3, {"param_memory_budget": part}) for part in (0.25, 0.5, "all")]
+            sets.append(OptionSet(ZEROSYNC, 3, {"param_memory_budget": {"device": 0.25, "host": "all"}}))
             sets.append(OptionSet(ZEROSYNC, 3, {"grad_memory_budget": 0}))
     return sets

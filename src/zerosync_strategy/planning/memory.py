@@ -10,12 +10,13 @@ from types import FrameType
 
 import torch
 
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations")
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "host", "buckets", "activations")
 
 # Who allocates, by a part of the path of its file; the innermost that is in the table decides.
 _BY_FILE = (
     ("/zerosync_strategy/core/gradients/flat.py", "gradients"),
     ("/zerosync_strategy/core/gradients/", "buckets"),
+    ("/zerosync_strategy/core/params/host_cache.py", "host"),
     ("/zerosync_strategy/core/params/", "gathered"),
     ("/zerosync_strategy/core/comm/", "buckets"),
     ("/deepspeed/runtime/zero/partition", "gathered"),
@@ -71,7 +72,7 @@ class Ledger:
     """Counts the storages of tensors, from the first time that one is seen until it is freed.
 
     Attributes:
-        allocated: of all storages, as a device's allocator counts them.
+        allocated: of all storages, as a device's allocator counts them, but for those that are the host's everywhere.
         written: of those that something was written to, to which alone a CPU's memory is given.
     """
 
@@ -88,7 +89,8 @@ class Ledger:
         if (known := self._known.get(key)) is None:
             reference = weakref.ref(storage, lambda _: self._forget(key))
             known = self._known[key] = _Storage(reference, _kind(sys._getframe(1)), storage.nbytes())
-            self.allocated.add(known.kind, known.nbytes)
+            for tally in self._tallies(known):
+                tally.add(known.kind, known.nbytes)
         if is_written and not known.is_written:
             known.is_written = True
             self.written.add(known.kind, known.nbytes)
@@ -122,7 +124,8 @@ class Ledger:
             tally.add(known.kind, -known.nbytes)
 
     def _tallies(self, known: _Storage) -> list[Tally]:
-        return [self.allocated, self.written] if known.is_written else [self.allocated]
+        tallies = [] if known.kind == "host" else [self.allocated]
+        return [*tallies, self.written] if known.is_written else tallies
 
 
 def _kind(frame: FrameType | None) -> str:

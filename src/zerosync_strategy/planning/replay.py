@@ -23,6 +23,7 @@ from zerosync_strategy.planning.process import import_all, map_large_blocks
 REPLAYED = 3
 """Backwards that are replayed at most; those in the middle of a step are all alike, and counted as the second."""
 WARM_UP = 2
+"""Steps before the one that is measured; one more where the first finds out what to keep of the parameters."""
 PREFIX = "REPLAYED "
 
 
@@ -109,14 +110,18 @@ def _steps(workload: Workload, options: OptionSet, ledger: Any) -> dict[str, Any
         dist_init_required=False,
     )
     in_force = dict(options.options)
-    if isinstance(part := in_force.get("param_memory_budget"), float):
-        in_force["param_memory_budget"] = int(part * nbytes)
+    match in_force.get("param_memory_budget"):
+        case float(part):
+            in_force["param_memory_budget"] = int(part * nbytes)
+        case {"device": float(part), **others}:
+            in_force["param_memory_budget"] = {"device": int(part * nbytes), **others}
     zerosync = None if options.system == STOCK else attach(engine, **in_force)
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(_noting_gradients(ledger))
     gc.collect()
     with CollectiveCounter() as counter:
-        for to_come in range(WARM_UP, -1, -1):
+        finds_out = in_force.get("param_memory_budget", 0) not in (0, "all")
+        for to_come in range(WARM_UP + finds_out, -1, -1):
             ledger.classify(resident(engine))
             ledger.restart()
             counter.take()

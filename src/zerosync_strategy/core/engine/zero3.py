@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -82,6 +82,19 @@ def all_gathered(params: Iterable[Any]) -> bool:
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor on its way."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
+
+
+def shard_writes(param: Any) -> int:
+    """Return how often the shards of ``param`` were written, but for optimizer steps and checkpoints."""
+    writes: int = param.__dict__.get(_WRITES, 0)
+    return writes
+
+
+def _count_write(param: Any) -> None:
+    param.__dict__[_WRITES] = shard_writes(param) + 1
+
+
+_WRITES = "_zerosync_shard_writes"
 
 
 def mark_kept(params: Iterable[Any], kept: bool) -> None:
@@ -258,6 +271,7 @@ def give_class_at_rest(
                 users = released.ds_active_sub_modules
                 if users.__class__ is _Users:
                     if has_been_updated:
+                        _count_write(released)
                         written(released)
                     if not users:
                         released.__class__ = users.at_rest
@@ -318,6 +332,7 @@ def _forget_leftover_users(params: Iterable[Any]) -> None:
 
 def keep(param: Any) -> None:
     """Let this rank's shard of a gathered parameter have its present values."""
+    _count_write(param)
     if (pair := own_part(param)) is not None:
         shard, part = pair
         shard.copy_(part)
@@ -355,6 +370,7 @@ def write(param: Any, full: torch.Tensor) -> bool:
     shard = param.ds_tensor
     if shard.numel() == 0 or hasattr(shard, "ds_quant_scale") or has_secondary_shard(param):
         return False
+    _count_write(param)
     if (pair := own_part(param, full)) is not None:
         own, part = pair
         own.copy_(part)
@@ -477,6 +493,28 @@ class ShardGather:
             begin += columns
         del self._rows
         self._is_done = True
+
+
+class LocalGather:
+    """What a :class:`ShardGather` is, of parameters that this rank has in full elsewhere: nothing is sent.
+
+    Args:
+        values: in full, by released parameter. They are copied, on the current stream.
+    """
+
+    def __init__(self, values: Mapping[Any, torch.Tensor]) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        self._copies = {param: full.to(param.device, non_blocking=True, copy=True) for param, full in values.items()}
+        for param in self._copies:
+            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
+
+    def wait(self, **_: Any) -> None:
+        """Give the parameters their values."""
+        for param, copy in self._copies.items():
+            param.data = copy
+            param.ds_status = type(param.ds_status).AVAILABLE
+        self._copies = {}
 
 
 def has_plain_shard(param: Any) -> bool:
@@ -883,6 +921,7 @@ def set_values(param: Any, values: torch.Tensor) -> None:
     if not is_sharded(param):
         param.data.copy_(values)
         return
+    _count_write(param)
     if is_gathered(param):
         param.data.copy_(values)
     released, param.data = param.data, values.to(param.device, param.dtype)
@@ -904,6 +943,7 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def take_master_weights(optimizer: Any, param: Any) -> None:
     """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    _count_write(param)
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     if is_gathered(param):
         persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept

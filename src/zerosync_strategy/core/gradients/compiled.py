@@ -57,7 +57,10 @@ class CompiledGradientHook:
             ValueError: it cannot.
         """
         for found, what in (
-            (config.held_bytes != 0, "'param_memory_budget': it chooses by itself what stays gathered"),
+            (
+                config.held_bytes != 0 or config.host_bytes != 0,
+                "'param_memory_budget': it chooses by itself what stays gathered",
+            ),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
             (config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
             (checked, "'racecheck', which does not see its collectives"),

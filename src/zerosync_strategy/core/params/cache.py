@@ -16,6 +16,8 @@ made anew.
 A parameter that no optimizer trains is not released by a step, and so crosses the wire once (R4); checkpoints, which
 read and write shards, release it.
 
+What does not fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
+
 Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
 before and after its forward, and what a backward may need is looked through when the backward begins.
 
@@ -37,6 +39,7 @@ import torch
 from zerosync_strategy.core.engine import compilation, shared, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import ReleaseOverrides
+from zerosync_strategy.core.params.host_cache import HostCache, fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 AHEAD = 2
@@ -85,21 +88,24 @@ class ParameterCache:
     Args:
         engine: the DeepSpeed engine.
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
+        host_budget: bytes of those that are not held to keep in the memory of the host; ``None``: no limit.
         scheduler: gathers them.
         untraced: compilers will see no hooks of the modules in any case.
         is_constant: whether no optimizer trains a parameter.
 
     Attributes:
+        host: has what is kept in the memory of the host; ``None``: nothing is.
         peak_bytes: the most bytes held at once since the last :meth:`end_window`.
         release_memo: DeepSpeed's memo of what to release after which module.
     """
 
     def __init__(
-        self, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool,
+        self, engine: Any, budget: int | None, host_budget: int | None, scheduler: GatherScheduler, untraced: bool,
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._engine = engine
         self._untraced = untraced
+        self.host = scheduler.host = None if host_budget == 0 else HostCache(host_budget)
         self._budget = budget
         self._scheduler = scheduler
         self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
@@ -127,7 +133,7 @@ class ParameterCache:
         for module in engine.module.modules():
             zero3.quicken_module_functions(module)
         if budget == 0:
-            self._chosen = set()
+            self._chosen = set() if self.host is None else None
             return
         self._hooks = self._extend_hooks()
         scheduler.before_read = self.before_read
@@ -145,12 +151,12 @@ class ParameterCache:
 
     @classmethod
     def of(
-        cls, engine: Any, budget: int | None, scheduler: GatherScheduler, untraced: bool,
+        cls, engine: Any, budget: int | None, host_budget: int | None, scheduler: GatherScheduler, untraced: bool,
         is_constant: Callable[[Any], bool],
     ) -> ParameterCache:  # fmt: skip
-        """Return the cache of this engine; engines over one module share one, with the budget of the first."""
+        """Return the cache of this engine; engines over one module share one, with the budgets of the first."""
         coordinator = zero3.coordinator(engine.optimizer)
-        make = lambda: cls(engine, budget, scheduler, untraced, is_constant)  # noqa: E731
+        make = lambda: cls(engine, budget, host_budget, scheduler, untraced, is_constant)  # noqa: E731
         cache = shared.acquire(coordinator, "cache", make)
         cache._constant = None  # this engine may train what the others do not
         return cache
@@ -165,7 +171,7 @@ class ParameterCache:
         zero3.mark_kept((param for bucket in self._buckets for param in bucket.params), False)
         for hook in self._hooks:
             hook.replace(hook.stock)
-        self._scheduler.before_read = None
+        self._scheduler.before_read = self._scheduler.host = None
         restore(self._coordinator, ReleaseOverrides)
         del self._coordinator._zerosync_releases
         if self._modules:
@@ -181,22 +187,25 @@ class ParameterCache:
         self.peak_bytes = self._held_bytes
         self._window += 1
         if self._chosen is None and self._budget is not None and self._gathers:
-            self._chosen = self._choose(self._budget)
-            self._hold_modules()
+            self._choose(self._budget)
+            if self._budget:
+                self._hold_modules()
+        if self.host is not None:
+            self.host.end_window()
 
-    def _choose(self, budget: int) -> set[int]:
-        chosen, free = set(), budget
+    def _choose(self, budget: int) -> None:
         constants = self._constants()
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
             ((gathers - (param not in constants), param) for param, gathers in self._gathers.items()),
             key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
         )
-        for saved, param in by_saving:
-            if saved > 0 and zero3.full_bytes(param) <= free:
-                chosen.add(zero3.param_id(param))
-                free -= zero3.full_bytes(param)
-        return chosen
+        saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
+        held = fitting(saving, budget)
+        self._chosen = set(map(zero3.param_id, held))
+        if self.host is not None:
+            others = (param for param in saving if not self.holds(param) and self._scheduler.gathers_plainly(param))
+            self.host.choose(set(fitting(others, self.host.limit)), (param for param in held if param in constants))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -238,6 +247,13 @@ class ParameterCache:
             or self._budget is None
             or (self._chosen is not None and zero3.param_id(param) in self._chosen)
         )
+
+    def gathers_in(self, param: Any, backwards: int) -> int:
+        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
+        if param in self._were_kept or (self.host is not None and self.host.was_there(param)):
+            return 0
+        once = zero3.is_persistent(param) or self.holds(param) or (self.host is not None and self.host.keeps(param))
+        return 1 if once else backwards
 
     # ---- modules whose parameters are all held ---------------------------------------------------------------------
 
@@ -357,6 +373,8 @@ class ParameterCache:
             if number not in self._held and not zero3.is_persistent(param):
                 self._held[number] = param
                 self._held_bytes += zero3.full_bytes(param)
+                if self.host is not None:
+                    self.host.free((param,))
         zero3.mark_held(params, True)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
@@ -415,10 +433,8 @@ class ParameterCache:
             yield
         finally:
             self._steps = False
-
-    def was_there(self, param: Any) -> bool:
-        """Return whether ``param`` was there when the window began that the last step has ended."""
-        return param in self._were_kept
+            if self.host is not None:
+                self.host.expire(but=self._constants())
 
     def release_for_step(self) -> bool:
         """Release what an optimizer step that is under way changes; return whether that is all there is to release."""

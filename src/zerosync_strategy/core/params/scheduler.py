@@ -29,6 +29,7 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import GatherOverrides
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
+from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.memory import UnshardedBytes
 from zerosync_strategy.core.params.shard_over import ranks_of
 
@@ -50,6 +51,7 @@ class GatherScheduler:
         names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
         before_read: called before a parameter is read that no hook has gathered.
+        host: has parameters that need not be gathered again; ``None``: there are none.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
@@ -77,6 +79,7 @@ class GatherScheduler:
         self.renew_streams()
         self._params = set(engine.module.parameters())
         self.before_read: Callable[[Any], None] | None = None
+        self.host: HostCache | None = None
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
         zero3.gather_contexts_by(self)
@@ -121,14 +124,38 @@ class GatherScheduler:
     def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
         """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
         for of_group in self.in_order(filter(zero3.is_released, params)):
-            with self.gathering(of_group):
-                process_group = zero3.process_group(of_group[0])
-                is_shared = id(process_group) in self._digests
-                if is_shared and self._gathers_plainly and all(map(zero3.has_plain_shard, of_group)):
-                    self._gather(of_group, process_group)
+            missing = of_group if self.host is None else self._load(of_group, self.host)
+            if not missing:
+                continue
+            with self.gathering(missing):
+                if all(map(self.gathers_plainly, missing)):
+                    self._gather(missing, zero3.process_group(missing[0]))
                 else:
-                    stock(of_group)
-                    self._wrap_handles(of_group, is_shared)
+                    stock(missing)
+                    self._wrap_handles(missing, id(zero3.process_group(missing[0])) in self._digests)
+
+    def gathers_plainly(self, param: Any) -> bool:
+        """Return whether ``param`` is gathered from other ranks' shards of its values."""
+        is_shared = id(zero3.process_group(param)) in self._digests
+        return is_shared and self._gathers_plainly and zero3.has_plain_shard(param)
+
+    def _load(self, params: list[Any], host: HostCache) -> list[Any]:
+        """Let those of ``params``, all of one group, arrive that the host has in full; return the others."""
+        values = {param: full for param in params if (full := host.get(param)) is not None}
+        if not values:
+            return params
+        loaded, process_group = list(values), zero3.process_group(params[0])
+        stream = self.stream_of(process_group)
+        with self._on(stream), zero3.as_it_is(), phase("load", self.name(zero3.param_id(loaded[0]))):
+            handle = _GatherHandle(zero3.LocalGather(values), process_group, self, loaded)
+        zero3.in_flight(self.coordinator).update(dict.fromkeys(loaded, handle))
+        handle.count()
+        zero3.count_gathered(self.coordinator, loaded)
+        host.count_loaded(values.values())
+        return [param for param in params if param not in values]
+
+    def _on(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext() if stream is None else self.streams.on_gather_stream(stream)
 
     def _gather(self, params: list[Any], process_group: Any) -> None:
         """Gather ``params`` with work that does not grow with the number of ranks (H1)."""
@@ -137,8 +164,8 @@ class GatherScheduler:
             by_dtype.setdefault(zero3.gather_dtype(param), []).append(param)
         in_flight, stream = zero3.in_flight(self.coordinator), self.stream_of(process_group)
         for members in by_dtype.values():
-            with nullcontext() if stream is None else self.streams.on_gather_stream(stream):
-                handle = _GatherHandle(zero3.ShardGather(members), process_group, self, members)
+            with self._on(stream):
+                handle = _GatherHandle(zero3.ShardGather(members), process_group, self, members, self.host)
             in_flight.update(dict.fromkeys(members, handle))
             handle.count()
         zero3.count_gathered(self.coordinator, params)
@@ -312,15 +339,20 @@ class _GatherHandle:
     Attributes:
         params: that it gathers.
         counted: those of them whose bytes are counted until their memory, which may come with the gather, is free.
+        keeper: is given the parameters once they are there.
     """
 
-    def __init__(self, handle: Any, process_group: Any, scheduler: GatherScheduler, params: list[Any]) -> None:
+    def __init__(
+        self, handle: Any, process_group: Any, scheduler: GatherScheduler, params: list[Any],
+        keeper: HostCache | None = None,
+    ) -> None:  # fmt: skip
         self._handle = handle
         self._process_group = process_group
         self._scheduler = scheduler
         self._waited_for = False
         self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
         self.params = params
+        self.keeper = keeper
         self.counted: list[Any] = []
 
     def count(self) -> None:
@@ -345,6 +377,9 @@ class _GatherHandle:
                     with streams.on_gather_stream(stream):
                         self._handle.wait(*args, **kwargs)
                     self._unsharded = streams.record_unshard(stream)
+                if self.keeper is not None:
+                    with scheduler._on(stream):  # behind the event: nobody waits for the copy
+                        self.keeper.keep(self.params)
             self._waited_for = True
             self._handle = None  # DeepSpeed's keeps what was received
             zero3.have_arrived(self.params)

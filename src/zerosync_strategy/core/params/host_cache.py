@@ -1,0 +1,129 @@
+"""ZeRO-3: parameters kept in full in the memory of the host, and copied from there instead of gathered again.
+
+The first gather of a parameter in a window leaves a copy in host memory, pinned on devices that are not the CPU, and
+later gathers of the window copy it back: over the bus, and not over the network. An optimizer step ends what it
+changes; a copy of a parameter that no optimizer trains serves for the whole run (R4). The idea, of full parameters
+cached in host memory between forward and backward, is that of FCDP (arXiv 2602.06499).
+
+A copy is made and read on the stream on which its parameter is gathered, so that neither waits for the other. It holds
+until the parameter's shards are written, by whomever: each write is counted (``zero3.shard_writes``), alike on all
+ranks. So what has a copy is known on all of them without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import zero3
+
+
+@dataclass
+class _Copy:
+    """The memory of one parameter's copy.
+
+    Attributes:
+        values: in the parameter's shape.
+        writes: to the parameter's shards before it was made; ``None``: it has no values.
+    """
+
+    values: torch.Tensor
+    writes: int | None = None
+
+
+class HostCache:
+    """Full parameters of one ZeRO-3 engine in host memory.
+
+    Args:
+        limit: bytes of all copies; ``None``: no limit.
+
+    Attributes:
+        limit: as given.
+        chosen: the parameters to keep; ``None`` while it is unknown which are gathered more than once: whatever comes
+            first and fits.
+        peak_bytes: the most bytes of copies at once since the last :meth:`end_window`.
+        loaded_bytes: copied back to the device since then.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._copies: dict[Any, _Copy] = {}
+        self._bytes = self.peak_bytes = self.loaded_bytes = 0
+        self._at_begin: dict[Any, int | None] = {}  # what had a copy when the window began
+        self.chosen: set[Any] | None = None
+
+    def get(self, param: Any) -> torch.Tensor | None:
+        """Return the values of ``param``, if they are here."""
+        copy = self._copies.get(param)
+        return copy.values if copy is not None and copy.writes == zero3.shard_writes(param) else None
+
+    def keeps(self, param: Any) -> bool:
+        """Return whether ``param`` is gathered once in a window, and then copied from here."""
+        return param in (self._copies if self.chosen is None else self.chosen)
+
+    def was_there(self, param: Any) -> bool:
+        """Return whether the values that ``param`` has now were here when the window began."""
+        return param in self._at_begin and self._at_begin[param] == zero3.shard_writes(param)
+
+    def keep(self, params: Iterable[Any]) -> None:
+        """``params`` have just been gathered, on the current stream: copy those that are to be kept."""
+        for param in params:
+            is_wanted = not zero3.is_persistent(param) if self.chosen is None else param in self.chosen
+            if is_wanted and self.get(param) is None:
+                copy = self._copies.get(param) or self._allocate(param)
+                if copy is not None:
+                    copy.values.copy_(param.data, non_blocking=True)
+                    copy.writes = zero3.shard_writes(param)
+
+    def count_loaded(self, values: Iterable[torch.Tensor]) -> None:
+        """Count ``values`` as copied back."""
+        self.loaded_bytes += sum(value.nbytes for value in values)
+
+    def choose(self, params: set[Any], leaving: Iterable[Any]) -> None:
+        """Keep ``params`` from here on, and beside them what fits of ``leaving``, until the device holds it."""
+        self.chosen = params
+        room = None if self.limit is None else self.limit - sum(map(zero3.full_bytes, params))
+        stays = params.union(fitting(leaving, room))
+        self.free(param for param in list(self._copies) if param not in stays)
+
+    def free(self, params: Iterable[Any]) -> None:
+        """Give the memory of the copies of ``params`` back."""
+        for param in params:
+            if (copy := self._copies.pop(param, None)) is not None:
+                self._bytes -= copy.values.nbytes
+
+    def expire(self, but: Collection[Any] = ()) -> None:
+        """The shards of all parameters are written, but those of ``but``."""
+        for param, copy in self._copies.items():
+            if param not in but:
+                copy.writes = None
+
+    def end_window(self) -> None:
+        """A step has been taken: count from zero."""
+        self.peak_bytes, self.loaded_bytes = self._bytes, 0
+        self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}
+
+    def _allocate(self, param: Any) -> _Copy | None:
+        nbytes = zero3.full_bytes(param)
+        if self.limit is not None and self._bytes + nbytes > self.limit:
+            return None
+        pinned = param.device.type != "cpu"
+        values = torch.empty(zero3.full_shape(param), dtype=param.dtype, pin_memory=pinned)
+        self._bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self._copies[param] = copy = _Copy(values)
+        return copy
+
+
+def fitting(params: Iterable[Any], room: int | None) -> list[Any]:
+    """Return those of ``params``, the first first, that fit into ``room`` bytes; ``None``: all."""
+    chosen = []
+    for param in params:
+        nbytes = zero3.full_bytes(param)
+        if room is None or nbytes <= room:
+            chosen.append(param)
+            room = None if room is None else room - nbytes
+    return chosen
