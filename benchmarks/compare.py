@@ -15,6 +15,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def _numbers(text: str) -> list[int]:
 def _systems(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in SYSTEMS:
+        if name not in SYSTEMS and not re.fullmatch(r"zerosync-3@(\d+|all|auto\w+)", name):
             raise argparse.ArgumentTypeError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
     return names
 

@@ -90,10 +90,10 @@ def full(param: torch.nn.Parameter) -> torch.Tensor:
         return param.detach().clone()
 
 
-def report_of(zerosync: Any) -> dict[str, int]:
+def report_of(zerosync: Any) -> dict[str, Any]:
     """The numbers of ZeroSync's report of the last step."""
     names = ("reductions", "bytes_sent", "floor_bytes", "peak_unreduced_bytes", "peak_held_bytes")
-    return {name: getattr(zerosync.report, name) for name in names}
+    return {name: getattr(zerosync.report, name) for name in names} | {"budgets": str(zerosync.report.budgets)}
 
 
 class System(ABC):
@@ -117,7 +117,7 @@ class System(ABC):
     def settle(self) -> None:  # noqa: B027
         """Wait for what a step has left under way."""
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         """What the system itself says of its last step."""
         return {}
 
@@ -194,7 +194,7 @@ class ZeroSync(_DeepSpeed):
             self.backward(loss)
         self.finish()
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         return report_of(self.zerosync)
 
     def settle(self) -> None:
@@ -260,7 +260,8 @@ class FSDP2(_Torch):
 def make_system(name: str, model: str, accumulate: int) -> System:
     """A directly driven system by its name, and the process group that it needs.
 
-    ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none.
+    ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none. ``zerosync-3@25`` has such a
+    parameter budget, and releases what is beyond it at once; ``zerosync-3@auto900MiB`` chooses it within that limit.
     """
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
@@ -277,9 +278,14 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     options: dict[str, Any] = {"param_memory_budget": "all"} if variant.endswith("-held") else {}
     if variant.endswith("-overlap"):
         options["overlap_gather"] = True
-    percent = name.partition("@")[2]
-    if percent.isdigit():
+    budget = name.partition("@")[2]
+    option = "grad_memory_budget" if stage < 3 else "param_memory_budget"
+    if budget.isdigit():
         with torch.device("meta"):
             size = sum(param.numel() * param.element_size() for param in make_model(model).parameters())
-        options["grad_memory_budget"] = size * int(percent) // 100
-    return ZeroSync(model, stage, options)
+        options[option] = size * int(budget) // 100
+    elif budget.startswith("auto"):
+        options[option] = {"auto": budget.removeprefix("auto")}
+    elif stage == 3 and budget == "all":
+        options[option] = "all"
+    return ZeroSync(model, stage, options, **({"stage3_max_live_parameters": 2_000_000} if budget else {}))

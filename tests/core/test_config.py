@@ -44,7 +44,7 @@ def test_values_that_contradict() -> None:
         ZeroSyncConfig(unshard_streams="one")
     with pytest.raises(ValueError, match="'grad_memory_budget' got 0 with coalesce=False"):
         ZeroSyncConfig(coalesce=False, grad_memory_budget=0)
-    with pytest.raises(ValueError, match=r"'grad_memory_budget' takes .* or None, got '1XB'"):
+    with pytest.raises(ValueError, match=r"'grad_memory_budget' takes .* or None, .*, got '1XB'"):
         ZeroSyncConfig(grad_memory_budget="1XB")
     assert ZeroSyncConfig(grad_memory_budget="1KB").unreduced_bytes == 1000
 
@@ -74,8 +74,8 @@ def test_sizes_by_place(given: Any, device: int | None, host: int | None) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "takes sizes for 'device' and 'host', got {}"),
-        ({"gpu": 1}, "takes sizes for 'device' and 'host', got {'gpu': 1}"),
+        ({}, "takes sizes for 'device' .* and 'host', got {}"),
+        ({"gpu": 1}, "takes sizes for 'device' .* and 'host', got {'gpu': 1}"),
         ({"host": -1}, r"param_memory_budget\['host'\]. takes a number of bytes, .*, got -1"),
         ({"device": "all", "host": 1}, "nothing is left for the host. Leave 'host' out"),
     ],
@@ -89,7 +89,7 @@ def test_wrong_sizes_by_place(given: Any, message: str) -> None:
     ("given", "error"), [(-1, ValueError), ("2 XB", ValueError), ("x", ValueError), (1.5, TypeError), (True, TypeError)]
 )
 def test_wrong_sizes(given: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"'param_memory_budget' takes a number of bytes, .* or \"all\", got"):
+    with pytest.raises(error, match=r"'param_memory_budget' takes a number of bytes, .* or \"all\", \"auto\", got"):
         ZeroSyncConfig(param_memory_budget=given)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Usage
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
@@ -34,6 +35,7 @@ from zerosync_strategy.core.gradients.reducer import Pieces
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
+from zerosync_strategy.core.memory import DeviceGauge, gauge_of
 from zerosync_strategy.core.meter import StepMeter
 from zerosync_strategy.core.optimizers import listed
 from zerosync_strategy.core.params.arriving import ArrivingParameters
@@ -118,8 +120,9 @@ class AttachedEngine:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
             self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
             self.cache = ParameterCache.of(
-                engine, config.held_bytes, config.host_bytes, self.scheduler, config.eager_frames, _is_constant
-            )
+                engine, config.held_bytes, config.host_bytes, config.auto_parameters, self.scheduler,
+                config.eager_frames, _is_constant,
+            )  # fmt: skip
             self.values = ParameterValues.of(engine, self.scheduler)
             let_average()
             if config.eager_frames:
@@ -129,6 +132,7 @@ class AttachedEngine:
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
+        self.budgets = self._automatic_budgets()
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
         self._infers = False  # in gathered_for_inference()
@@ -399,6 +403,8 @@ class AttachedEngine:
             if self.cache is not None:
                 self.cache.backward_begins()
             trains = any(param.requires_grad for param in self.reducer.params)
+        if self.budgets is not None:
+            self.budgets.sample()  # a forward has left its activations
         if trains:  # else the loss only passes through
             self.window.enter_graph()
 
@@ -469,7 +475,9 @@ class AttachedEngine:
                 self.states.check()
             if self.arriving is not None:
                 self.arriving.begin()
-            self.meter.step_done()
+            self.meter.step_done(None if self.budgets is None else self.budgets.choice)
+            if self.budgets is not None:
+                self.budgets.end_window()
             self.race_check.stepped()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
@@ -590,6 +598,45 @@ class AttachedEngine:
         self._wait_for_parameters()
         self._detach()
 
+    def _automatic_budgets(self) -> AutomaticBudgets | None:
+        config, reducer, cache = self.config, self.reducer, self.cache
+        if not (config.auto_parameters or config.auto_gradients):
+            return None
+        gauge = gauge_of(self.engine.device)
+        limit = config.auto_limit
+        if limit is None:
+            assert isinstance(gauge, DeviceGauge)  # _check_stage() has seen to it
+            limit = gauge.limit()
+
+        def usage() -> Usage:
+            now = peak = transient = 0
+            report = self.meter.report
+            if config.auto_gradients:  # what streams beyond them is none of the budget's
+                now += min(reducer.local.now, reducer.deferred_bytes)
+                peak += min(report.peak_unreduced_bytes, reducer.deferred_bytes) if report is not None else 0
+            if config.auto_parameters and self.scheduler is not None:
+                now += self.scheduler.unsharded.now
+                if report is not None:
+                    peak += report.peak_unsharded_bytes
+                    transient = report.peak_unsharded_bytes - report.peak_held_bytes
+            return Usage(now, peak, transient)
+
+        def hold_parameters(room: int, transient: int) -> Held:
+            assert cache is not None
+            everything = cache.everything
+            nbytes = cache.set_budget(room if room >= everything else max(0, room - transient))
+            return Held(nbytes, nbytes + min(transient, everything - nbytes))
+
+        def hold_gradients(room: int) -> Held:
+            nbytes = reducer.defer(room)
+            return Held(nbytes, nbytes)
+
+        return AutomaticBudgets(
+            gauge, limit, usage,
+            hold_parameters if config.auto_parameters else None, hold_gradients if config.auto_gradients else None,
+            zero.data_parallel_group(self.engine.optimizer), self.engine.device, reducer.streams,
+        )  # fmt: skip
+
     # ---- helpers -------------------------------------------------------------------------------------------------
 
     def _wait_for_parameters(self) -> None:
@@ -670,6 +717,14 @@ def _is_constant(param: Any) -> bool:
 
 def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
     stage = zero.stage(engine)
+    for name, is_automatic in (
+        ("param_memory_budget", config.auto_parameters), ("grad_memory_budget", config.auto_gradients),
+    ):  # fmt: skip
+        if is_automatic and config.auto_limit is None and engine.device.type != "cuda":
+            raise ValueError(
+                f'ZeroSync option {name!r} got "auto" on a device of type {engine.device.type!r}, whose free memory is'
+                ' not known. Give a limit: {"auto": "8GiB"}, the resident memory that each rank\'s process may have.'
+            )
     if stage == 3:
         if config.overlap_gather:
             raise ValueError(
@@ -677,7 +732,7 @@ def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
                 " which gathers parameters when modules need them. Leave it out."
             )
         return
-    if config.held_bytes != 0 or config.host_bytes != 0:
+    if config.keeps_parameters:
         raise ValueError(
             "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
             f" {stage}. Leave it out, or use stage 3."

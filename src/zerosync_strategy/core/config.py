@@ -22,12 +22,16 @@ class ZeroSyncConfig:
             up to summation order, with N times the bytes and without the full local gradients in between.
         grad_memory_budget: bytes of unreduced gradients that a rank may hold, as a number or a size such as ``"2GiB"``.
             Gradients that do not fit are reduced during every backward, into this rank's partition. ``None``: no limit;
-            ``0``: every gradient is reduced at once.
+            ``0``: every gradient is reduced at once. ``"auto"``, and on the CPU, where the memory that is free says
+            little, ``{"auto": "8GiB"}`` with the resident memory that each rank's process may have: what fits, chosen
+            as the program runs.
         param_memory_budget: ZeRO-3 only: bytes of gathered parameters to hold from their first use in a window to the
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
             ``{"device": "4GiB", "host": "20GiB"}``: what is not held is kept in host memory, as far as it fits there
-            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again.
+            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again. ``"auto"`` and
+            ``{"auto": "8GiB"}``, also with ``"host"``: as for the gradients. If both are automatic, one limit is for
+            both together.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
         loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
@@ -48,7 +52,7 @@ class ZeroSyncConfig:
     """
 
     coalesce: bool = True
-    grad_memory_budget: int | str | None = None
+    grad_memory_budget: int | str | Mapping[str, int | str] | None = None
     param_memory_budget: int | str | Mapping[str, int | str] = 0
     reduction: str = "native"
     loss_reduction: str = "mean"
@@ -74,7 +78,8 @@ class ZeroSyncConfig:
                 f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
             )
         if self.grad_memory_budget is not None:
-            parse_bytes("grad_memory_budget", self.grad_memory_budget, "or None")
+            if not _is_auto(self.grad_memory_budget):
+                parse_bytes("grad_memory_budget", self.grad_memory_budget, 'or None, "auto", {"auto": size}')
             if not self.coalesce:
                 raise ValueError(
                     f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
@@ -85,18 +90,26 @@ class ZeroSyncConfig:
         if self.racecheck < 0:
             raise ValueError(f"ZeroSync option 'racecheck' takes 0 or more steps, got {self.racecheck!r}.")
         self._check_param_memory_budget(self.param_memory_budget)
+        limits = self._limits
+        if len(set(limits.values())) > 1:
+            raise ValueError(
+                f'ZeroSync options {" and ".join(map(repr, limits))} got different limits for "auto", which is for both'
+                " together. Give it in one of them."
+            )
 
     def _check_param_memory_budget(self, given: Any) -> None:
         option = "param_memory_budget"
         if not isinstance(given, Mapping):
-            if given != "all":
-                parse_bytes(option, given, 'or "all"')
+            if given not in ("all", AUTO):
+                parse_bytes(option, given, 'or "all", "auto"')
             return
-        if not given or given.keys() - {"device", "host"}:
-            raise ValueError(f"ZeroSync option {option!r} takes sizes for 'device' and 'host', got {dict(given)!r}.")
+        if not given or given.keys() - {"device", "host", AUTO} or {"device", AUTO} <= given.keys():
+            raise ValueError(
+                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto') and 'host', got {dict(given)!r}."
+            )
         for where, size in given.items():
-            if size != "all":
-                parse_bytes(f"{option}[{where!r}]", size, 'or "all"')
+            if size != "all" or where == AUTO:
+                parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
         if given.get("device") == "all" and given.get("host", 0) != 0:
             raise ValueError(
                 f"ZeroSync option {option!r} got {dict(given)!r}: with all parameters on the device, nothing is left"
@@ -105,20 +118,54 @@ class ZeroSyncConfig:
 
     @property
     def unreduced_bytes(self) -> int | None:
-        """``grad_memory_budget`` in bytes, ``None`` for no limit."""
-        return None if self.grad_memory_budget is None else parse_bytes("", self.grad_memory_budget)
+        """``grad_memory_budget`` in bytes, ``None`` for no limit. Automatic, it begins with nothing."""
+        given = self.grad_memory_budget
+        return 0 if self.auto_gradients else None if given is None else parse_bytes("", given)
 
     @property
     def held_bytes(self) -> int | None:
-        """``param_memory_budget`` of the device in bytes, ``None`` for all."""
+        """``param_memory_budget`` of the device in bytes, ``None`` for all. Automatic, it begins with nothing."""
         given = self.param_memory_budget
-        return _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
+        return (
+            0
+            if self.auto_parameters
+            else _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
+        )
 
     @property
     def host_bytes(self) -> int | None:
         """``param_memory_budget`` of the host in bytes, ``None`` for all."""
         given = self.param_memory_budget
         return _bytes_or_all(given.get("host", 0)) if isinstance(given, Mapping) else 0
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether gathered parameters are kept anywhere."""
+        return self.held_bytes != 0 or self.host_bytes != 0 or self.auto_parameters
+
+    @property
+    def auto_parameters(self) -> bool:
+        """Whether the parameters' budget on the device sets itself."""
+        return _is_auto(self.param_memory_budget)
+
+    @property
+    def auto_gradients(self) -> bool:
+        """Whether the gradients' budget sets itself."""
+        return _is_auto(self.grad_memory_budget)
+
+    @property
+    def auto_limit(self) -> int | None:
+        """Bytes that a rank may use, for the budgets that set themselves; ``None``: what is free on the device."""
+        return next(iter(self._limits.values()), None)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        given = {name: getattr(self, name) for name in ("param_memory_budget", "grad_memory_budget")}
+        return {
+            name: parse_bytes(name, value[AUTO])
+            for name, value in given.items()
+            if isinstance(value, Mapping) and AUTO in value
+        }
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
@@ -149,6 +196,14 @@ class ZeroSyncConfig:
                     " keyword argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
+
+
+AUTO = "auto"
+"""A budget that sets itself."""
+
+
+def _is_auto(given: Any) -> bool:
+    return bool(AUTO in given if isinstance(given, Mapping) else given == AUTO)
 
 
 def _bytes_or_all(size: int | str) -> int | None:

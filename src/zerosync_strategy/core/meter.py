@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerosync_strategy.core.budgets import Choice
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
@@ -43,8 +44,8 @@ class StepMeter:
         self.parameter_bytes = reducer.parameters_floor()
         self.counts_gathers = True
 
-    def step_done(self) -> None:
-        """An optimizer step has been taken: make its report, and count from zero."""
+    def step_done(self, budgets: Choice | None) -> None:
+        """An optimizer step has been taken, with these automatic budgets: make its report, and count from zero."""
         window = self._window
         host = None if self._cache is None else self._cache.host
         self.steps += 1
@@ -61,6 +62,7 @@ class StepMeter:
             loaded_bytes=host.loaded_bytes if host is not None else 0,
             seconds=window.seconds,
             collectives=self._traffic.take(),
+            budgets=budgets,
         )
         window.end_step()
         if self._cache is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zerosync_strategy.core.budgets import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.version import __version__
 
@@ -31,6 +32,7 @@ class StepReport:
         collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
             modules, since the gradient or step before it and up to its own.
+        budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
         version: of ZeroSync.
     """
 
@@ -46,6 +48,7 @@ class StepReport:
     peak_unsharded_bytes: int
     seconds: float
     collectives: Mapping[str, Traffic]
+    budgets: Choice | None = None
     version: str = __version__
 
     @property

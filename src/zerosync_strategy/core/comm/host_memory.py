@@ -20,6 +20,10 @@ class HostMemory:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
+    def free(self) -> None:
+        """Give up the blocks that were kept; what is used of them goes with its users."""
+        self._kept.clear()
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of any values, of memory that nobody else uses."""
         if device.type != "cpu" or numel * dtype.itemsize < _LARGE_BYTES:

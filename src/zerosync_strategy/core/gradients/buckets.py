@@ -25,6 +25,9 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 
+AUTO_BUCKETS = 16
+"""Buckets at least, as far as parameters are that small, where the budget sets itself."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -178,6 +181,8 @@ def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: i
     budget = config.unreduced_bytes
     if not config.coalesce:
         return set(), limit
+    if config.auto_gradients:  # small enough for a budget to fit in steps
+        return set(), min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     if budget is None:
         return set(nbytes), limit
     # What streams takes an eighth of the budget at most before it is reduced. What may be deferred is one run of

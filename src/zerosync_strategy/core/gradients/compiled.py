@@ -58,7 +58,7 @@ class CompiledGradientHook:
         """
         for found, what in (
             (
-                config.held_bytes != 0 or config.host_bytes != 0,
+                config.keeps_parameters,
                 "'param_memory_budget': it chooses by itself what stays gathered",
             ),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),

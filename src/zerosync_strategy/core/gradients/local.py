@@ -31,6 +31,11 @@ class LocalGradients:
         self._bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
+    @property
+    def now(self) -> int:
+        """Bytes that are there now."""
+        return self._bytes
+
     def reset_peak(self) -> None:
         """Count the peak anew."""
         self.peak_bytes = self._bytes

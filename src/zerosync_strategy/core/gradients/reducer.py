@@ -76,6 +76,7 @@ class Reducer(ABC):
         is_native: the backend has a reduce-scatter of its own.
         items: that the coming gradients are the mean over.
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
+        deferred_bytes: of the gradients that :meth:`defer` lets stay local.
         norm: the L2 norm of the gradients in the shards, times DeepSpeed's loss scale, once it has been computed.
     """
 
@@ -97,8 +98,10 @@ class Reducer(ABC):
         self.buckets = self._make_buckets(config, limit, names)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0
+        self.deferred_bytes = 0
         self.norm: torch.Tensor | None = None
         self._ordered = config.reduction == "ordered"
+        self._may_stream = config.auto_gradients  # sooner or later
         # By id: torch computes the hash of a tensor in Python.
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[Bucket] = deque()  # in the running backward
@@ -201,10 +204,27 @@ class Reducer(ABC):
         streamed, self._has_streamed = self._has_streamed, False
         return streamed
 
+    def defer(self, budget: int) -> int:
+        """Let gradients within ``budget`` bytes stay local until the window closes; return how many bytes that is.
+
+        Between two windows. It is those of the first parameters, which backward completes last.
+        """
+        deferred = 0
+        for bucket in reversed(self.buckets):
+            nbytes = sum(map(self.local.nbytes, bucket.params))
+            bucket.deferred = deferred + nbytes <= budget
+            if not bucket.deferred:
+                budget = 0  # and no other of the later ones
+            else:
+                deferred += nbytes
+        self.deferred_bytes = deferred
+        self.host_memory.free()
+        return deferred
+
     @property
     def keeps_gradients(self) -> bool:
         """Whether a backward leaves every gradient on its parameter, unless it is promised to be the last."""
-        return not self.local.converts and all(bucket.deferred for bucket in self.buckets)
+        return not self.local.converts and not self._may_stream and all(bucket.deferred for bucket in self.buckets)
 
     @property
     def needs_reduce(self) -> bool:

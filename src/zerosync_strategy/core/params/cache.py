@@ -89,6 +89,7 @@ class ParameterCache:
         engine: the DeepSpeed engine.
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
         host_budget: bytes of those that are not held to keep in the memory of the host; ``None``: no limit.
+        automatic: the budget will be set by :meth:`set_budget`.
         scheduler: gathers them.
         untraced: compilers will see no hooks of the modules in any case.
         is_constant: whether no optimizer trains a parameter.
@@ -100,8 +101,8 @@ class ParameterCache:
     """
 
     def __init__(
-        self, engine: Any, budget: int | None, host_budget: int | None, scheduler: GatherScheduler, untraced: bool,
-        is_constant: Callable[[Any], bool],
+        self, engine: Any, budget: int | None, host_budget: int | None, automatic: bool, scheduler: GatherScheduler,
+        untraced: bool, is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._engine = engine
         self._untraced = untraced
@@ -109,7 +110,10 @@ class ParameterCache:
         self._budget = budget
         self._scheduler = scheduler
         self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
-        self._gathers: Counter[Any] = Counter()
+        self._gathers: Counter[Any] = Counter()  # in the windows that were counted
+        self._counted_windows = 0
+        self._counts = budget is not None
+        self._automatic = automatic
         self._held: dict[int, Any] = {}  # gathered since the last step, by id; others may have released some since
         self._held_bytes = self.peak_bytes = 0
         self._window = 0
@@ -132,8 +136,9 @@ class ParameterCache:
         zero3.use_quick_linear()
         for module in engine.module.modules():
             zero3.quicken_module_functions(module)
-        if budget == 0:
-            self._chosen = set() if self.host is None else None
+        if budget == 0 and not automatic:
+            self._counts = self.host is not None
+            self._chosen = None if self._counts else set()
             return
         self._hooks = self._extend_hooks()
         scheduler.before_read = self.before_read
@@ -151,13 +156,28 @@ class ParameterCache:
 
     @classmethod
     def of(
-        cls, engine: Any, budget: int | None, host_budget: int | None, scheduler: GatherScheduler, untraced: bool,
-        is_constant: Callable[[Any], bool],
+        cls, engine: Any, budget: int | None, host_budget: int | None, automatic: bool, scheduler: GatherScheduler,
+        untraced: bool, is_constant: Callable[[Any], bool],
     ) -> ParameterCache:  # fmt: skip
-        """Return the cache of this engine; engines over one module share one, with the budgets of the first."""
+        """Return the cache of this engine; engines over one module share one, with the budgets of the first.
+
+        Raises:
+            ValueError: the budget is automatic, and the module has another engine.
+        """
         coordinator = zero3.coordinator(engine.optimizer)
-        make = lambda: cls(engine, budget, host_budget, scheduler, untraced, is_constant)  # noqa: E731
+        made: list[ParameterCache] = []
+
+        def make() -> ParameterCache:
+            made.append(cls(engine, budget, host_budget, automatic, scheduler, untraced, is_constant))
+            return made[0]
+
         cache = shared.acquire(coordinator, "cache", make)
+        if not made and (automatic or cache._automatic):
+            shared.release(coordinator, "cache")
+            raise ValueError(
+                "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
+                " windows overlap, so that what is held cannot change between two. Give a size."
+            )
         cache._constant = None  # this engine may train what the others do not
         return cache
 
@@ -186,10 +206,13 @@ class ParameterCache:
         zero3.mark_held(params, False)
         self.peak_bytes = self._held_bytes
         self._window += 1
-        if self._chosen is None and self._budget is not None and self._gathers:
-            self._choose(self._budget)
-            if self._budget:
-                self._hold_modules()
+        if self._counts and self._gathers:
+            self._counted_windows += 1
+            if not self._automatic:
+                self._counts = False
+                self._choose(self._budget or 0)
+                if self._budget:
+                    self._hold_modules()
         if self.host is not None:
             self.host.end_window()
 
@@ -197,7 +220,10 @@ class ParameterCache:
         constants = self._constants()
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
-            ((gathers - (param not in constants), param) for param, gathers in self._gathers.items()),
+            (
+                (gathers - (param not in constants) * self._counted_windows, param)
+                for param, gathers in self._gathers.items()
+            ),
             key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
         )
         saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
@@ -206,6 +232,42 @@ class ParameterCache:
         if self.host is not None:
             others = (param for param in saving if not self.holds(param) and self._scheduler.gathers_plainly(param))
             self.host.choose(set(fitting(others, self.host.limit)), (param for param in held if param in constants))
+
+    def set_budget(self, budget: int) -> int:
+        """Hold what fits into ``budget`` bytes from the coming window on, and return how many it takes.
+
+        Between two windows. A model that fits is held in full.
+        """
+        self._counts = False
+        self.wait_for_all()
+        params = list(filter(zero3.is_sharded, self._engine.module.parameters()))
+        had_modules = bool(self._modules)
+        if self._budget is None:
+            zero3.mark_kept(params, False)
+        self._buckets, self._bucket_of, self._modules, self._chosen = [], {}, {}, None
+        self._budget = None if self.everything <= budget else budget
+        if self._budget is not None:
+            self._choose(budget)
+        elif self.host is not None:
+            self.host.choose(set(), self._constants())
+        leaving = [param for param in self._held.values() if not self.holds(param)]
+        for param in leaving:
+            del self._held[zero3.param_id(param)]
+            self._held_bytes -= zero3.full_bytes(param)
+        self._kept.difference_update(leaving)
+        self._release(leaving)
+        self.peak_bytes = self._held_bytes
+        if self._budget != 0:
+            self._hold_modules()
+        if had_modules and not self._modules:
+            zero3.forget_order(self._engine.optimizer)
+        return sum(zero3.full_bytes(param) for param in params if self.holds(param) and not zero3.is_persistent(param))
+
+    @property
+    def everything(self) -> int:
+        """Bytes of all parameters that may be held."""
+        params = filter(zero3.is_sharded, self._engine.module.parameters())
+        return sum(zero3.full_bytes(param) for param in params if not zero3.is_persistent(param))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -416,7 +478,7 @@ class ParameterCache:
         self.release_memo.cache_clear()
 
     def fetching(self, module: Any) -> None:
-        if self._chosen is None:
+        if self._counts:
             self._gathers.update(param for param in zero3.parameters_of(module) if not zero3.is_gathered(param))
 
     def release(self, param: Any) -> bool:
