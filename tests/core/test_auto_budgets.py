@@ -36,10 +36,10 @@ class Simulated:
 
     def hold(self, room: int) -> Held:
         self.may_hold = room // 1000 * 1000  # in pieces
-        return Held(self.may_hold, self.may_hold)
+        return Held(self.may_hold)
 
     def usage(self) -> Usage:
-        return Usage(self.held, self.may_hold, 0)
+        return Usage(self.held, self.may_hold)
 
 
 def test_never_above_the_limit_and_no_oscillation() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Usage
+from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Room, Usage
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
@@ -609,27 +609,28 @@ class AttachedEngine:
             limit = gauge.limit()
 
         def usage() -> Usage:
-            now = peak = transient = 0
+            held = peak = peak_gathered = gathered = 0
             report = self.meter.report
             if config.auto_gradients:  # what streams beyond them is none of the budget's
-                now += min(reducer.local.now, reducer.deferred_bytes)
+                held += min(reducer.local.now, reducer.deferred_bytes)
                 peak += min(report.peak_unreduced_bytes, reducer.deferred_bytes) if report is not None else 0
-            if config.auto_parameters and self.scheduler is not None:
-                now += self.scheduler.unsharded.now
+                peak_gathered = peak
+            if config.auto_parameters and self.scheduler is not None and cache is not None:
+                held += cache.held_bytes
+                gathered = max(0, self.scheduler.unsharded.now - cache.held_bytes)
                 if report is not None:
-                    peak += report.peak_unsharded_bytes
-                    transient = report.peak_unsharded_bytes - report.peak_held_bytes
-            return Usage(now, peak, transient)
+                    peak += report.peak_held_bytes
+                    peak_gathered += report.peak_unsharded_bytes
+            return Usage(held, peak, gathered, peak_gathered)
 
-        def hold_parameters(room: int, transient: int) -> Held:
+        def hold_parameters(room: Room) -> Held:
             assert cache is not None
             everything = cache.everything
-            nbytes = cache.set_budget(room if room >= everything else max(0, room - transient))
-            return Held(nbytes, nbytes + min(transient, everything - nbytes))
+            nbytes = cache.set_budget(everything if everything <= room.for_all else min(room.for_part, everything - 1))
+            return Held(nbytes, is_all=nbytes == everything)
 
         def hold_gradients(room: int) -> Held:
-            nbytes = reducer.defer(room)
-            return Held(nbytes, nbytes)
+            return Held(reducer.defer(room))
 
         return AutomaticBudgets(
             gauge, limit, usage,

@@ -14,7 +14,10 @@ is more; what has varied may vary as much again. The most that was seen never fa
 cut only when everything else has grown so far that half of that part of the limit is no longer left, and then to the
 room. So it is cut 64 times at most, and cannot oscillate.
 
-Ranks agree by one message of 32 bytes per step, and the rank with the least room decides. On a device with streams the
+Parameters that are gathered without being held count as everything else where a part of them is to be held beside them.
+If all are held, there are no others: whether all fit is decided by what was used but for gathered parameters.
+
+Ranks agree by one message of 40 bytes per step, and the rank with the least room decides. On a device with streams the
 host reads the answer a step later, when it is there.
 
 What grows by more than what is left from one step to the next is seen when it has happened: no budget foresees it.
@@ -90,14 +93,52 @@ class Usage:
     """What the budgets are for, in use.
 
     Attributes:
-        now: bytes now.
-        peak: the most in the window that has ended.
-        transient: the most of the parameters that were gathered and not held.
+        held: bytes now.
+        peak_held: the most in the window that has ended.
+        gathered: bytes now of gathered parameters that are not held.
+        peak_gathered: the most of gathered parameters, held or not, in the window that has ended.
     """
 
-    now: int
-    peak: int
-    transient: int
+    held: int
+    peak_held: int
+    gathered: int = 0
+    peak_gathered: int = 0
+
+
+class _Most:
+    """The most that was used of something, and how much the windows differ.
+
+    Attributes:
+        ever: since the start.
+        varied: between the least of a window and the most, without the first window.
+    """
+
+    def __init__(self) -> None:
+        self.ever = self.varied = self._now = 0
+        self._least: int | None = None
+
+    def see(self, nbytes: int) -> None:
+        self._now = max(self._now, nbytes)
+
+    def end_window(self, is_first: bool) -> None:
+        self.ever = max(self.ever, self._now)
+        if not is_first:
+            self._least = self._now if self._least is None else min(self._least, self._now)
+            self.varied = max(self.varied, self.ever - self._least)
+        self._now = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the ranks have agreed on.
+
+    Attributes:
+        for_all: bytes for everything, if all parameters are held.
+        for_part: else.
+    """
+
+    for_all: int
+    for_part: int
 
 
 @dataclass(frozen=True)
@@ -106,11 +147,11 @@ class Held:
 
     Attributes:
         nbytes: that stay.
-        needs: bytes that it takes at most, with what comes and goes beside it.
+        is_all: all parameters do.
     """
 
     nbytes: int = 0
-    needs: int = 0
+    is_all: bool = False
 
 
 class AutomaticBudgets:
@@ -120,8 +161,8 @@ class AutomaticBudgets:
         gauge: of this rank's memory.
         limit: bytes that this rank may use.
         usage: measures what the budgets are for.
-        hold_parameters: takes the room, and the most bytes that come and go beside what is held, the same on all ranks,
-            and holds what fits from the coming window on; ``None``: that budget is not automatic.
+        hold_parameters: takes the room, and holds what fits from the coming window on; ``None``: that budget is not
+            automatic.
         hold_gradients: takes the room, and does so with gradients.
         process_group, device, streams: for the agreement.
 
@@ -134,7 +175,7 @@ class AutomaticBudgets:
         gauge: Gauge,
         limit: int,
         usage: Callable[[], Usage],
-        hold_parameters: Callable[[int, int], Held] | None,
+        hold_parameters: Callable[[Room], Held] | None,
         hold_gradients: Callable[[int], Held] | None,
         process_group: Any,
         device: torch.device,
@@ -147,20 +188,20 @@ class AutomaticBudgets:
         self._hold_gradients = hold_gradients
         self._process_group = process_group
         self._concurrent = streams.concurrent
-        self._message = torch.zeros(4, dtype=torch.int64, device=device)
-        self._answer = HostCopy(streams, 4)
+        self._message = torch.zeros(5, dtype=torch.int64, device=device)
+        self._answer = HostCopy(streams, 5)
         self._is_asked = False
         self._windows = 0
         self._known_peak = gauge.peak()
-        self._most = 0  # used by everything else, in this window
-        self._most_ever = self._varied = self._transient = 0
-        self._least: int | None = None  # of the windows' own, without the first
-        self._needs = 0  # what the choice takes
+        self._beside_held, self._beside_gathered = _Most(), _Most()
+        self._holds_all = False
         self.choice = self._choose(State.MEASURES, limit, 0, Held(), Held())
 
     def sample(self) -> None:
         """Look at what is in use now: where it may be the most."""
-        self._most = max(self._most, self._gauge.used() - self._usage().now)
+        used, usage = self._gauge.used(), self._usage()
+        self._beside_held.see(used - usage.held)
+        self._beside_gathered.see(used - usage.held - usage.gathered)
 
     def end_window(self) -> None:
         """A step has been taken. Collective."""
@@ -168,32 +209,31 @@ class AutomaticBudgets:
         self._windows += 1
         usage = self._usage()
         if (peak := self._gauge.peak()) > self._known_peak:  # so it was in this window
-            self._most = max(self._most, peak - usage.peak)
+            self._beside_held.see(peak - usage.peak_held)
+            self._beside_gathered.see(peak - usage.peak_gathered)
         self._known_peak = peak
-        self._most_ever = max(self._most_ever, self._most)
-        self._transient = max(self._transient, usage.transient)
-        if self._windows > 1:
-            self._least = self._most if self._least is None else min(self._least, self._most)
-            self._varied = max(self._varied, self._most_ever - self._least)
-        self._most = 0
-        left = self._limit - self._most_ever
-        agreed = self._agree([left - self._reserve, left, self._limit, -self._transient])
+        for most in (self._beside_held, self._beside_gathered):
+            most.end_window(is_first=self._windows == 1)
+        left = [self._limit - self._beside_gathered.ever, self._limit - self._beside_held.ever]
+        agreed = self._agree([*(each - self._reserve for each in left), *left, self._limit])
         if agreed is None or self._windows < MEASURED:
             return
-        room, left, limit, transient = agreed
+        *room, left_for_all, left_for_part, limit = agreed
+        left_for_it = left_for_all if self._holds_all else left_for_part
         if self.choice.state is State.MEASURES:
-            self._hold(limit, max(0, room), -transient, self.choice.cuts)
-        elif self._needs > left - limit // RESERVED // 2 and self.choice.nbytes:
-            self._hold(limit, max(0, min(room, self._needs - 1)), -transient, self.choice.cuts + 1)
+            self._hold(limit, Room(*room), self.choice.cuts)
+        elif self.choice.nbytes and self.choice.nbytes > left_for_it - limit // RESERVED // 2:
+            self._hold(limit, Room(*(min(each, self.choice.nbytes - 1) for each in room)), self.choice.cuts + 1)
 
-    def _hold(self, limit: int, room: int, transient: int, cuts: int) -> None:
+    def _hold(self, limit: int, room: Room, cuts: int) -> None:
         parameters = gradients = Held()
         if self._hold_parameters is not None:  # first: a micro-batch gathers each at least as often as it reduces it
-            parameters = self._hold_parameters(room, transient)
+            parameters = self._hold_parameters(Room(max(0, room.for_all), max(0, room.for_part)))
+        self._holds_all = parameters.is_all
+        left = room.for_all if parameters.is_all else room.for_part
         if self._hold_gradients is not None:
-            gradients = self._hold_gradients(max(0, room - parameters.needs))
-        self._needs = parameters.needs + gradients.needs
-        self.choice = self._choose(State.HOLDS, limit, room, parameters, gradients, cuts)
+            gradients = self._hold_gradients(max(0, left - parameters.nbytes))
+        self.choice = self._choose(State.HOLDS, limit, left, parameters, gradients, cuts)
 
     def _choose(self, state: State, limit: int, room: int, parameters: Held, gradients: Held, cuts: int = 0) -> Choice:
         return Choice(
@@ -202,14 +242,14 @@ class AutomaticBudgets:
             room=room,
             parameters=None if self._hold_parameters is None else parameters.nbytes,
             gradients=None if self._hold_gradients is None else gradients.nbytes,
-            used_otherwise=self._most_ever,
+            used_otherwise=(self._beside_gathered if self._holds_all else self._beside_held).ever,
             reserve=self._reserve,
             cuts=cuts,
         )
 
     @property
     def _reserve(self) -> int:
-        return max(self._limit // RESERVED, self._varied)
+        return max(self._limit // RESERVED, self._beside_gathered.varied)
 
     def _agree(self, values: list[int]) -> list[int] | None:
         """Return the least of each of ``values`` of all ranks; ``None`` before the first answer is there."""

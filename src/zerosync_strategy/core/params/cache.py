@@ -264,6 +264,11 @@ class ParameterCache:
         return sum(zero3.full_bytes(param) for param in params if self.holds(param) and not zero3.is_persistent(param))
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that are held now."""
+        return self._held_bytes
+
+    @property
     def everything(self) -> int:
         """Bytes of all parameters that may be held."""
         params = filter(zero3.is_sharded, self._engine.module.parameters())
