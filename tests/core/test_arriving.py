@@ -41,11 +41,11 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
     """What is read too early is not a number. Gathers are made when they are waited for."""
     gather = stage12.all_gather_rows
 
-    def late(rows: torch.Tensor, process_group: Any, tag: int) -> Pending:
+    def late(rows: torch.Tensor, *told: Any) -> Pending:
         for of_rank, row in enumerate(rows):
             if of_rank != rank():
                 row.fill_(torch.nan)
-        return Pending(lambda: gather(rows, process_group, tag).finish(), ())
+        return Pending(lambda: gather(rows, *told).finish(), ())
 
     monkeypatch.setattr(stage12, "all_gather_rows", late)
     monkeypatch.setattr(reducer, "CHUNK_BYTES", 1100)
