@@ -20,8 +20,8 @@ PEERS = 8
 def save(file: Path, device: Any) -> None:
     """Measure on all ranks of a process group, and write what a plan is to assume, on rank 0.
 
-    Bandwidth is what a rank sends within its node, or a node to others; latency that of an exchange of 8 bytes. Both are
-    means of the calls of a round; the file has the quartiles of the rounds.
+    Bandwidth is what a rank sends within its node, or a node to others; latency that of an exchange of 8 bytes. Both
+    are means of the calls of a round; the file has the quartiles of the rounds.
     """
     import torch.distributed as dist
 
@@ -60,8 +60,8 @@ def _neighbours(kind: str, rank: int) -> list[tuple[int, int]]:
 def _measure(kind: str, device: Any) -> tuple[list[float], list[float]]:
     """Return the bandwidths and the latencies of the rounds.
 
-    Memory is not in a cache. A rank on CPU that computes has not the core that it shares with the threads that send, and
-    some ranks come later than others, as in training. Messages are of the size of ZeroSync's: 2 MiB on gloo.
+    Memory is not in a cache. A rank on CPU that computes has not the core that it shares with the threads that send,
+    and some ranks come later than others, as in training. Messages are of the size of ZeroSync's: 2 MiB on gloo.
     """
     import torch
     import torch.distributed as dist
