@@ -201,7 +201,9 @@ def test_tools_are_imported_by_the_command_alone_and_load_nothing_heavy() -> Non
     names = tuple(f"zerosync_strategy.{name}" for name in TOOLS)
     for module, imported in import_graph(SOURCE).items():
         above = {name for name in imported if name.startswith(names)}
-        assert module.startswith(names) or above <= ({names[0]} if module.endswith(".cli") else set()), module
+        # The monitor writes a log for the check of a plan, where it is asked to.
+        known = {".cli": {names[0]}, ".lightning.monitor": {"zerosync_strategy.planning.runlog"}}
+        assert module.startswith(names) or above <= known.get(module.removeprefix("zerosync_strategy"), set()), module
     (loaded,) = loaded_after("import zerosync_strategy.commands")
     assert not loaded & {"torch", "deepspeed", "lightning", "accelerate", "matplotlib"}
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from zerosync_strategy.display import console, show_check, show_plan
 from zerosync_strategy.doctor.findings import Examination, Finding, Level
 from zerosync_strategy.links import Links, parse_latency, parse_speed
+from zerosync_strategy.links import read as read_links
 from zerosync_strategy.version import __version__
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ def doctor(
     latency_within: Latency = "5us",
     latency_between: Latency = "20us",
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 where there is a warning, too")] = False,
+    save: Annotated[Path | None, typer.Option(help="with --link: write what was measured, for plan --links")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
     """Say what is wrong with the installation, the configurations, the links of a job, or a run that hangs.
@@ -90,7 +92,7 @@ def doctor(
                 "needs a job: torchrun ... -m zerosync_strategy doctor --link", param_hint="--link"
             )
         with shown.status("link test") as status:
-            findings = links.check(assumed, progress=lambda kind: status.update(f"link test: {kind}"))
+            findings = links.check(assumed, saved_to=save, progress=lambda kind: status.update(f"link test: {kind}"))
         if not findings:  # another rank reports
             return
     elif dump is not None:
@@ -150,8 +152,17 @@ def plan(
     between: Speed = "400Gbit/s",
     latency_within: Latency = "5us",
     latency_between: Latency = "20us",
+    links_file: Annotated[
+        Path | None, typer.Option("--links", help="what doctor --link --save has measured; goes before those above")
+    ] = None,
     backend: Annotated[str, typer.Option(help="nccl or gloo")] = "nccl",
-    compute: Annotated[str, typer.Option(help="seconds of a micro-batch, forward and backward; or measure")] = "0",
+    compute: Annotated[
+        str, typer.Option(help="seconds of a micro-batch, forward and backward; or measure: by training here")
+    ] = "0",
+    ranks_at_once: Annotated[
+        int | None, typer.Option(help="measured at once, which share this machine's cores; else those of a node")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="of torch, of each rank that is measured")] = 1,
     check: Annotated[Path | None, typer.Option(metavar="RUN.jsonl", help="compare with what a run has logged")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all as JSON")] = False,
     png: Annotated[Path | None, typer.Option(help="draw memory against bytes; needs matplotlib")] = None,
@@ -172,11 +183,13 @@ def plan(
 
     try:
         given = _read(config)
-        links = _links(within, between, latency_within, latency_between)
+        links = slow = _links(within, between, latency_within, latency_between)
+        if links_file is not None:
+            slow, links = read_links(links_file, links)
         memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
         shape = tuple(int(size) for size in batch.split("x"))
         workload = jobs.Workload(model, shape, micro_batches, dtype, optimizer, given)
-        cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend)
+        cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend, slow)
         seconds = compute if compute == MEASURE else float(compute)
         stages = tuple(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
         if png is not None:
@@ -186,7 +199,7 @@ def plan(
                 compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
             else:
                 sets = jobs.usual_sets(stages, stock)
-                made = make_plan(workload, cluster, sets, seconds, processes, timeout, show)
+                made = make_plan(workload, cluster, sets, seconds, processes, timeout, show, ranks_at_once, threads)
     except PlanError as problem:
         console(stderr=True).print(str(problem), markup=False)
         raise typer.Exit(1) from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         print(plan.to_json())
         return
     out, cluster, work = console(), plan.cluster, plan.workload
-    knows_memory, knows_compute = cluster.memory is not None, plan.compute > 0
+    knows_memory, knows_work = cluster.memory is not None, all(each.work.most for each in plan.outcomes)
     out.print(
         f"{plan.parameters / 1e9:.3g} G parameters, {work.dtype}, {work.micro_batches} micro-batch(es)"
         f" of {'x'.join(map(str, work.batch))}; {cluster.ranks} ranks, {cluster.per_node} per node, as on"
@@ -54,7 +55,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     front, best = plan.front, plan.recommended
     for each in plan.outcomes:
         low, high = each.time.lower, each.time.upper
-        seconds = f"{low:.3g} to {high:.3g}" if knows_compute else f"{low:.3g} + compute"
+        seconds = f"{low:.3g} to {high:.3g}" if knows_work else f"{low:.3g} + compute"
         left = [] if (spare := plan.fits(each)) is None else [f"{spare / 1e9:.2f}"]
         table.add_row(
             ">" if each is best else "*" if each in front else "", each.options.name,
@@ -62,7 +63,9 @@ def show_plan(plan: Plan, as_json: bool) -> None:
             str(each.calls), *(f"{value / 1e9:.2f}" for value in (each.memory, *(each.peak[kind] for kind in _KINDS))),
             seconds, *left,
         )  # fmt: skip
-    out.print(table)
+    _print(out, table)
+    if plan.measured is not None:
+        out.print(f"seconds: of the rank's own work, measured by {plan.measured}, and of the links", markup=False)
     out.print("* on the front of memory against bytes; > recommended: of those that fit, it sends least", markup=False)
     out.print(_advice(best), markup=False)
 
@@ -86,4 +89,11 @@ def show_check(compared: Sequence[Comparison], as_json: bool) -> None:
         table.add_row(
             each.quantity, planned, f"{each.ran:,.6g}", f"{each.off:+.1%}", each.limit, "yes" if each.holds else "no"
         )
-    console().print(table)
+    _print(console(), table)
+
+
+def _print(out: Console, table: Table) -> None:
+    """Print ``table`` in full: on a terminal that is narrower, its lines go on in the next."""
+    needed = Measurement.get(out, out.options.update(max_width=_WIDTH), table).maximum
+    out.width = max(out.width, needed)
+    out.print(table)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -47,3 +51,21 @@ def parse_latency(option: str, value: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f"{option} takes a time such as '20us' or '0.1ms', got {value!r}.")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def save(file: Path, slow: Mapping[str, float], fast: Mapping[str, float]) -> None:
+    """Write the fields of :class:`Links` that were measured, at their slow and their fast quartile."""
+    file.write_text(json.dumps({"slow": slow, "fast": fast}, indent=1) + "\n")
+
+
+def read(file: Path, assumed: Links) -> tuple[Links, Links]:
+    """Return what :func:`save` wrote, the slow and the fast; what was not measured is as ``assumed``.
+
+    Raises:
+        ValueError: the file is no such file.
+    """
+    try:
+        found = json.loads(file.read_text())
+        return dataclasses.replace(assumed, **found["slow"]), dataclasses.replace(assumed, **found["fast"])
+    except (KeyError, TypeError, json.JSONDecodeError) as problem:
+        raise ValueError(f"--links {file}: {problem!r}. Give what `zerosync doctor --link --save` wrote.") from None

@@ -15,12 +15,15 @@ from zerosync_strategy.doctor import (
     accelerate_traps,
     configurations,
     environment,
+    exchange,
     hosts,
     lightning_traps,
     releases,
     selftest,
 )
 from zerosync_strategy.doctor.findings import Examination, Finding, Level
+from zerosync_strategy.links import Links
+from zerosync_strategy.links import read as read_links
 
 ROOT = Path(__file__).parent.parent.parent
 FINE = {
@@ -230,17 +233,31 @@ def test_without_its_packages_the_command_says_what_to_install() -> None:
     assert command("--version", before=missing).returncode == 0
 
 
-def test_links_are_measured_under_torchrun() -> None:
+def test_links_are_measured_under_torchrun(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "zerosync_strategy"]
     done = subprocess.run(
-        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s", "--latency-within", "1s"],
+        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s", "--latency-within", "1s",
+         "--save", tmp_path / "links"],
         capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     link, everyone = json.loads(done.stdout)["findings"]
     assert link["level"] == "ok" and link["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
+    slow, fast = read_links(tmp_path / "links", Links(between=1.0))
+    assert 0 < slow.within <= fast.within and slow.latency_within >= fast.latency_within > 0
+    assert slow.between == fast.between == 1.0
     assert command("doctor", "--link").returncode == 2
+
+
+def test_all_ranks_exchange_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for world, kind, count in ((2, "within", 1), (8, "between", 3), (64, "between", exchange.PEERS)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        sent = {(rank, to) for rank in range(world) for to, _ in exchange._neighbours(kind, rank)}
+        received = {(source, rank) for rank in range(world) for _, source in exchange._neighbours(kind, rank)}
+        assert sent == received and len(sent) == world * count
+        assert all((rank // 2 == to // 2) == (kind == "within") and rank != to for rank, to in sent)
 
 
 LOCAL = "env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HOST={host}"

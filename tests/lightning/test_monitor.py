@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, make_trainer
 from zerosync_strategy import ZeroSyncMonitor, ZeroSyncStrategy
+from zerosync_strategy.planning.check import read_run
 
 
 def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:
@@ -28,6 +29,19 @@ def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:
     assert [float(row["zerosync/backwards"]) for row in logged] == [4.0, 4.0, 2.0]
     assert {float(row["zerosync/reductions"]) for row in logged} == {1.0}
     assert all(float(row["zerosync/isend/bytes"]) > 0 for row in logged)
+
+
+def test_steps_are_logged_for_a_check_of_a_plan(tmp_path: Path) -> None:
+    def run() -> None:
+        monitor = ZeroSyncMonitor(run_log=tmp_path / "run.jsonl")
+        trainer = make_trainer(ZeroSyncStrategy(stage=2), [monitor], accumulate_grad_batches=2)
+        trainer.fit(Module(), Data(8).loader())
+        assert monitor._run_log is not None and (monitor._run_log._lines is not None) == trainer.is_global_zero
+
+    run_ranks(run)
+    found = read_run(tmp_path / "run.jsonl")
+    assert (found.backwards, found.stage, found.ranks, found.ranks_of_machine) == (2, 2, 2, 2)
+    assert found.bytes_sent > 0 and found.seconds > 0
 
 
 def test_only_under_our_strategy() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,18 @@ import torch
 
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach
+from zerosync_strategy import attach, links
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.doctor import configurations
 from zerosync_strategy.doctor.findings import Level
 from zerosync_strategy.links import Links
 from zerosync_strategy.planning import models, output, replay, runlog
-from zerosync_strategy.planning.check import compare, read_run
+from zerosync_strategy.planning.check import Run, compare, read_run
 from zerosync_strategy.planning.jobs import LARGE_BYTES, STOCK, ZEROSYNC, Cluster, OptionSet, Workload
 from zerosync_strategy.planning.memory import Ledger
 from zerosync_strategy.planning.plan import Outcome, Plan, PlanError, plan
 from zerosync_strategy.planning.skipped import SkippedCompute
-from zerosync_strategy.planning.timing import Bounds, Crossing, crossing
+from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing
 
 ZERO = {"stage3_param_persistence_threshold": 0}
 WORKLOAD = Workload(
@@ -122,18 +123,28 @@ def test_memory_counts_what_lives_and_what_is_written_to() -> None:
 def test_what_crosses_which_link() -> None:
     cluster = Cluster(16, 4, Links(within=100.0, between=10.0, latency_within=0.0, latency_between=0.0))
     ring = crossing({"all_gather_into_tensor": (1, 1000)}, cluster)
-    assert (ring.within, ring.between, ring.seconds) == (750.0, 250.0, 100.0)  # a node sends what a rank sends
+    assert (ring.within, ring.between, ring.seconds) == (
+        750.0,
+        250.0,
+        Span(100.0, 100.0),
+    )  # a node sends what a rank sends
     pairs = crossing({"isend": (15, 1500)}, cluster)
     assert (pairs.within, pairs.between) == (pytest.approx(300.0), pytest.approx(1200.0))
-    assert pairs.seconds == pytest.approx(4 * 1200 / 10)  # of four ranks at once
+    assert pairs.seconds.most == pytest.approx(4 * 1200 / 10)  # of four ranks at once
     one_node = crossing({"all_reduce": (1, 1000)}, dataclasses.replace(cluster, ranks=4))
-    assert (one_node.within, one_node.between, one_node.seconds) == (1000.0, 0.0, 10.0)
+    assert (one_node.within, one_node.between, one_node.seconds) == (1000.0, 0.0, Span(10.0, 10.0))
+    slow = dataclasses.replace(cluster.links, between=5.0, latency_between=1.0)
+    measured = crossing({"all_reduce": (2, 1000), "isend": (30, 0)}, dataclasses.replace(cluster, slow_links=slow))
+    assert measured.seconds == Span(100.0, 200.0 + 2 * 4 + 2)  # 16 ranks: four doublings, or one exchange
+    assert bounds(measured, Span(150.0, 160.0)) == Bounds(150.0, 370.0)
+    assert bounds(measured, Span(50.0, 60.0)) == Bounds(100.0, 270.0)
 
 
 def outcome(name: str, memory: int, sent: int) -> Outcome:
     peak = {"parameters": memory}
     options = OptionSet(STOCK if name == "stock" else ZEROSYNC, 3, {"param_memory_budget": name})
-    return Outcome(options, {"isend": (1, sent)}, peak, peak, Crossing(sent, 0, 1.0), Bounds(2.0, 3.0))
+    sending = Crossing(sent, 0, Span(1.0, 1.0))
+    return Outcome(options, {"isend": (1, sent)}, peak, peak, sending, Span(2.0, 2.0), Bounds(2.0, 3.0))
 
 
 def test_the_front_and_what_is_recommended() -> None:
@@ -146,26 +157,60 @@ def test_the_front_and_what_is_recommended() -> None:
     assert dataclasses.replace(made, cluster=Cluster(8)).recommended is outcomes[3]
 
 
+def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "zerosync_strategy", "plan", *map(str, arguments)]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+
+
 def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
+    model = "layers=2,hidden=512,heads=4,vocab=8192"
+
     def train() -> None:
-        with runlog.RunLog(tmp_path / f"{os.environ['RANK']}.jsonl") as log:
-            module, batch = models.build(WORKLOAD)
-            engine = make_engine(module, torch.optim.AdamW(module.parameters()), 3)
+        torch.set_num_threads(1)
+        with runlog.RunLog(tmp_path / f"{os.environ['RANK']}.jsonl", ranks_of_machine=2) as log:
+            module, batch = models.build(dataclasses.replace(WORKLOAD, model=model))
+            engine = make_engine(module, torch.optim.AdamW(module.parameters()), 2)
             zerosync = attach(engine)
-            for _ in range(4):
-                engine.backward(models.loss_of(engine, batch))
+            for _ in range(5):
+                for _ in range(2):
+                    engine.backward(models.loss_of(engine, batch) / 2)
                 engine.step()
                 log.step(zerosync)
 
     run_ranks(train, timeout=200)
     run = read_run(tmp_path / "0.jsonl")
-    assert (run.ranks, run.stage, run.backwards, run.memory, run.backend) == (2, 3, 1, "resident", "gloo")
-    assert run.peak_memory > 0 and run.seconds > 0
-    planned = outcome("x", int(run.peak_memory), int(run.bytes_sent))
-    planned = dataclasses.replace(planned, time=Bounds(0.5 * run.seconds, 2 * run.seconds))
-    assert all(each.holds for each in compare(planned, run, knows_compute=True))
-    off = dataclasses.replace(run, bytes_sent=1.02 * run.bytes_sent, peak_memory=0.8 * run.peak_memory, seconds=1e9)
-    assert not any(each.holds for each in compare(planned, off, knows_compute=True))
+    assert (run.ranks, run.stage, run.backwards, run.memory, run.backend) == (2, 2, 2, "resident", "gloo")
+    assert (run.ranks_of_machine, run.threads) == (2, 1)
+
+    given = [model, "--dtype", "fp32", "--batch", "2x32", "--check", tmp_path / "0.jsonl"]
+    done = command(*given, "--json", "--compute", "measure")
+    sent, memory, seconds = json.loads(done.stdout)
+    assert sent["holds"] and sent["planned"] == [run.bytes_sent], done.stderr
+    assert memory["ran"] == run.peak_memory and memory["planned"][0] > 0
+    assert 0 < seconds["planned"][0] < seconds["planned"][1] and seconds["ran"] == run.seconds
+    assert done.returncode == int(not all(each["holds"] for each in (sent, memory, seconds)))
+    shown = command(*given)  # without the time, in a pipe
+    assert "\x1b" not in shown.stdout and len(shown.stdout.splitlines()) == 6, shown.stderr
+
+    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    more = [{**line, "bytes_sent": 2 * line["bytes_sent"], "cores": 1 + line["cores"]} for line in lines]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, more)))
+    elsewhere = command(*given[:-1], tmp_path / "more.jsonl", "--compute", "measure")
+    assert elsewhere.returncode == 2 and "core(s) here" in elsewhere.stderr
+    assert command(*given[:-1], tmp_path / "more.jsonl").returncode == 1
+
+
+def test_what_holds_is_within_its_limit(tmp_path: Path) -> None:
+    run = Run(
+        seconds=1.0, bytes_sent=1000, peak_memory=1000, memory="resident", backwards=1, stage=2, options={}, ranks=2,
+        backend="gloo", ranks_of_machine=2, threads=1, cores=2,
+    )  # fmt: skip
+    planned = dataclasses.replace(outcome("x", 1000, 1000), time=Bounds(0.9, 1.1))
+    assert [each.holds for each in compare(planned, run)] == [True] * 3
+    off = dataclasses.replace(run, bytes_sent=1011, peak_memory=1101, seconds=1.2)
+    found = compare(planned, off)
+    assert [each.holds for each in found] == [False] * 3
+    assert [round(each.off, 3) for each in found] == [0.011, 0.101, 0.091]
 
 
 def test_a_plan_of_a_thousand_ranks(tmp_path: Path) -> None:
@@ -192,8 +237,26 @@ def test_what_cannot_be_planned_is_named() -> None:
         plan(WORKLOAD, Cluster(2), [OptionSet(ZEROSYNC, 2)], timeout=0.1)
     for arguments, word in (
         (["x", "--dtype", "fp8"], "fp8"), (["x", "--ranks", "12"], "divisor"), (["x", "--within", "fast"], "'fast'"),
+        (["x", "--links", __file__], "doctor --link --save"),
     ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "zerosync_strategy", "plan", *arguments], capture_output=True, text=True, timeout=100
-        )
+        done = command(*arguments)
         assert done.returncode == 2 and word in done.stderr
+
+
+def test_a_plan_is_a_table_a_picture_and_a_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    slow, fast = ({"within": speed, "latency_within": 1e-3} for speed in (1e8, 2e8))
+    links.save(tmp_path / "links", slow, fast)
+    png, configuration = tmp_path / "plan.png", tmp_path / "accelerate.yaml"
+    done = command(
+        WORKLOAD.model, "--ranks", "2", "--batch", "2x32", "--dtype", "fp32", "--backend", "gloo", "--stage", "2",
+        "--links", tmp_path / "links", "--compute", "measure", "--device-memory", "1GB", "--png", png, "--yaml",
+        configuration,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout and "2 rank(s) at once, 1 thread(s) each" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "zerosync 2" in line or "stock 2" in line]
+    assert len(rows) == 3 and all(re.search(r"\d to \d", row) for row in rows)
+    assert [row.startswith("|>") for row in rows].count(True) == 1 and '"zerosync": {' in done.stdout
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    assert configurations.read(configuration)["num_processes"] == 2

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from zerosync_strategy.doctor import exchange
 from zerosync_strategy.doctor.findings import Finding, error, note, ok, warning
 from zerosync_strategy.links import Links
 
@@ -42,13 +44,16 @@ def is_job() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" in os.environ
 
 
-def check(links: Links, nbytes: int = 32 << 20, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
+def check(
+    links: Links, nbytes: int = 32 << 20, progress: Callable[[str], None] = lambda _: None, saved_to: Path | None = None
+) -> list[Finding]:
     """Measure the links of this job, on every rank of it, and compare with what a plan assumes.
 
     Args:
         links: the speeds to compare with.
         nbytes: of one message of the test of bandwidth.
         progress: called with what is measured next.
+        saved_to: rank 0 writes there what ``zerosync plan --links`` reads.
 
     Returns:
         What rank 0 found; on other ranks nothing.
@@ -69,6 +74,8 @@ def check(links: Links, nbytes: int = 32 << 20, progress: Callable[[str], None] 
             dist.barrier()
         progress("all ranks")
         everyone = _all_gather(nbytes, device)
+        if saved_to is not None:
+            exchange.save(saved_to, device)
         backend = dist.get_backend()
     finally:
         dist.destroy_process_group()

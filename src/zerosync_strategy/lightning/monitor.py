@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -19,13 +20,17 @@ class ZeroSyncMonitor(Callback):
 
     Args:
         prog_bar: also show the bytes sent (in MB) and their ratio to the floor in the progress bar.
+        run_log: a file to which rank 0 writes each step as ``zerosync plan --check`` reads it. On Linux. Make the
+            callback before the model: what the process holds by then does not count as the model's memory.
 
     Raises:
-        MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``.
+        MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``; with
+            ``run_log``, at the first step of one of several optimizers.
     """
 
-    def __init__(self, prog_bar: bool = False) -> None:
+    def __init__(self, prog_bar: bool = False, run_log: str | Path | None = None) -> None:
         self.prog_bar = prog_bar
+        self._run_log = None if run_log is None else _run_log(run_log)
         self._logged: dict[int, StepReport] = {}  # the last one by optimizer
 
     @override
@@ -36,6 +41,14 @@ class ZeroSyncMonitor(Callback):
                 " callback, or use Trainer(strategy=ZeroSyncStrategy(...))."
             )
 
+        if self._run_log is not None:
+            self._run_log.ranks_of_machine = trainer.num_devices
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._run_log is not None:
+            self._run_log.close()
+
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(trainer.strategy, ZeroSyncStrategy)
@@ -45,12 +58,24 @@ class ZeroSyncMonitor(Callback):
             if report is None or report is self._logged.get(index):
                 continue
             self._logged[index] = report
+            if self._run_log is not None and trainer.is_global_zero:
+                if several:
+                    raise MisconfigurationException(
+                        "ZeroSyncMonitor(run_log=...) logs the steps of one optimizer, found several. Leave it out."
+                    )
+                self._run_log.step(zerosync)
             which = f"optimizer_{index}/" if several else ""
             logged = {f"zerosync/{which}{name}": value for name, value in metrics(report).items()}
             pl_module.log_dict(logged, batch_size=1)
             if self.prog_bar:
                 shown = {f"{which}MB": report.bytes_sent / 1e6, f"{which}of_floor": report.ratio}
                 pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+
+
+def _run_log(file: str | Path) -> Any:
+    from zerosync_strategy.planning.runlog import RunLog  # imports what training may need, which takes seconds
+
+    return RunLog(file)
 
 
 def metrics(report: StepReport) -> dict[str, float]:

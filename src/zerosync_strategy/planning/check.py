@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zerosync_strategy.planning.jobs import ZEROSYNC, Cluster, OptionSet, Workload
-from zerosync_strategy.planning.plan import Outcome, plan
+from zerosync_strategy.planning.plan import MEASURE, Outcome, plan
+from zerosync_strategy.planning.process import cores
 
 BYTES, MEMORY = 0.01, 0.10
 """How far a plan may be from the run."""
@@ -55,6 +56,9 @@ class Run:
     options: dict[str, Any]
     ranks: int
     backend: str
+    ranks_of_machine: int
+    threads: int
+    cores: int
 
 
 def read_run(file: Path) -> Run:
@@ -66,7 +70,7 @@ def read_run(file: Path) -> Run:
     lines = [json.loads(line) for line in file.read_text().splitlines()][SETTLING:]
     if not lines:
         raise ValueError(f"--check {file}: found {SETTLING} steps or fewer. Log {SETTLING + 2} or more.")
-    alike = ("memory", "backwards", "stage", "options", "ranks", "backend")
+    alike = ("memory", "backwards", "stage", "options", "ranks", "backend", "ranks_of_machine", "threads", "cores")
     for name in alike:
         if any(line[name] != lines[0][name] for line in lines):
             raise ValueError(f"--check {file}: {name!r} differs between its steps. Log steps that are alike.")
@@ -87,8 +91,17 @@ def check(
     Args:
         workload: of the run; its micro-batches are the run's.
         cluster: its ranks and backend are the run's.
-        compute: as :func:`~zerosync_strategy.planning.plan.plan` takes it; 0 leaves the time out.
+        compute: as :func:`~zerosync_strategy.planning.plan.plan` takes it; 0 leaves the time out. ``"measure"`` trains
+            as many ranks at once as shared a machine in the run, and belongs on a machine like that one.
+
+    Raises:
+        ValueError: the time is to be measured on other cores than the run's.
     """
+    if compute == MEASURE and run.cores != cores():
+        raise ValueError(
+            f"--compute measure: found {cores()} core(s) here, the run had {run.cores}. Measure on one of its machines,"
+            " or give the seconds of a micro-batch."
+        )
     workload = dataclasses.replace(workload, micro_batches=run.backwards)
     cluster = dataclasses.replace(
         cluster, ranks=run.ranks, ranks_per_node=min(cluster.ranks_per_node, run.ranks), backend=run.backend
@@ -98,18 +111,21 @@ def check(
     }
     if options.get("grad_memory_budget", 0) is None:
         del options["grad_memory_budget"]
-    made = plan(workload, cluster, [OptionSet(ZEROSYNC, run.stage, options)], compute, progress=progress)
-    return compare(made.outcomes[0], run, knows_compute=made.compute > 0)
+    made = plan(
+        workload, cluster, [OptionSet(ZEROSYNC, run.stage, options)], compute, progress=progress,
+        at_once=run.ranks_of_machine, threads=run.threads,
+    )  # fmt: skip
+    return compare(made.outcomes[0], run)
 
 
-def compare(outcome: Outcome, run: Run, knows_compute: bool) -> list[Comparison]:
+def compare(outcome: Outcome, run: Run) -> list[Comparison]:
     """Compare one planned option set with a run of it."""
     memory = sum((outcome.peak if run.memory == "allocated" else outcome.resident).values())
     found = [
         _near("bytes sent", outcome.bytes_sent, run.bytes_sent, BYTES),
         _near(f"peak memory, {run.memory}", memory, run.peak_memory, MEMORY),
     ]
-    if knows_compute:
+    if outcome.work.most:  # it is known
         low, high = outcome.time.lower, outcome.time.upper
         found.append(Comparison("seconds", (low, high), run.seconds, low <= run.seconds <= high, "within the bounds"))
     return found

@@ -50,9 +50,10 @@ class Cluster:
     Attributes:
         ranks: in all.
         ranks_per_node: of which so many share a node, in the order of their numbers.
-        links: speeds.
+        links: speeds; of links that were measured, those of their fast quartile.
         memory: bytes of one rank's device; ``None`` where nothing is to be compared with it.
         backend: ``"nccl"``, or ``"gloo"``, on which ranks send point to point.
+        slow_links: those of their slow quartile; ``None``: as ``links``.
     """
 
     ranks: int
@@ -60,6 +61,7 @@ class Cluster:
     links: Links = field(default_factory=Links)
     memory: int | None = None
     backend: str = "nccl"
+    slow_links: Links | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

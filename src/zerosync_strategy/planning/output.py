@@ -54,23 +54,29 @@ def require_matplotlib() -> None:
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Draw memory against bytes of all option sets, with the front as a line. Needs matplotlib."""
+    """Draw memory against bytes of all option sets, by number, with the front as a line. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for each in plan.outcomes:
+    figure, axes = pyplot.subplots(figsize=(10, 5))
+    numbers: dict[tuple[float, float], list[str]] = {}  # by place, which several option sets may share
+    for number, each in enumerate(plan.outcomes, 1):
         is_stock = each.options.system == STOCK
         x, y = each.memory / 1e9, each.bytes_sent / 1e9
-        axes.plot(x, y, "x" if is_stock else "o", color="tab:gray" if is_stock else "tab:blue")
-        axes.annotate(each.options.name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axes.plot(
+            x, y, "x" if is_stock else "o", color="tab:gray" if is_stock else "tab:blue",
+            label=f"{number}  {each.options.name}",
+        )  # fmt: skip
+        numbers.setdefault((round(x, 2), round(y, 2)), []).append(str(number))
+    for place, there in numbers.items():
+        axes.annotate(", ".join(there), place, textcoords="offset points", xytext=(5, 5), fontsize=8)
     front = plan.front
     axes.plot([each.memory / 1e9 for each in front], [each.bytes_sent / 1e9 for each in front], color="tab:blue")
     if plan.cluster.memory is not None:
         axes.axvline(plan.cluster.memory / 1e9, color="tab:red", linestyle="--", label="device memory")
-        axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
     axes.set(xlabel="GB at the peak", ylabel="GB sent per rank and step")
     figure.tight_layout()
     figure.savefig(file, dpi=120)

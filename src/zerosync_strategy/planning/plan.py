@@ -7,17 +7,19 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from zerosync_strategy.planning.jobs import STOCK, Cluster, OptionSet, Workload, usual_sets
-from zerosync_strategy.planning.replay import PREFIX, describe
-from zerosync_strategy.planning.timing import Bounds, Crossing, bounds, crossing
+from zerosync_strategy.planning.process import cores
+from zerosync_strategy.planning.replay import PREFIX, REPLAY, TIMED, describe
+from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing
 from zerosync_strategy.version import __version__
 
 MEASURE = "measure"
@@ -37,6 +39,7 @@ class Outcome:
         peak: bytes of live tensors by kind at the moment of the step when they are most.
         resident: the same of those that something was written to, which is what a CPU's memory is given to.
         sent: over which links, and how long they take.
+        work: seconds of the rank's own work in a step.
         time: bounds of the step's seconds.
     """
 
@@ -45,6 +48,7 @@ class Outcome:
     peak: dict[str, int]
     resident: dict[str, int]
     sent: Crossing
+    work: Span
     time: Bounds
 
     @property
@@ -69,14 +73,16 @@ class Plan:
 
     Attributes:
         parameters: number of elements of the model.
-        compute: seconds of computation in a step; 0 where it is not known.
+        compute: as it was given: seconds of a micro-batch's computation, 0 where it is not known, or ``"measure"``.
+        measured: how the time of a rank's own work was measured, in words; ``None`` where it was given.
     """
 
     workload: Workload
     cluster: Cluster
     parameters: int
-    compute: float
+    compute: float | str
     outcomes: tuple[Outcome, ...]
+    measured: str | None = None
 
     def fits(self, outcome: Outcome) -> int | None:
         """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
@@ -110,7 +116,8 @@ class Plan:
             for each in self.outcomes
         ]  # fmt: skip
         of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster")}
-        found = {"version": __version__, **of_plan, "parameters": self.parameters, "compute": self.compute}
+        found = {"version": __version__, **of_plan, "parameters": self.parameters, "compute": self.compute,
+                 "measured": self.measured}  # fmt: skip
         return json.dumps({**found, "outcomes": outcomes}, indent=1)
 
 
@@ -122,16 +129,20 @@ def plan(
     processes: int | None = None,
     timeout: float = 600.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    at_once: int | None = None,
+    threads: int = 1,
 ) -> Plan:
     """Replay ``workload`` on ``cluster`` with each of ``sets``, in processes of their own.
 
     Args:
         sets: by default those of :func:`usual_sets`.
-        compute: seconds of the computation of one micro-batch, forward and backward; ``"measure"``: computed here, on
-            one thread of this machine's CPU, with the optimizer's step.
+        compute: seconds of the computation of one micro-batch, forward and backward; ``"measure"``: each option set is
+            trained here, on this machine's CPU, with all that a rank does itself, and its steps are timed.
         processes: replays at once; by default as many as there are CPUs.
         timeout: seconds for all.
         progress: called with how many replays are done, and of how many.
+        at_once: ranks that share a machine's cores, and are measured at once; by default those of a node.
+        threads: of torch, of each rank that is measured.
 
     Raises:
         PlanError: a replay failed or ran into the timeout.
@@ -140,35 +151,38 @@ def plan(
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
     sets = list(usual_sets() if sets is None else sets)
-    jobs = [*sets, OptionSet("compute", 0)] if compute == MEASURE else sets
-    found = _replay(workload, jobs, cluster, processes or os.cpu_count() or 1, timeout, progress)
-    if compute == MEASURE:
-        measured = found.pop()
-        seconds = workload.micro_batches * measured["micro_batch"] + measured["step"]
-    else:
-        seconds = workload.micro_batches * float(compute)
+    at_once = min(at_once or cluster.per_node, cluster.ranks)
+    timed = {"at_once": at_once, "threads": threads} if compute == MEASURE else None
+    job = describe(workload, sets, cluster.ranks, cluster.backend, processes or os.cpu_count() or 1, timed)
+    found = _replay(job, sets, cluster.ranks, REPLAY if timed is None else TIMED, timeout, progress)
     outcomes = []
-    for options, each in zip(sets, found, strict=True):
+    for index, options in enumerate(sets):
+        each = found[REPLAY, index]
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
         sent = crossing(collectives, cluster)
+        if timed is None:
+            work = Span(*2 * [workload.micro_batches * float(compute)])
+        else:
+            quartiles = statistics.quantiles(found[TIMED, index]["seconds"])
+            work = Span(quartiles[0], quartiles[2])
         options = dataclasses.replace(options, options=each["options"])
-        outcomes.append(Outcome(options, collectives, each["peak"], each["resident"], sent, bounds(sent, seconds)))
-    return Plan(workload, cluster, found[0]["parameters"], seconds, tuple(outcomes))
+        time = bounds(sent, work)
+        outcomes.append(Outcome(options, collectives, each["peak"], each["resident"], sent, work, time))
+    measured = None
+    if timed is not None:
+        measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {cores()} core(s)"
+    return Plan(workload, cluster, found[REPLAY, 0]["parameters"], compute, tuple(outcomes), measured)
 
 
 def _replay(
-    workload: Workload,
-    sets: list[OptionSet],
-    cluster: Cluster,
-    processes: int,
-    timeout: float,
-    progress: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
+    job: str, sets: list[OptionSet], ranks: int, last: str, timeout: float, progress: Callable[[int, int], None]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return what the replays of a job found, by their kind and the index of the option set."""
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": str(cluster.ranks), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    job = describe(workload, sets, cluster.ranks, cluster.backend, processes)
+    awaited = [(kind, index) for kind in dict.fromkeys((REPLAY, last)) for index in range(len(sets))]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "zerosync_strategy.planning.replay"], env=environment, text=True,
@@ -176,44 +190,36 @@ def _replay(
         )  # fmt: skip
         late = threading.Timer(timeout, _end, (process,))
         late.start()
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        progress(0, len(awaited))
         try:
-            return list(_results(process, job, sets, timeout, log, progress))
+            for result in _results(process, job):
+                key = result["kind"], result["index"]
+                if "error" in result:
+                    raise PlanError(f"The replay of {sets[key[1]].name!r} failed: {result['error']}")
+                found[key] = result
+                progress(len(found), len(awaited))
         finally:
             late.cancel()
             _end(process)
             process.wait()
+        if missing := ", ".join(repr(sets[index].name) for kind, index in awaited if (kind, index) not in found):
+            log.seek(0)
+            said = log.read().strip().splitlines()[-1:]
+            raise PlanError(
+                f"No result of {missing}: the replay ended, or was ended after {timeout:g} s. Give it more time or"
+                f" memory, or fewer option sets. {' '.join(said)}"
+            )
+    return found
 
 
-def _results(
-    process: subprocess.Popen[str],
-    job: str,
-    sets: list[OptionSet],
-    timeout: float,
-    log: IO[str],
-    progress: Callable[[int, int], None],
-) -> Iterator[dict[str, Any]]:
+def _results(process: subprocess.Popen[str], job: str) -> Iterator[dict[str, Any]]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(job)
     process.stdin.close()
-    found: dict[int, dict[str, Any]] = {}
-    progress(0, len(sets))
     for line in process.stdout:
         if line.startswith(PREFIX):
-            result = json.loads(line.removeprefix(PREFIX))
-            if "error" in result:
-                raise PlanError(f"The replay of {sets[result['index']].name!r} failed: {result['error']}")
-            found[result["index"]] = result
-            progress(len(found), len(sets))
-    if len(found) < len(sets):
-        missing = ", ".join(repr(each.name) for index, each in enumerate(sets) if index not in found)
-        log.seek(0)
-        said = log.read().strip().splitlines()[-1:]
-        raise PlanError(
-            f"No result of {missing}: the replay ended, or was ended after {timeout:g} s. Give it more time or memory,"
-            f" or fewer option sets. {' '.join(said)}"
-        )
-    for index in range(len(sets)):
-        yield found[index]
+            yield json.loads(line.removeprefix(PREFIX))
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -1,7 +1,7 @@
 """Rank 0 of W, replayed in a process of its own: real DeepSpeed on torch's fake process group, arithmetic left out.
 
 ``python -m zerosync_strategy.planning.replay`` reads a job as JSON from its standard input, and writes a line of JSON
-for each option set as it is done. It imports once and forks for each.
+for each option set as it is done. It imports once and forks for each; also where the arithmetic is to be timed.
 """
 
 from __future__ import annotations
@@ -15,33 +15,47 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from multiprocessing import get_context
+from threading import BrokenBarrierError
 from typing import IO, Any
 
-from zerosync_strategy.planning.jobs import STOCK, OptionSet, Workload
+from zerosync_strategy.planning.jobs import OptionSet, Workload
 from zerosync_strategy.planning.process import import_all, map_large_blocks
+from zerosync_strategy.planning.timed import time_steps
+from zerosync_strategy.planning.training import Training, join
 
 REPLAYED = 3
 """Backwards that are replayed at most; those in the middle of a step are all alike, and counted as the second."""
 WARM_UP = 2
 """Steps before the one that is measured; one more where the first finds out what to keep of the parameters."""
 PREFIX = "REPLAYED "
+REPLAY, TIMED = "replay", "timed"
 
 
 def main(job: Mapping[str, Any], out: IO[str]) -> None:
-    """Replay each option set of ``job`` in a fork of this process, at most ``job["processes"]`` at once."""
+    """Replay each option set of ``job`` in a fork of this process, at most ``job["processes"]`` at once.
+
+    Then, where ``job["timed"]`` says how, each with its arithmetic, by as many forks at once as ranks share a machine.
+    """
     _import_for_all_forks()
     running: set[int] = set()
     for index in range(len(job["sets"])):
         while len(running) >= job["processes"]:
             running.discard(os.wait()[0])
-        if (pid := os.fork()) == 0:
-            try:
-                _one(job, index, out)
-            finally:
-                os._exit(0)
-        running.add(pid)
+        running.add(_fork(lambda index=index: _one(job, index, out)))  # type: ignore[misc]
     while running:
         running.discard(os.wait()[0])
+    for index in range(len(job["sets"])) if job["timed"] else ():
+        _together(job, index, out)
+
+
+def _fork(call: Callable[[], None]) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        call()
+    finally:
+        os._exit(0)
 
 
 def _import_for_all_forks() -> None:
@@ -59,13 +73,48 @@ def _import_for_all_forks() -> None:
 def _one(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
     began = time.perf_counter()
     try:
-        workload = Workload(**{**job["workload"], "batch": tuple(job["workload"]["batch"])})
-        options = OptionSet(**job["sets"][index])
-        found = _compute(workload) if options.system == "compute" else replay(workload, options, **job["cluster"])
+        found = replay(*_described(job, index), **job["cluster"])
     except BaseException as problem:
-        found = {"error": f"{type(problem).__name__}: {problem}", "traceback": traceback.format_exc()}
-    found["replay_seconds"] = time.perf_counter() - began
-    os.write(out.fileno(), f"{PREFIX}{json.dumps({'index': index, **found})}\n".encode())  # in one piece
+        found = _failed(problem)
+    _write(out, REPLAY, index, {**found, "replay_seconds": time.perf_counter() - began})
+
+
+def _together(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
+    """Time the steps of an option set by ranks that run at once, and wait for one another at each step."""
+    count = min(job["timed"]["at_once"], job["cluster"]["ranks"])
+    barrier = get_context("fork").Barrier(count)
+
+    def one(number: int) -> None:
+        try:
+            given = {**job["cluster"], "threads": job["timed"]["threads"]}
+            found = {"seconds": time_steps(*_described(job, index), wait=barrier.wait, **given)}
+        except BrokenBarrierError:  # another has failed, and says why
+            return
+        except BaseException as problem:
+            found = _failed(problem)
+            barrier.abort()
+        if number == 0 or "error" in found:
+            _write(out, TIMED, index, found)
+
+    running = {_fork(lambda number=number: one(number)) for number in range(count)}  # type: ignore[misc]
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status:  # it was killed, for its memory perhaps: the others would wait for it
+            barrier.abort()
+
+
+def _described(job: Mapping[str, Any], index: int) -> tuple[Workload, OptionSet]:
+    workload = Workload(**{**job["workload"], "batch": tuple(job["workload"]["batch"])})
+    return workload, OptionSet(**job["sets"][index])
+
+
+def _failed(problem: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(problem).__name__}: {problem}", "traceback": traceback.format_exc()}
+
+
+def _write(out: IO[str], kind: str, index: int, found: Mapping[str, Any]) -> None:
+    os.write(out.fileno(), f"{PREFIX}{json.dumps({'kind': kind, 'index': index, **found})}\n".encode())  # in one piece
 
 
 def replay(workload: Workload, options: OptionSet, ranks: int, backend: str) -> dict[str, Any]:
@@ -75,65 +124,35 @@ def replay(workload: Workload, options: OptionSet, ranks: int, backend: str) -> 
         ``collectives``: by kind ``[calls, bytes]``; ``peak``: allocated bytes by kind at the moment of the
         most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``options``: in force.
     """
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from zerosync_strategy.planning.memory import Ledger
     from zerosync_strategy.planning.skipped import SkippedCompute
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    if backend == "gloo":
-        dist.get_backend_config = lambda group=None: "cpu:gloo"  # by this ZeroSync chooses how to send
+    join(ranks, backend)
     map_large_blocks()
     ledger = Ledger()
     with SkippedCompute(ledger.see):
-        return _steps(workload, options, ledger)
+        return _steps(Training(workload, options, min(workload.micro_batches, REPLAYED)), workload, ledger)
 
 
-def _steps(workload: Workload, options: OptionSet, ledger: Any) -> dict[str, Any]:
-    import deepspeed
-    import torch
-
-    from zerosync_strategy import attach
+def _steps(training: Training, workload: Workload, ledger: Any) -> dict[str, Any]:
     from zerosync_strategy.core.comm.traffic import CollectiveCounter
     from zerosync_strategy.core.engine.resident import resident
-    from zerosync_strategy.planning.models import build, loss_of
 
-    backwards = min(workload.micro_batches, REPLAYED)
-    module, batch = build(workload)
-    numel = sum(param.numel() for param in module.parameters())
-    nbytes = sum(param.numel() * param.element_size() for param in module.parameters())
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=getattr(torch.optim, workload.optimizer)(module.parameters(), lr=1e-4),
-        config=_configuration(workload, options, backwards),
-        dist_init_required=False,
-    )
-    in_force = dict(options.options)
-    match in_force.get("param_memory_budget"):
-        case float(part):
-            in_force["param_memory_budget"] = int(part * nbytes)
-        case {"device": float(part), **others}:
-            in_force["param_memory_budget"] = {"device": int(part * nbytes), **others}
-    zerosync = None if options.system == STOCK else attach(engine, **in_force)
-    for param in module.parameters():
+    engine, backwards = training.engine, training.backwards
+    for param in training.module.parameters():
         param.register_post_accumulate_grad_hook(_noting_gradients(ledger))
     gc.collect()
     with CollectiveCounter() as counter:
-        finds_out = in_force.get("param_memory_budget", 0) not in (0, "all")
+        finds_out = training.options.get("param_memory_budget", 0) not in (0, "all")
         for to_come in range(WARM_UP + finds_out, -1, -1):
             ledger.classify(resident(engine))
             ledger.restart()
             counter.take()
             parts, before = [], engine.skipped_steps
-            for _ in range(1 if to_come and zerosync is not None else backwards):
-                loss = loss_of(engine, batch)
-                engine.backward(loss if zerosync is None else loss / backwards)
-                del loss
-                if zerosync is None and not engine.is_gradient_accumulation_boundary():
-                    engine.step()
+            for _ in range(1 if to_come and training.zerosync is not None else backwards):
+                training.micro_batch()
                 parts.append(dict(counter.take()))
-            engine.step()
+            training.step()
             parts.append(dict(counter.take()))
             if engine.skipped_steps != before:
                 raise RuntimeError("the replayed step was skipped; its gradients were not finite")
@@ -142,24 +161,8 @@ def _steps(workload: Workload, options: OptionSet, ledger: Any) -> dict[str, Any
         "collectives": _total([*parts, *repeated]),
         "peak": ledger.allocated.peak,
         "resident": ledger.written.peak,
-        "parameters": numel,
-        "options": in_force,
-    }
-
-
-def _configuration(workload: Workload, options: OptionSet, backwards: int) -> dict[str, Any]:
-    given = {name: value for name, value in workload.deepspeed.items() if name != "zerosync"}
-    zero = {**given.pop("zero_optimization", {}), "stage": options.stage}
-    for name in ("train_batch_size", "optimizer", "scheduler", "fp16"):
-        given.pop(name, None)
-    return {
-        "gradient_clipping": 0.0,
-        **given,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": backwards if options.system == STOCK else 1,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": workload.dtype == "bf16"},
-        "zero_optimization": zero,
+        "parameters": training.parameters,
+        "options": training.options,
     }
 
 
@@ -180,31 +183,12 @@ def _total(parts: list[Mapping[str, Any]]) -> dict[str, list[int]]:
     return total
 
 
-def _compute(workload: Workload) -> dict[str, Any]:
-    """Return the seconds of one forward and backward, and of the optimizer's step, computed here on one thread."""
-    import torch
-
-    from zerosync_strategy.planning.models import build, loss_of
-
-    module, batch = build(workload)
-    optimizer = getattr(torch.optim, workload.optimizer)(module.parameters(), lr=1e-4)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        loss_of(module, batch).backward()
-        between = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append((between - began, time.perf_counter() - between))
-    micro_batch, step = (min(part[1:]) for part in zip(*seconds, strict=True))
-    return {"micro_batch": micro_batch, "step": step}
-
-
-def describe(workload: Workload, sets: list[OptionSet], ranks: int, backend: str, processes: int) -> str:
-    """Return a job as :func:`main` reads it."""
-    cluster = {"ranks": ranks, "backend": backend}
-    sets_as_json = [asdict(each) for each in sets]
-    return json.dumps({"workload": asdict(workload), "sets": sets_as_json, "cluster": cluster, "processes": processes})
+def describe(
+    workload: Workload, sets: list[OptionSet], ranks: int, backend: str, processes: int, timed: dict[str, int] | None
+) -> str:
+    """Return a job as :func:`main` reads it; ``timed``: ``at_once`` ranks, with so many ``threads``."""
+    job = {"workload": asdict(workload), "sets": [asdict(each) for each in sets], "processes": processes}
+    return json.dumps({**job, "cluster": {"ranks": ranks, "backend": backend}, "timed": timed})
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.planning.process import import_all, map_large_blocks
+from zerosync_strategy.planning.process import cores, import_all, map_large_blocks
 
 
 class RunLog:
@@ -21,7 +22,8 @@ class RunLog:
     returns large blocks to the system from now on as soon as they are freed.
 
     Args:
-        file: gets the lines. On one rank only, or a file for each.
+        file: gets the lines, from the first step on. On one rank only, or a file for each.
+        ranks_of_machine: that share this machine's cores; by default what the launcher says, or all.
 
     Example::
 
@@ -34,8 +36,10 @@ class RunLog:
             log.step(zerosync)
     """
 
-    def __init__(self, file: str | Path) -> None:
-        self._lines = Path(file).open("w")  # noqa: SIM115  until close()
+    def __init__(self, file: str | Path, ranks_of_machine: int | None = None) -> None:
+        self._file = Path(file)
+        self._lines: IO[str] | None = None
+        self.ranks_of_machine = ranks_of_machine
         import_all()
         map_large_blocks()
         self._on_gpu = torch.cuda.is_available()
@@ -64,8 +68,13 @@ class RunLog:
                 },
                 "ranks": dist.get_world_size(),
                 "backend": "nccl" if self._on_gpu else "gloo",
+                "ranks_of_machine": self.ranks_of_machine or _ranks_of_machine(),
+                "threads": torch.get_num_threads(),
+                "cores": cores(),
                 "version": report.version,
             }
+            if self._lines is None:
+                self._lines = self._file.open("w")
             self._lines.write(json.dumps(line) + "\n")
             self._lines.flush()
         self._restart_peak()
@@ -73,7 +82,8 @@ class RunLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def __enter__(self) -> RunLog:
         return self
@@ -91,6 +101,11 @@ class RunLog:
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")
+
+
+def _ranks_of_machine() -> int:
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # of torchrun, of deepspeed
+    return int(said) if said else dist.get_world_size()
 
 
 def _memory(field: str) -> int:

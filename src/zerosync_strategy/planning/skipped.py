@@ -55,6 +55,7 @@ class SkippedCompute(TorchDispatchMode):
     def __init__(self, on_result: Callable[[torch.Tensor, bool], None] = lambda *_: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_result = on_result
+        self._shapes: dict[Any, Any] = {}  # by what they follow from: layers are alike, and steps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _keeps_values(func):
@@ -82,9 +83,13 @@ class SkippedCompute(TorchDispatchMode):
             return _sent(func, args)
         if func.namespace != "aten" or str(kwargs.get("device")) == "meta":
             return func(*args, **kwargs)
-        try:
-            shapes = _shapes_of(func, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # depends on values, or has no kernel that gives shapes alone
+        key = func, _described(args), _described(kwargs)
+        if key not in self._shapes:
+            try:
+                self._shapes[key] = _shapes_of(func, args, kwargs)
+            except (NotImplementedError, RuntimeError):  # depends on values, or has no kernel that gives shapes alone
+                self._shapes[key] = NotImplemented
+        if (shapes := self._shapes[key]) is NotImplemented:
             return func(*args, **kwargs)
         made = shapes if isinstance(shapes, (tuple, list)) else (shapes,)
         if is_small and not any(_nbytes(tensor) >= LARGE_BYTES for tensor in _tensors(made)):
@@ -106,9 +111,14 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, values)
-    return found
+    """Return the tensors in nested lists and dicts. torch's pytree does that too, in half of a replay's time."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -131,6 +141,17 @@ def _keeps_values(func: Any) -> bool:
     returns = func._schema.returns
     is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return is_view or func._schema.name.split("::")[-1] in _METADATA
+
+
+def _described(value: Any) -> Any:
+    """Return what the shapes of an operator's results follow from, to look them up by."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items() if name != "generator")
+    return type(value), value
 
 
 def _shapes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
