@@ -44,6 +44,8 @@ def measure(
     from torch import nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from zerosync_strategy.core.memory import ProcessGauge
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
@@ -103,11 +105,12 @@ def measure(
         began = time.perf_counter()
         part()
         seconds[name] = time.perf_counter() - began
-    before, peaks = _memory("VmRSS"), {}
+    gauge = ProcessGauge()
+    before, peaks = gauge.used(), {}
     for name, part in (("forward and backward", run_backwards), ("step", step)):
-        Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+        gauge.restart_peak()
         part()
-        peaks[name] = (_memory("VmHWM") - before) / (4 * parameters)
+        peaks[name] = (gauge.peak() - before) / (4 * parameters)
     calls = {}
     for name, part in (("forward and backward", run_backwards), ("step", step)):
         with _operators() as operators:
@@ -127,12 +130,6 @@ def measure(
         "collectives": {kind: [traffic.calls, traffic.bytes] for kind, traffic in collectives.items()},
         "peaks": peaks, "seconds": {"attach": attach_seconds, **seconds},
     }  # fmt: skip
-
-
-def _memory(field: str) -> int:
-    """Return a figure of this process's memory, in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 def _operators() -> Any:

@@ -17,7 +17,10 @@ class Gauge(Protocol):
         """Return what is in use now."""
 
     def peak(self) -> int:
-        """Return the most that was in use at once, of late or ever; it may be set back by others."""
+        """Return the most that was in use at once since :meth:`restart_peak`, which others may call too, or ever."""
+
+    def restart_peak(self) -> None:
+        """Begin the peak anew."""
 
 
 class DeviceGauge:
@@ -31,6 +34,9 @@ class DeviceGauge:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def limit(self) -> int:
         """Return what the process may use in all: what is free, and what its allocator has."""
@@ -46,6 +52,9 @@ class ProcessGauge:
 
     def peak(self) -> int:
         return self._read("VmHWM:")
+
+    def restart_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
 
     @staticmethod
     def _read(field: str) -> int:

@@ -12,6 +12,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.memory import gauge_of
 from zerosync_strategy.planning.process import cores, import_all, map_large_blocks
 
 
@@ -39,11 +40,13 @@ class RunLog:
     def __init__(self, file: str | Path, ranks_of_machine: int | None = None) -> None:
         self._file = Path(file)
         self._lines: IO[str] | None = None
+        self._mode = "w"
         self.ranks_of_machine = ranks_of_machine
         import_all()
         map_large_blocks()
         self._on_gpu = torch.cuda.is_available()
-        self._before = torch.cuda.memory_allocated() if self._on_gpu else _memory("VmRSS")
+        self._gauge = gauge_of(torch.device("cuda" if self._on_gpu else "cpu"))
+        self._before = self._gauge.used()
         self._began: float | None = None
 
     def step(self, zerosync: Any) -> None:
@@ -59,7 +62,7 @@ class RunLog:
                 "seconds": now - self._began,
                 "backwards": report.backwards,
                 "bytes_sent": report.bytes_sent,
-                "peak_memory": self._peak() - self._before,
+                "peak_memory": self._gauge.peak() - self._before,
                 "memory": "allocated" if self._on_gpu else "resident",
                 "collectives": {kind: [each.calls, each.bytes] for kind, each in report.collectives.items()},
                 "stage": int(zerosync.engine.zero_optimization_stage()),
@@ -74,16 +77,18 @@ class RunLog:
                 "version": report.version,
             }
             if self._lines is None:
-                self._lines = self._file.open("w")
+                self._lines = self._file.open(self._mode)
+                self._mode = "a"
             self._lines.write(json.dumps(line) + "\n")
             self._lines.flush()
-        self._restart_peak()
+        self._gauge.restart_peak()
         self._began = time.perf_counter()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Further steps are added to it."""
         if self._lines is not None:
             self._lines.close()
+        self._lines = self._began = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -93,22 +98,7 @@ class RunLog:
     ) -> None:
         self.close()
 
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._on_gpu else _memory("VmHWM")
-
-    def _restart_peak(self) -> None:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
 
 def _ranks_of_machine() -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # of torchrun, of deepspeed
     return int(said) if said else dist.get_world_size()
-
-
-def _memory(field: str) -> int:
-    """Return a figure of this process's memory, in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
