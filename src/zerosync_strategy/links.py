@@ -35,9 +35,7 @@ def parse_speed(option: str, value: str) -> float:
     Raises:
         ValueError: it is none, or not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B)/s", value.strip())
-    if match is None or not float(match[1]):
-        raise ValueError(f"{option} takes a speed such as '400Gbit/s' or '300GB/s', got {value!r}.")
+    match = _match(r"([KMGT]?)(bit|B)/s", option, "a speed such as '400Gbit/s' or '300GB/s'", value)
     return float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
 
 
@@ -47,10 +45,16 @@ def parse_latency(option: str, value: str) -> float:
     Raises:
         ValueError: it is none, or not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|ms|us)", value.strip())
-    if match is None or not float(match[1]):
-        raise ValueError(f"{option} takes a time such as '20us' or '0.1ms', got {value!r}.")
+    match = _match(r"(s|ms|us)", option, "a time such as '20us' or '0.1ms'", value)
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def _match(unit: str, option: str, what: str, value: str) -> re.Match[str]:
+    """Return a match of a positive number, its first group, and a ``unit``."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", value.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{option} takes {what}, got {value!r}.")
+    return match
 
 
 def save(file: Path, slow: Mapping[str, float], fast: Mapping[str, float]) -> None:

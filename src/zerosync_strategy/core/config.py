@@ -126,11 +126,9 @@ class ZeroSyncConfig:
     def held_bytes(self) -> int | None:
         """``param_memory_budget`` of the device in bytes, ``None`` for all. Automatic, it begins with nothing."""
         given = self.param_memory_budget
-        return (
-            0
-            if self.auto_parameters
-            else _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
-        )
+        if self.auto_parameters:
+            return 0
+        return _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
 
     @property
     def host_bytes(self) -> int | None:

@@ -16,7 +16,7 @@ from torch.nn import Module
 from zerosync_strategy.core.engine.several import as_frozen
 from zerosync_strategy.core.handle import ZeroSync
 
-from .prepared import PreparedModule, prepared_as
+from .prepared import PreparedModule, unwrap_prepared
 
 TAG = "checkpoint"
 """The name of a model's checkpoint within its directory, as Fabric has it."""
@@ -103,7 +103,7 @@ def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
     """``module.load_state_dict(state)`` on any stage, for a model that was set up or not. Collective."""
     from deepspeed import zero
 
-    model = prepared_as(module)
+    model = unwrap_prepared(module)
     zerosync = _zerosync_of(model)
     if zerosync is not None:
         with zerosync.full_parameters():
@@ -128,7 +128,7 @@ def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
     """
     from deepspeed import DeepSpeedEngine
 
-    models = {name: prepared_as(value) for name, value in state.items()}
+    models = {name: unwrap_prepared(value) for name, value in state.items()}
     models = {name: value for name, value in models.items() if isinstance(value, (DeepSpeedEngine, PreparedModule))}
     if not models:
         raise ValueError(

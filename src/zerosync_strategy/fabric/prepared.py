@@ -53,7 +53,7 @@ class PreparedModule(Module):
         self.__dict__["engine"] = engine
 
 
-def prepared_as(value: Any) -> Any:
+def unwrap_prepared(value: Any) -> Any:
     """Return what a :class:`PreparedModule` stands for, an engine or itself; anything else as it is."""
     return value.engine or value if isinstance(value, PreparedModule) else value
 

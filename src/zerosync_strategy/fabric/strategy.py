@@ -42,7 +42,7 @@ from .library import (
     MisconfigurationException,
     Precision,
 )
-from .prepared import PreparedModule, allow_later_optimizers, prepared_as
+from .prepared import PreparedModule, allow_later_optimizers, unwrap_prepared
 
 _ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
@@ -277,7 +277,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         inputs: Any = None,
     ) -> None:
         """One backward, of the window of each engine whose parameters it reaches."""
-        module = prepared_as(module)
+        module = unwrap_prepared(module)
         if not isinstance(getattr(module, "_zerosync", None), ZeroSync):
             raise RuntimeError(
                 "fabric.backward() found a model that was set up without an optimizer. Set one up by"
@@ -411,7 +411,7 @@ class _BackwardSync:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
-        zerosync = getattr(prepared_as(module), "_zerosync", None)
+        zerosync = getattr(unwrap_prepared(module), "_zerosync", None)
         if zerosync is not None and not enabled:
             zerosync.window.expect_last()
         return nullcontext()

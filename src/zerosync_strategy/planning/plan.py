@@ -161,7 +161,8 @@ def plan(
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
         sent = crossing(collectives, cluster)
         if timed is None:
-            work = Span(*2 * [workload.micro_batches * float(compute)])
+            seconds = workload.micro_batches * float(compute)
+            work = Span(seconds, seconds)
         else:
             quartiles = statistics.quantiles(found[TIMED, index]["seconds"])
             work = Span(quartiles[0], quartiles[2])

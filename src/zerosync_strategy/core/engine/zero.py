@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,11 @@ def forget_backward(optimizer: Any) -> None:
     optimizer._backward_active_depth = 0
     if contract.has(contract.CLEAR_BACKWARD):
         optimizer.clear_backward_seen_flag()
+
+
+def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of all elements of at least one tensor, a scalar in fp64."""
+    return torch.stack([torch.linalg.vector_norm(shard).double() for shard in shards]).square().sum()
 
 
 def offloads(optimizer: Any) -> bool:

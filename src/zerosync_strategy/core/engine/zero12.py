@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.zero import sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,7 @@ def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> 
     """
     from deepspeed import comm
 
-    norms = [torch.stack([torch.linalg.vector_norm(part).double() for part in parts]) for parts in shards]
-    squares = torch.stack([of_group.square().sum() for of_group in norms])
+    squares = torch.stack([sum_of_squares(parts) for parts in shards])
     comm.all_reduce(squares, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(squares, comm.ReduceOp.SUM)
     by_group = list(squares.sqrt().float())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
-from zerosync_strategy.core.engine.zero import MasterWeights, offloads
+from zerosync_strategy.core.engine.zero import MasterWeights, offloads, sum_of_squares
 
 # ---- one parameter ---------------------------------------------------------------------------------------------------
 
@@ -889,7 +889,7 @@ def norm_of_shards(optimizer: Any) -> torch.Tensor:
     from deepspeed import comm
 
     shards = [shard for of_group in optimizer.averaged_gradients.values() for shard in of_group]
-    square = torch.stack([torch.linalg.vector_norm(shard).double() for shard in shards]).square().sum()
+    square = sum_of_squares(shards)
     comm.all_reduce(square, group=optimizer.dp_process_group)
     norm = square.sqrt().float()
     return torch.where(norm.isfinite(), norm, torch.inf)

@@ -19,13 +19,25 @@ import torch
 from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.failures.state import Recorded
 
-LIBRARIES = (
+_LIBRARIES = (
     "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
     "/zerosync_strategy/", "/contextlib.py", "/typing_extensions.py",
 )  # fmt: skip
 """In the path of a file that is not the user's own."""
 _GROUPS = 4
 """Of so many process groups the collectives are told, the last used first."""
+
+
+def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Return the innermost line that is of no library, as ``"train.py:24 main"``; empty if there is none.
+
+    Args:
+        frames: path, line and function of each, the innermost first.
+    """
+    for path, line, function in frames:
+        if not any(library in path for library in _LIBRARIES):
+            return f"{path.rpartition('/')[2]}:{line} {function}"
+    return ""
 
 
 def recorded() -> tuple[Recorded, ...]:
@@ -91,9 +103,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
 
 def _named(entry: Mapping[str, Any], words: Mapping[tuple[str, int], str]) -> Recorded:
     group, number = entry["process_group"][0], entry["collective_seq_id"]
-    frames = (frame for frame in entry.get("frames", ()) if not any(part in frame["filename"] for part in LIBRARIES))
-    frame = next(frames, None)
-    line = "" if frame is None else f"{frame['filename'].rpartition('/')[2]}:{frame['line']} {frame['name']}"
+    line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
     return Recorded(
         group, number, entry["profiling_name"], sizes, line, _is_complete(entry), words.get((group, number), "")

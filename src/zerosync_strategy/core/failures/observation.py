@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from zerosync_strategy.core.comm import waits
-from zerosync_strategy.core.failures.flight_recorder import LIBRARIES, recorded
+from zerosync_strategy.core.failures.flight_recorder import program_line, recorded
 from zerosync_strategy.core.failures.state import RankState
 
 _GATHER = "the gather of '"
@@ -80,12 +80,8 @@ def frame_of(error: BaseException) -> FrameType | None:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the innermost line that is of no library, as ``"train.py:24 main"``."""
-    for each in _outwards(frame):
-        path = each.f_code.co_filename
-        if not any(library in path for library in LIBRARIES):
-            return f"{path.rsplit('/', 1)[-1]}:{each.f_lineno} {each.f_code.co_name}"
-    return ""
+    """Return the :func:`program_line` of a running thread."""
+    return program_line((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _outwards(frame))
 
 
 def _running_modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:

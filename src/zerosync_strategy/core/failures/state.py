@@ -73,13 +73,18 @@ class RankState:
     recorded: tuple[Recorded, ...] = ()
     verdict: str = ""
 
+    @property
+    def pending(self) -> Recorded | None:
+        """The first collective in torch's flight recorder that is not complete."""
+        return next((each for each in self.recorded if not each.complete), None)
+
     def with_pending(self) -> RankState:
         """Return the state with what torch's flight recorder has as waited for, where ZeroSync's words have nothing.
 
         On NCCL the host waits in no collective. A gloo collective that is not complete may be waited for by nobody, so
         it counts only where nothing else is known of the rank.
         """
-        pending = next((each for each in self.recorded if not each.complete), None)
+        pending = self.pending
         knows_more = self.steps >= 0 or bool(self.line)
         if pending is None or self.waits_for or self.failure or (knows_more and pending.name.startswith("gloo")):
             return self

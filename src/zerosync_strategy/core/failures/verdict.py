@@ -85,12 +85,11 @@ def _all_wait(states: Sequence[RankState]) -> Verdict:
 
 def _same_call(states: Sequence[RankState]) -> Verdict:
     """All wait for the same: only sizes may differ, which torch's flight recorder has."""
-    pending = {state.rank: next((each for each in state.recorded if not each.complete), None) for state in states}
-    by_what = _grouped(states, lambda state: _what(pending[state.rank]))
-    if len(by_what) > 1 and all(pending.values()):
+    by_what = _grouped(states, lambda state: _what(state.pending))
+    if len(by_what) > 1 and all(state.pending for state in states):
         chosen = by_what[0] if len(by_what[0]) < len(by_what[1]) else list(states)
         others = [state for state in states if state not in chosen]
-        return _verdict("other sizes", chosen, others, lambda state: f"has issued {_text(pending[state.rank])}")
+        return _verdict("other sizes", chosen, others, lambda state: f"has issued {_text(state.pending)}")
     return _verdict(
         "same call", states, [], lambda state: f"waits for {state.waits_for}, as all others, and nothing arrives:"
         " look at the network between them (zerosync doctor --link), or give the process group a longer timeout"

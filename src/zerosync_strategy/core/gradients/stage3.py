@@ -119,11 +119,12 @@ class Stage3Reducer(Reducer):
 
     def pieces(self) -> Pieces:
         """As in the base class; nothing is sent by piece, but the C library gives small temporary tensors at once."""
-        return [
-            (flat, [(begin, min(begin + size, flat.numel()), None) for begin in range(0, flat.numel(), size)])
-            for flat in zero3.flat_master_weights(self.optimizer)
-            if (size := reducer.PIECE_NUMEL if flat.device.type == "cpu" else flat.numel())
-        ]
+        pieces = []
+        for flat in zero3.flat_master_weights(self.optimizer):
+            numel = flat.numel()
+            size = reducer.PIECE_NUMEL if flat.device.type == "cpu" else numel
+            pieces.append((flat, [(begin, min(begin + size, numel), None) for begin in range(0, numel, size)]))
+        return pieces
 
     def _discard_shards(self) -> None:
         zero3.discard_gradients(self.optimizer)

@@ -165,14 +165,12 @@ class ParameterCache:
             ValueError: the budget is automatic, and the module has another engine.
         """
         coordinator = zero3.coordinator(engine.optimizer)
-        made: list[ParameterCache] = []
 
         def make() -> ParameterCache:
-            made.append(cls(engine, budget, host_budget, automatic, scheduler, untraced, is_constant))
-            return made[0]
+            return cls(engine, budget, host_budget, automatic, scheduler, untraced, is_constant)
 
         cache = shared.acquire(coordinator, "cache", make)
-        if not made and (automatic or cache._automatic):
+        if cache._engine is not engine and (automatic or cache._automatic):
             shared.release(coordinator, "cache")
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
