@@ -14,7 +14,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.gradients import reducer, stage3, stage12
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.params import scheduler
 
 WIDTH = 6
@@ -107,8 +107,7 @@ def test_random_calls_on_three_ranks_by_native_collectives(
     """Where nothing but the order decides what meets what."""
     for module in (collectives, reducer, scheduler):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
-    for module in (stage12, stage3):
-        monkeypatch.setattr(module, "SMALL_BYTES", 100)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", 100)
     for found in run_ranks(errors, stage, range(100, 104), 3, promised, world_size=3, timeout=120):
         assert max(found) <= 1e-6
 

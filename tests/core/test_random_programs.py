@@ -9,7 +9,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.gradients import reducer, stage12
+from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.params import scheduler
 
 
@@ -45,7 +45,7 @@ def test_random_programs_by_native_collectives(stage: int, monkeypatch: pytest.M
     """What is sent on NCCL, here by gloo's own collectives."""
     for module in (collectives, reducer, scheduler):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
-    monkeypatch.setattr(stage12, "SMALL_BYTES", 100)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", 100)
     assert run_ranks(failures, range(3000, 3012), stage, timeout=240) == [[], []]
 
 

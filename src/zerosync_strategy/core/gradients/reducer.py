@@ -9,9 +9,10 @@ proportion to the number of parameters, whatever the number of ranks (H1).
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,15 +31,20 @@ from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.gradients.mean import ItemCount
 
-CHUNK_BYTES = 4 * 2**20
-"""Bytes of a bucket, and of a chunk of it, where ranks send point to point. Else they are DeepSpeed's bucket size."""
-IN_FLIGHT = 4
-"""Chunks in flight at a time, where ranks send point to point: several small ones keep a link busy."""
-IN_FLIGHT_NATIVE = 2
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of a bucket at most, and of a chunk of a larger parameter, where ranks send point to point."""
+SMALL_BYTES = 4 * 2**20
+"""Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
+bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds all of it."""
+IN_FLIGHT = 2
+"""Chunks in flight at a time."""
 PIECE_NUMEL = 2**18
-"""Elements of a rank's shard that are stepped at a time, at least: fewer would cost more than they save."""
-Pieces = Sequence[tuple[Any, Sequence[tuple[int, int, Callable[[], None] | None]]]]
-"""Master weights, and of each, where its pieces begin and end, and what to call, if anything, when one is stepped."""
+"""Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
+temporary tensors of more do not fit in a processor's cache."""
+Piece = tuple[int, int, Callable[[], None] | None]
+"""Where a piece of master weights begins and ends, and what to call, if anything, when it is stepped."""
+Pieces = Sequence[tuple[Any, Sequence[Piece]]]
+"""Master weights, each with its pieces."""
 _numbers = count()  # of reducers, the same on all ranks that attach alike
 
 
@@ -94,7 +100,11 @@ class Reducer(ABC):
         self.is_native = bool(self.layouts) and all(
             is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
         )
-        limit = zero.reduce_bucket_bytes(optimizer) if self.is_native else CHUNK_BYTES
+        limit = min(
+            zero.reduce_bucket_bytes(optimizer),
+            max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES),
+            sys.maxsize if self.is_native else CHUNK_BYTES,
+        )
         self.buckets = self._make_buckets(config, limit, names)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0
@@ -297,7 +307,7 @@ class Reducer(ABC):
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
             for chunk in bucket.chunks(before):
-                self._wait_reduce_scatter((IN_FLIGHT_NATIVE if self.is_native else IN_FLIGHT) - 1)
+                self._wait_reduce_scatter(IN_FLIGHT - 1)
                 targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
@@ -366,3 +376,11 @@ class Reducer(ABC):
 def sent_by_one_rank(nbytes: int, world_size: int) -> int:
     """Return what one of ``world_size`` ranks sends when ``nbytes`` are reduce-scattered or all-gathered once."""
     return nbytes * (world_size - 1) // world_size
+
+
+def pieces_of(master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None) -> Iterator[Piece]:
+    """Yield the range of ``master`` from ``begin`` to ``end`` in pieces, of which the last one calls ``stepped``."""
+    count = max(1, (end - begin) // PIECE_NUMEL) if master.device.type == "cpu" else 1
+    for number in range(count):
+        is_last, first = number == count - 1, begin + number * PIECE_NUMEL
+        yield first, end if is_last else first + PIECE_NUMEL, stepped if is_last else None

@@ -17,11 +17,9 @@ from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, sent_by_one_rank
+from zerosync_strategy.core.gradients.reducer import Piece, Pieces, Reducer, pieces_of, sent_by_one_rank
 
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
-SMALL_BYTES = 4 * 2**20
-"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
 
 
 class Stage12Reducer(Reducer):
@@ -56,13 +54,9 @@ class Stage12Reducer(Reducer):
             )
         common: dict[str, Any] = {"local": self.local, "streams": self.streams, "names": names}
         common["host_memory"] = self.host_memory
-        if self.is_native:  # more than one, so that the last backward can reduce some
-            size = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
-        else:
-            size = limit
         buckets: list[FlatBucket] = []
         self._gather_words = {}
-        for layout, chosen in choose_buckets(self.layouts, self.local, config, size):
+        for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
             if self.keeps_stock_layout and chosen:
                 chosen = [(layout.params, True)]
             ascending = chosen[::-1]
@@ -122,15 +116,17 @@ class Stage12Reducer(Reducer):
     def pieces(self) -> Pieces:
         """As in the base class; what is called when one is stepped begins to gather it."""
         masters = (zero12.master(self.optimizer, layout.group_index) for layout in self.layouts)
-        return [(flat, list(self._pieces_of(layout))) for flat, layout in zip(masters, self.layouts, strict=True)]
+        return [
+            (flat, list(self._by_stripes(flat, layout))) for flat, layout in zip(masters, self.layouts, strict=True)
+        ]
 
-    def _pieces_of(self, layout: FlatLayout) -> Iterator[tuple[int, int, Callable[[], None]]]:
+    def _by_stripes(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[Piece]:
         stripes: list[Stripe] = []
         for stripe in layout.stripes:
             stripes.append(stripe)
             begin, end = stripes[0].offset, stripe.offset + stripe.width
             if end - begin >= reducer.PIECE_NUMEL or end == layout.shard_numel:
-                yield begin, end, functools.partial(self._gather, layout, stripes)
+                yield from pieces_of(master, begin, end, functools.partial(self._gather, layout, stripes))
                 stripes = []
 
     @torch.no_grad()

@@ -12,14 +12,10 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, sent_by_one_rank
-
-SMALL_BYTES = 4 * 2**20
-"""Bytes of gradients that are one bucket in any case, if DeepSpeed's bucket size allows it."""
+from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, pieces_of, sent_by_one_rank
 
 
 class Stage3Reducer(Reducer):
@@ -46,8 +42,6 @@ class Stage3Reducer(Reducer):
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
         common = {"chunk_bytes": limit, "local": self.local, "streams": self.streams, "names": names}
-        # While a bucket is packed, its gradients are there twice: a quarter of a small model, and not all of it.
-        limit = min(limit, max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES))
         buckets = [
             CutBucket(layout, params, deferred, **common)
             for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
@@ -119,12 +113,8 @@ class Stage3Reducer(Reducer):
 
     def pieces(self) -> Pieces:
         """As in the base class; nothing is sent by piece, but the C library gives small temporary tensors at once."""
-        pieces = []
-        for flat in zero3.flat_master_weights(self.optimizer):
-            numel = flat.numel()
-            size = reducer.PIECE_NUMEL if flat.device.type == "cpu" else numel
-            pieces.append((flat, [(begin, min(begin + size, numel), None) for begin in range(0, numel, size)]))
-        return pieces
+        masters = zero3.flat_master_weights(self.optimizer)
+        return [(flat, list(pieces_of(flat, 0, flat.numel()))) for flat in masters]
 
     def _discard_shards(self) -> None:
         zero3.discard_gradients(self.optimizer)

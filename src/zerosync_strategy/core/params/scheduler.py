@@ -33,8 +33,8 @@ from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.memory import UnshardedBytes
 from zerosync_strategy.core.params.shard_over import ranks_of
 
-CHUNK_BYTES = 4 * 2**20
-"""Bytes of parameters that are gathered ahead in one message, where ranks send point to point."""
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of parameters that are gathered ahead in one message at most, where ranks send point to point."""
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
 
@@ -186,7 +186,9 @@ class GatherScheduler:
             process_group = zero3.process_group(of_group[0])
             digest = self._digests.get(id(process_group))
             is_native = digest is None or not digest.tagged
-            limit = self._prefetched_numel * of_group[0].element_size() if is_native else CHUNK_BYTES
+            limit = self._prefetched_numel * of_group[0].element_size()
+            if not is_native:
+                limit = min(limit, CHUNK_BYTES)
             runs: list[list[Any]] = []
             room = 0
             for param in of_group:
