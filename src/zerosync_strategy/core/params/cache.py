@@ -147,12 +147,23 @@ class ParameterCache:
 
     def _extend_hooks(self) -> list[compilation.ModuleHook]:
         hooks = compilation.module_hooks(self._engine)
+        self._registered = compilation.registered_hooks(self._engine)
         extend = {"before": self._before, "after": self._after, "backward": self._before_backward}
         for hook in hooks:
             if hook.when in extend:
                 extended = extend[hook.when](hook.stock)
                 hook.replace(extended if self._untraced else torch.compiler.disable(extended))
         return hooks
+
+    def renew_hooks(self) -> bool:
+        """Extend DeepSpeed's hooks where others have removed them and registered them anew; return whether they have.
+
+        TRL does so when it generates.
+        """
+        if not self._hooks or self._registered is compilation.registered_hooks(self._engine):
+            return False
+        self._hooks = self._extend_hooks()
+        return True
 
     @classmethod
     def of(
@@ -290,6 +301,7 @@ class ParameterCache:
         for _, runs in self._scheduler.runs(released):
             for handle in [handle for run in runs for handle in self._scheduler.fetch(run)]:
                 handle.wait()
+        zero3.count_gathered(self._coordinator, released)  # which their release takes back
         zero3.mark_held(released, True)
         before, params = self._modules, {}
         for module in self._engine.module.modules():
