@@ -2,8 +2,8 @@
 
     python benchmarks/export_memory.py --output benchmarks/results/<date>-export-memory
 
-Each way runs in processes of its own. Its figure is the most resident memory of rank 0 while it runs, less what the rank
-had before; the weights end in a file where the way writes one.
+Each way runs in processes of its own. Its figure is the most resident memory of rank 0 while it runs, less what the
+rank had before.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def run(conductor: Connection, way: str, rank: int, port: int, directory: str, o
     model = make_model(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True,
         },

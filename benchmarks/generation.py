@@ -147,11 +147,13 @@ def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, sys
     }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    engine.eval()
     told = HfDeepSpeedConfig(config)  # as long as it lives
     assert told.is_zero3()
     zerosync = attach(engine) if system == "zerosync" else None
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)), unwrap_model=lambda engine: engine.module
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+        unwrap_model=lambda wrapped: wrapped.module,
     )
     prompts = torch.randint(8192, (options.prompts, 16), generator=torch.Generator().manual_seed(rank))
     mask = torch.ones_like(prompts)
@@ -189,16 +191,16 @@ def report(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return f"""# {results["date"]}: generation, {results["ranks"]} ranks, one {results["rate"]} link per rank
 
-A Llama of {results["parameters"] / 1e6:.1f} M parameters in fp32, ZeRO-3, greedy; {results["tokens"]} tokens after each of
-{results["prompts"]} prompts of 16 tokens per rank, gloo.
+A Llama of {results["parameters"] / 1e6:.1f} M parameters in fp32, ZeRO-3, gloo. Greedy: {results["tokens"]} tokens
+after each of {results["prompts"]} prompts of 16 tokens per rank.
 {results["cpu"]}, {results["cores"]} cores, one thread per rank. {versions}.
 
     {results["command"]}
 
 {table(results)}
 
-All ways generate the same tokens. tokens/s: of all ranks. MB: by the interface's counter, over the tokens of one prompt,
-each of which is a forward. Medians of the rounds; "of stock" is the median of the ratios within a round.
+All ways generate the same tokens. tokens/s: of all ranks. MB: by the interface's counter, over the forwards, which are
+as many as the tokens of one prompt. Medians of the rounds; "of stock" is the median of the ratios within a round.
 """
 
 

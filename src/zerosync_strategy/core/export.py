@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
@@ -58,14 +59,14 @@ def export(
                 " module= without it, or save what full_weights() yields in another way."
             )
     files = WeightFiles(directory, specs, max_shard_bytes)
-    failed: OSError | None = None
+    failed: Exception | None = None
 
     @contextmanager
     def writing() -> Iterator[None]:
         nonlocal failed
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             failed = error
 
     def agree() -> None:
@@ -196,9 +197,12 @@ def save_transformers_config(module: Any, dtype: torch.dtype | None, directory: 
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
     config.dtype = str(dtype or module.dtype).removeprefix("torch.")
-    config.save_pretrained(directory)
-    if module.can_generate() and module.generation_config is not None:
-        module.generation_config.save_pretrained(directory)
+    with TemporaryDirectory(dir=directory, suffix=_PART) as complete:
+        config.save_pretrained(complete)
+        if module.can_generate() and module.generation_config is not None:
+            module.generation_config.save_pretrained(complete)
+        for path in Path(complete).iterdir():
+            os.replace(path, directory / path.name)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ read and write shards, release it.
 
 What does not fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
 
-Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
-before and after its forward, and what a backward may need is looked through when the backward begins.
+Others may release a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The module's hooks see
+it before and after its forward, and what a backward may need is looked through when the backward begins.
 
 The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module, by the module's place
 in the recorded order, and keeps that when the order is recorded anew: after a validation before the first backward, it
