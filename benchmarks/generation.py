@@ -221,7 +221,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         (left, speeds, "%.0f", "tokens per second, all ranks"), (right, sent, "%.3g", "MB sent per rank and token"),
     ):  # fmt: skip
         axis.bar_label(axis.barh(names, values, color=colors), fmt=form, padding=3, fontsize=9)
-        axis.set_xscale("log")
         axis.margins(x=0.15)
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

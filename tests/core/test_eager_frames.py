@@ -602,6 +602,7 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             weight = self.layers[0].weight
+            assert torch.is_grad_enabled() or weight is self.layers[0]._parameters["weight"]  # and no copy of it
             if hasattr(self.layers[1].weight, "ds_id"):  # TRL asks so whether it has to gather a weight
                 assert weight.ds_status.name == "AVAILABLE" and weight.ds_numel == weight.numel()
             return self.layers[1](F.linear(F.linear(x, weight), self.layers[0].weight)).square().mean()

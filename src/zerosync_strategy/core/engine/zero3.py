@@ -120,8 +120,9 @@ def have_arrived(params: Iterable[Any]) -> None:
 def is_in_use(param: Any) -> bool:
     """Return whether ``param`` has its values, and keeps them for a reader's backward.
 
-    So do a module's own parameters while its forward or backward runs, held and persistent ones. Others may be there
-    by chance, prefetched or not yet released, and gone by then.
+    So do a module's own parameters while its forward or backward runs, held and persistent ones; where no backward
+    follows, those of a user's ``GatheredParameters`` context, too. Others may be there by chance, prefetched or not yet
+    released, and gone by then.
     """
     try:
         status = param.ds_status
@@ -129,7 +130,12 @@ def is_in_use(param: Any) -> bool:
         return True
     return bool(
         status._name_ == "AVAILABLE"
-        and (param.ds_active_sub_modules or param.ds_persist or getattr(param, "_zerosync_held", False))
+        and (
+            param.ds_active_sub_modules
+            or param.ds_persist
+            or getattr(param, "_zerosync_held", False)
+            or (_CONTEXT_DEPTH in param.__dict__ and not torch.is_grad_enabled())
+        )
     )
 
 
