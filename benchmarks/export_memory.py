@@ -47,7 +47,8 @@ def main() -> None:
     nbytes = found["export"][0]["weights"]
     results = {
         "date": datetime.date.today().isoformat(),
-        "command": f"python benchmarks/export_memory.py --model {options.model} --ranks {options.ranks}",
+        "command": f"python benchmarks/export_memory.py --model {options.model} --ranks {options.ranks}"
+        f" --repeats {options.repeats}",
         "cpu": processor(), "cores": os.cpu_count(), "ranks": options.ranks, "model": options.model,
         "versions": {name: version(name) for name in ("zerosync-strategy", "torch", "deepspeed")},
         "weights": nbytes, "ways": found,
