@@ -152,7 +152,9 @@ def report(results: dict[str, Any]) -> str:
     for way, runs in results["ways"].items():
         peak, seconds = (sorted(run[key] for run in runs)[len(runs) // 2] for key in ("peak", "seconds"))
         lines.append(f"| {WAYS[way]} | {peak / 1e6:.0f} | {peak / results['weights']:.2f} | {seconds:.2f} |")
-    return "\n".join([*lines, "", "Medians; resident memory, by the kernel's count."]) + "\n"
+    repeats = max(map(len, results["ways"].values()))
+    of = "One run each" if repeats == 1 else f"Medians of {repeats} runs"
+    return "\n".join([*lines, "", f"{of}; resident memory, by the kernel's count."]) + "\n"
 
 
 if __name__ == "__main__":
