@@ -71,6 +71,7 @@ def measure(way: str, options: argparse.Namespace, port: int) -> dict[str, Any]:
         ]
         for process in ranks:
             process.start()
+        theirs.close()  # so that a rank that has failed ends the wait
         found: dict[str, Any] = ours.recv()
         for process in ranks:
             process.join()
