@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import link, loopback, require_namespaces
-from output import draw, write_markdown
+from output import draw, processor, write_markdown
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = (
@@ -129,12 +129,10 @@ def _systems(text: str) -> list[str]:
 
 
 def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
-        "cpu": processor[0] if processor else "unknown processor",
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in ("zerosync-strategy", "torch", "deepspeed", "lightning")},
         "where": options.where,

@@ -9,6 +9,13 @@ from typing import Any
 COLORS = {"zerosync": "#1b7837", "stock": "#b2182b", "coalesced": "#ef8a62", "ddp": "#4d4d4d", "fsdp2": "#2166ac"}
 
 
+def processor() -> str:
+    """The name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
 def write_markdown(results: dict[str, Any], path: Path) -> None:
     """One table for each number of micro-batches, under what was run, when, and on what."""
     where = "one machine's loopback" if results["where"] == "loopback" else f"one {results['rate']} link per rank"

@@ -69,6 +69,8 @@ def run(
     assert handle.reductions == 0
     assert (handle.gathers > 0) == (stage == 3)
     assert stage != 3 or not any(param.numel() for param in model.parameters())
+    full = full_parameters(model)
+    assert distance({name: tensor for name, tensor in zerosync.full_weights() if name in full}, full) == 0.0
     return error, zerosync.report
 
 

@@ -590,8 +590,9 @@ def test_gathers_are_traced_only_on_stage_3() -> None:
     run_ranks(run)
 
 
-def test_hooks_that_are_registered_anew() -> None:
-    """As TRL does: it takes DeepSpeed's hooks away while it generates."""
+@pytest.mark.parametrize("budget", [0, "all"])
+def test_hooks_that_are_registered_anew(budget: Any) -> None:
+    """As TRL does: it gathers all, and takes DeepSpeed's hooks away, while it generates."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -601,14 +602,18 @@ def test_hooks_that_are_registered_anew() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             weight = self.layers[0].weight
+            assert torch.is_grad_enabled() or weight is self.layers[0]._parameters["weight"]  # and no copy of it
             if hasattr(self.layers[1].weight, "ds_id"):  # TRL asks so whether it has to gather a weight
                 assert weight.ds_status.name == "AVAILABLE" and weight.ds_numel == weight.numel()
             return self.layers[1](F.linear(F.linear(x, weight), self.layers[0].weight)).square().mean()
 
-    def run() -> tuple[float, int, int]:
+    def run() -> tuple[float, list[int], int]:
         model, plain = Twice(), Twice()
         engine, mirror, x = make_engine(model), Oracle(plain, adamw(plain)), torch.ones(2, WIDTH)
-        zerosync, sent = attach(engine), []
+        zerosync, sent, fetched = attach(engine, param_memory_budget=budget), [], []
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+        coordinator.fetch_sub_module = lambda *args, **kwargs: (fetched.append(args), fetch(*args, **kwargs))
         for k in range(8):
             if k == 4:
                 offload = engine.optimizer.parameter_offload
@@ -626,10 +631,15 @@ def test_hooks_that_are_registered_anew() -> None:
             mirror.backward(lambda _: plain(x))
             mirror.step()
             sent.append(zerosync.report.bytes_sent)
+        del coordinator.fetch_sub_module
         zerosync.detach()
         if contract.has(contract.LEFTOVERS):  # else DeepSpeed by itself never releases a module fed without a gradient
             engine.backward(engine.module.layers[1](x).sum())
-        return distance(full_parameters(model), full_parameters(plain)), sent[3], sent[7]
+        return distance(full_parameters(model), full_parameters(plain)), sent, len(fetched)
 
-    for error, before, after in run_ranks(run):
-        assert error < 1e-6 and before == after  # what a forward reads twice is gathered once
+    for error, sent, fetched in run_ranks(run):
+        assert error < 1e-6 and sent[3] == sent[7]  # what a forward reads twice is gathered once
+        assert (fetched == 0) == (
+            budget == "all"
+        )  # where all is held, DeepSpeed gathers for no module, before or after
+        assert (sent[4] == sent[3]) == (budget == "all")  # and what was gathered to generate stays for the training

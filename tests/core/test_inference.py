@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from tests.harness import llama
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -117,6 +120,27 @@ def test_in_a_forward() -> None:
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("budget", [0, "all"])
+def test_ranks_generate_as_often_as_they_like(budget: Any) -> None:
+    """transformers' ``generate()`` exchanges after every token, under ZeRO-3, whether all ranks have ended."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        net, plain = LlamaForCausalLM(llama.CONFIG), LlamaForCausalLM(llama.CONFIG)
+        plain.load_state_dict(net.state_dict())
+        zero = {"stage3_param_persistence_threshold": 0}
+        told = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+        zerosync = attach(make_engine(net, llama.sgd(net), 3, zero), param_memory_budget=budget)
+        prompt = torch.arange(3)[None]
+        with torch.no_grad(), zerosync.gathered_for_inference():
+            for tokens in range(1, 1 + 2 * rank()):
+                generated = net.generate(prompt, max_new_tokens=tokens, do_sample=False)
+                assert torch.equal(generated, plain.generate(prompt, max_new_tokens=tokens, do_sample=False))
+        assert is_deepspeed_zero3_enabled() and told.is_zero3()
+
+    run_ranks(run)
 
 
 @pytest.mark.parametrize("budget", [0, "all"])

@@ -6,9 +6,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Room, Usage
 from zerosync_strategy.core.comm.collectives import share_timeout
@@ -19,6 +21,7 @@ from zerosync_strategy.core.engine import compilation, contract, fragments, univ
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
+from zerosync_strategy.core.export import export
 from zerosync_strategy.core.failures.checkpoint_errors import (
     UNREADABLE,
     UNWRITABLE,
@@ -42,6 +45,7 @@ from zerosync_strategy.core.params.arriving import ArrivingParameters
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
+from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
@@ -49,6 +53,7 @@ from zerosync_strategy.core.progress import EngineProgress
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.states import StripedStates, full_from, into_shard
 from zerosync_strategy.core.stepping import can_step_by_part
+from zerosync_strategy.core.transformers import nothing_is_sharded
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint
@@ -135,6 +140,7 @@ class AttachedEngine:
         self.budgets = self._automatic_budgets()
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
+        self._times_written = 0  # parameters, by steps and checkpoints
         self._infers = False  # in gathered_for_inference()
         self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
@@ -230,9 +236,45 @@ class AttachedEngine:
             with ExitStack() as stack:
                 with self.activity("gathered_for_inference()"), self._parameters_as_they_are():
                     stack.enter_context(self.cache.gathered())
+                stack.enter_context(nothing_is_sharded())
                 yield
         finally:
             self._infers = False
+
+    def full_weights(self, module: torch.nn.Module | None, dtype: torch.dtype | None) -> FullWeights:
+        """Return the full weights of ``module``, in the engine's; see :meth:`ZeroSync.full_weights`."""
+        if module is None:
+            module = self.engine.module
+        elif all(each is not module for each in self.engine.module.modules()):
+            raise ValueError(
+                f"full_weights() and export() take a module= of the engine's {type(self.engine.module).__name__}, found"
+                f" a {type(module).__name__} that is none. Give the engine's module or one in it."
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"full_weights() and export() take a dtype= for floating-point weights, got {dtype}. Leave it out, or"
+                " convert the tensors."
+            )
+        return FullWeights(module, self.scheduler, dtype, self._version, self.activity)
+
+    def _version(self) -> int:
+        """Return a number that grows whenever a step or a checkpoint changes the parameters."""
+        self._wait_for_parameters()
+        return self._times_written if self.values is None else self.values.steps
+
+    def export(
+        self, directory: Path, module: torch.nn.Module | None, dtype: torch.dtype | None, max_shard_bytes: int
+    ) -> None:
+        """Write the full weights of ``module``; see :meth:`ZeroSync.export`."""
+        everyone = zero.data_parallel_group(self.engine.optimizer)
+        weights = self.full_weights(module, dtype)
+        if any(dist.get_world_size(group) < dist.get_world_size(everyone) for group in weights.process_groups):
+            raise ValueError(
+                "export() found parameters that shard_over() gives to groups of ranks: under one name, each group has"
+                " another. Write what full_weights() yields on the first rank of each group."
+            )
+        with self.activity("export()"):
+            export(weights, directory, max_shard_bytes, everyone, module or self.engine.module, dtype)
 
     def _refuse_in_inference(self, what: str) -> None:
         if self._infers:
@@ -358,8 +400,11 @@ class AttachedEngine:
     def forward(self) -> Iterator[None]:
         if self.arriving is not None and self.arriving.is_waiting and compilation.is_compiled(self.engine.module):
             self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
+        renewed = self.cache is not None and self.cache.renew_hooks()
         unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
         with self.activity("the forward"), unsharding:
+            if renewed and self.cache is not None:
+                self.cache.skip_backward_hooks()
             yield
 
     @contextmanager
@@ -650,6 +695,7 @@ class AttachedEngine:
         return nullcontext() if self.values is None else zero3.as_it_is()
 
     def _parameters_written(self) -> None:
+        self._times_written += 1
         if self.values is not None:
             self.values.stepped()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached import AttachedEngine
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, parse_bytes
 from zerosync_strategy.core.engine import contract, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -245,6 +247,62 @@ class ZeroSync:
         """
         with self._attached.gathered_for_inference():
             yield
+
+    def full_weights(
+        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the full weights by name, as an inference engine takes them, in little memory. Collective on stage 3.
+
+        ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 4 MiB) and
+        keeps them no longer than the consumer does: beyond what the engine has, about two buckets are in memory, or
+        twice the largest parameter. They are there on every rank. All ranks must take them all, or stop at the same
+        tensor; a rank that only takes part writes ``for _ in zerosync.full_weights(): pass``. One that stops alone
+        lets the others end with a :class:`RankError`. Nothing of the engine changes, in mid-window too. Under
+        :func:`~zerosync_strategy.shard_over`, each rank has the parameters of its own groups.
+
+        Args:
+            module: the engine's or one in it, whose names they then have; by default the engine's. Alike on all ranks.
+            dtype: for floating-point tensors; by default their own, that of training.
+
+        Yields:
+            Name and tensor of each entry of ``module.state_dict()``, buffers included, a tied one under each of its
+            names in succession; in the order in which they are gathered. Each is a copy on the engine's device, without
+            a gradient, for the caller to keep or to change.
+
+        Raises:
+            ValueError: ``module`` is none of the engine's, ``dtype`` is no floating-point one, or an entry of the
+                ``state_dict()`` is no tensor.
+            RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
+        """
+        return iter(self._attached.full_weights(module, dtype))
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Write the full weights to safetensors files, as ``from_pretrained`` and inference engines load them.
+
+        Rank 0 writes, in the memory that :meth:`full_weights` takes. ``model.safetensors``, or files of
+        ``max_shard_size`` with ``model.safetensors.index.json``; for a model of transformers, ``config.json`` too. They
+        have these names once all are complete, and replace those of an earlier export. A tied tensor is written once,
+        under its first name. Collective.
+
+        Args:
+            directory: for the files.
+            module, dtype: as for :meth:`full_weights`. Alike on all ranks.
+            max_shard_size: bytes of the tensors of one file, or a size such as ``"2GiB"``. A larger tensor has its own.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write.
+            ValueError: as :meth:`full_weights`; safetensors has no such dtype; or groups of ranks have different
+                parameters under one name (:func:`~zerosync_strategy.shard_over`).
+        """
+        max_shard_bytes = parse_bytes("max_shard_size", max_shard_size)
+        self._attached.export(Path(directory), module, dtype, max_shard_bytes)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.

@@ -251,6 +251,7 @@ STAGE_3 = (
     Internal("gathers", _PARTITION_MODULE, "GatheredParameters", ("params",), public=True),
     Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "enabled", public=True, optional=True),
     Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "params", public=True, optional=True),
+    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "src_rank", public=True, optional=True),
     Internal("gathers", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("gathers", "parameter", "ds_quant_scale", optional=True),
     Internal("held parameters", "coordinator", "reset_step", ()),

@@ -120,8 +120,9 @@ def have_arrived(params: Iterable[Any]) -> None:
 def is_in_use(param: Any) -> bool:
     """Return whether ``param`` has its values, and keeps them for a reader's backward.
 
-    So do a module's own parameters while its forward or backward runs, held and persistent ones. Others may be there
-    by chance, prefetched or not yet released, and gone by then.
+    So do a module's own parameters while its forward or backward runs, held and persistent ones; where no backward
+    follows, those of a user's ``GatheredParameters`` context, too. Others may be there by chance, prefetched or not yet
+    released, and gone by then.
     """
     try:
         status = param.ds_status
@@ -129,7 +130,12 @@ def is_in_use(param: Any) -> bool:
         return True
     return bool(
         status._name_ == "AVAILABLE"
-        and (param.ds_active_sub_modules or param.ds_persist or getattr(param, "_zerosync_held", False))
+        and (
+            param.ds_active_sub_modules
+            or param.ds_persist
+            or getattr(param, "_zerosync_held", False)
+            or (_CONTEXT_DEPTH in param.__dict__ and not torch.is_grad_enabled())
+        )
     )
 
 
@@ -262,11 +268,16 @@ def give_class_at_rest(
         with as_it_is():
             params = [param] if param_list is None else param_list
             _forget_leftover_users(params)
+            staying = set()
             for released in params:
-                stays = released.ds_persist or released.__dict__.get("_zerosync_held", False)
-                if stays and not has_been_updated and is_gathered(released):
+                held = released.__dict__.get("_zerosync_held", False)
+                if (released.ds_persist or held) and not has_been_updated and is_gathered(released):
                     releasing(released)
-            stock[1](params, hierarchy, has_been_updated, **kwargs)
+                    if held and _reading_ends:
+                        staying.add(released)
+            params = [released for released in params if released not in staying]
+            if params:
+                stock[1](params, hierarchy, has_been_updated, **kwargs)
             for released in params:
                 users = released.ds_active_sub_modules
                 if users.__class__ is _Users:
@@ -452,22 +463,22 @@ def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
         setattr(coordinator, contract.GATHER_STREAM, before)
 
 
-class ShardGather:
-    """The gather of several parameters of one process group: one message, and one copy for each parameter.
+class ShardRows:
+    """All shards of several parameters of one process group, by one message.
 
-    DeepSpeed's own puts a parameter together from each rank's part of it. This one does work that does not grow with
-    the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
+    DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
+    with the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
 
     Args:
         params: released ones, with shards of one dtype, for which :func:`has_plain_shard` holds.
+        dtype: in which they are sent.
     """
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], dtype: torch.dtype) -> None:
         from deepspeed.runtime.zero import partition_parameters
 
         first = params[0]
         group, shards = first.ds_process_group, [param.ds_tensor for param in params]
-        dtype = partition_parameters.get_allgather_dtype(first, shards[0])
         self._params = params
         self._columns = [shard.ds_numel for shard in shards]
         self._rows = torch.empty(dist.get_world_size(group), sum(self._columns), dtype=dtype, device=first.device)
@@ -476,23 +487,41 @@ class ShardGather:
             shards = [shard.to(own.device, dtype) for shard in shards]
         torch.cat(shards, out=own)
         self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
-        self._is_done = False
+
+    def values(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Wait, and yield each parameter with its values in its own shape and dtype. The memory is the caller's."""
+        self._work.wait()
+        begin = 0
+        for param, columns in zip(self._params, self._columns, strict=True):
+            full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+            yield param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)
+            begin += columns
+
+
+class ShardGather:
+    """The gather of several parameters of one process group: one message, and one copy for each parameter.
+
+    Args:
+        params: as :class:`ShardRows` takes.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        self._params = params
+        self._rows: ShardRows | None = ShardRows(params, gather_dtype(params[0]))
         for param in params:
             param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
 
     def wait(self, **_: Any) -> None:
         """Wait for it, and give the parameters their values."""
-        if self._is_done:
+        if self._rows is None:
             return
-        self._work.wait()
-        status, begin = type(self._params[0].ds_status).AVAILABLE, 0
-        for param, columns in zip(self._params, self._columns, strict=True):
-            full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
-            param.data = full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)
+        status = type(self._params[0].ds_status).AVAILABLE
+        for param, full in self._rows.values():
+            param.data = full
             param.ds_status = status
-            begin += columns
-        del self._rows
-        self._is_done = True
+        self._rows = None
 
 
 class LocalGather:
@@ -535,6 +564,12 @@ def gather_dtype(param: Any) -> torch.dtype:
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
     dtype: torch.dtype = get_allgather_dtype(param, param.ds_tensor)
+    return dtype
+
+
+def shard_dtype(param: Any) -> torch.dtype:
+    """Return the dtype of the values that the ranks keep of ``param``."""
+    dtype: torch.dtype = param.ds_tensor.dtype
     return dtype
 
 
@@ -664,12 +699,18 @@ class ContextGathers(Protocol):
 _context_gathers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+_reading_ends = False  # a GatheredParameters context that was there to read is left
+
+
 def gather_contexts_by(gathers: ContextGathers) -> None:
-    """Let ``gathers`` gather for the ``GatheredParameters`` contexts of this process, before DeepSpeed looks."""
+    """Let ``gathers`` gather for the ``GatheredParameters`` contexts of this process, before DeepSpeed looks.
+
+    A context that was there to read releases nothing that is held until the step.
+    """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     _context_gathers.add(gathers)
-    stock = GatheredParameters.__enter__
+    stock, stock_exit = GatheredParameters.__enter__, GatheredParameters.__exit__
     if getattr(stock, "zerosync", False):
         return
 
@@ -679,8 +720,17 @@ def gather_contexts_by(gathers: ContextGathers) -> None:
             each.gather_for_context(context.params)
         stock(context)
 
+    @functools.wraps(stock_exit)
+    def leave(context: Any, *error: Any) -> Any:
+        global _reading_ends
+        _reading_ends = context.enabled and context.src_rank is None
+        try:
+            return stock_exit(context, *error)
+        finally:
+            _reading_ends = False
+
     enter.zerosync = True  # type: ignore[attr-defined]
-    GatheredParameters.__enter__ = enter
+    GatheredParameters.__enter__, GatheredParameters.__exit__ = enter, leave
 
 
 def gather_no_context_by(gathers: ContextGathers) -> None:

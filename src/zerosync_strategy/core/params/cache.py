@@ -18,8 +18,8 @@ read and write shards, release it.
 
 What does not fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
 
-Others may release a held parameter: a ``GatheredParameters`` context that ends, a checkpoint. The module's hooks see it
-before and after its forward, and what a backward may need is looked through when the backward begins.
+Others may release a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The module's hooks see
+it before and after its forward, and what a backward may need is looked through when the backward begins.
 
 The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module, by the module's place
 in the recorded order, and keeps that when the order is recorded anew: after a validation before the first backward, it
@@ -147,12 +147,23 @@ class ParameterCache:
 
     def _extend_hooks(self) -> list[compilation.ModuleHook]:
         hooks = compilation.module_hooks(self._engine)
+        self._registered = compilation.registered_hooks(self._engine)
         extend = {"before": self._before, "after": self._after, "backward": self._before_backward}
         for hook in hooks:
             if hook.when in extend:
                 extended = extend[hook.when](hook.stock)
                 hook.replace(extended if self._untraced else torch.compiler.disable(extended))
         return hooks
+
+    def renew_hooks(self) -> bool:
+        """Extend DeepSpeed's hooks where others have removed them and registered them anew; return whether they have.
+
+        TRL does so when it generates.
+        """
+        if not self._hooks or self._registered is compilation.registered_hooks(self._engine):
+            return False
+        self._hooks = self._extend_hooks()
+        return True
 
     @classmethod
     def of(
@@ -290,6 +301,7 @@ class ParameterCache:
         for _, runs in self._scheduler.runs(released):
             for handle in [handle for run in runs for handle in self._scheduler.fetch(run)]:
                 handle.wait()
+        zero3.count_gathered(self._coordinator, released)  # which their release takes back
         zero3.mark_held(released, True)
         before, params = self._modules, {}
         for module in self._engine.module.modules():

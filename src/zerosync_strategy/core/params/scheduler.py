@@ -259,9 +259,10 @@ class GatherScheduler:
         for param in own:
             self.wait_for(param)
             zero3.in_flight(self.coordinator).pop(param, None)  # the context releases it
-        for of_group in self.in_order(param for param in own if zero3.is_released(param)):
-            with self.gathering(of_group), rank_status().activity(self.activity(of_group)):
-                zero3.gather_and_hold(of_group)
+        for _, runs in self.runs(param for param in own if zero3.is_released(param)):
+            for run in runs:
+                with self.gathering(run), rank_status().activity(self.activity(run)):
+                    zero3.gather_and_hold(run)
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
@@ -270,15 +271,39 @@ class GatherScheduler:
             RankError: other ranks did not take part.
         """
         self.wait_for(param)
-        if zero3.is_gathered(param):
-            full = param.data.clone()
-        else:
-            with self.gathering([param]), rank_status().activity(self.activity([param])):
-                full = zero3.gather(param)
-        nbytes = zero3.full_bytes(param)
-        self.unsharded.add(nbytes)
-        self.unsharded.free_with(full, nbytes)
+        (full,) = self.values([param])
         return full
+
+    def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
+        """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
+
+        They stay as they are: gathered, on their way, or released. ``reader`` says who asks, for errors.
+
+        Raises:
+            RankError: other ranks did not take part.
+        """
+        with zero3.as_it_is():
+            for param in params:
+                if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
+                    handle.wait()
+            released = [param for param in params if zero3.is_released(param)]
+            self.unsharded.add(sum(map(zero3.full_bytes, params)))
+            gathered = dict(self._values_of_released(released, reader)) if released else {}
+            values = [gathered[param] if param in gathered else param.data.clone() for param in params]
+            for param, full in zip(params, values, strict=True):
+                self.unsharded.free_with(full, zero3.full_bytes(param))
+            return values
+
+    def _values_of_released(self, params: list[Any], reader: str) -> Iterator[tuple[Any, torch.Tensor]]:
+        with self.gathering(params), rank_status().activity(self.activity(params, reader)):
+            if not all(map(self.gathers_plainly, params)):
+                yield from ((param, zero3.gather(param)) for param in params)
+                return
+            by_dtype: dict[torch.dtype, list[Any]] = {}
+            for param in params:
+                by_dtype.setdefault(zero3.shard_dtype(param), []).append(param)
+            for dtype, members in by_dtype.items():
+                yield from zero3.ShardRows(members, dtype).values()
 
     # ---- words ---------------------------------------------------------------------------------------------------
 
@@ -286,11 +311,10 @@ class GatherScheduler:
         """Return the name of a parameter, for errors."""
         return _name(self.names, param_id)
 
-    def activity(self, params: list[Any]) -> object:
+    def activity(self, params: list[Any], reader: str = "") -> object:
         """Return what a rank does that gathers ``params``; its text is made when something fails."""
-        return _Gathering(
-            self.names, list(map(zero3.param_id, params)), self._ranks[id(zero3.process_group(params[0]))]
-        )
+        ranks = self._ranks[id(zero3.process_group(params[0]))]
+        return _Gathering(self.names, list(map(zero3.param_id, params)), ranks, reader)
 
     def departure(self) -> str:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
@@ -321,9 +345,11 @@ class _Gathering(NamedTuple):
     names: Mapping[int, str]
     ids: Sequence[int]
     ranks: str
+    reader: str
 
     def __str__(self) -> str:
-        return f"the gather of {_listed(self.names, self.ids)} over the ranks {self.ranks}"
+        reader = f" for {self.reader}" if self.reader else ""
+        return f"the gather of {_listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
 
 
 def _listed(names: Mapping[int, str], ids: Sequence[int]) -> str:

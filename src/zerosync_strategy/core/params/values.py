@@ -56,7 +56,7 @@ class ParameterValues:
         self._scheduler = scheduler
         self.cache: Callable[[], dict[Any, Memory]] = dict
         self.differentiable: _Reader | None = None
-        self._steps = 0
+        self.steps = 0
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
         self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
@@ -87,7 +87,7 @@ class ParameterValues:
 
     def stepped(self) -> None:
         """The shards have been written by an optimizer step or a checkpoint: what was read before is out of date."""
-        self._steps += 1
+        self.steps += 1
         self._in_shards = frozenset()
 
     def _releasing(self, param: Any) -> None:
@@ -101,7 +101,7 @@ class ParameterValues:
 
     def date(self, param: Any) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
-        return self._steps + self._writes.get(param, 0)
+        return self.steps + self._writes.get(param, 0)
 
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
