@@ -85,7 +85,7 @@ def _seconds(collectives: Mapping[str, tuple[int, int]], cluster: Cluster, links
 
 
 def own_work(ranks: Sequence[Sequence[Sequence[float]]]) -> Span:
-    """Return the seconds of a step's own work: ranks wait for one another once a step at least, after each part at most.
+    """Return the seconds of a step's own work: ranks wait for one another at each step at least, each part at most.
 
     The rank that is slowest in one part is not so in the next, and collectives make the others wait for it.
 

@@ -77,9 +77,7 @@ class Training:
         before = self.engine.skipped_steps
         self.engine.step()
         if self.engine.skipped_steps != before:
-            raise RuntimeError(
-                "a step was skipped, for gradients that are not finite. Plan with a batch of usual values."
-            )
+            raise RuntimeError("a step was skipped: gradients are not finite. Plan with a batch of usual values.")
 
 
 def _configuration(workload: Workload, options: OptionSet, backwards: int) -> dict[str, Any]:
