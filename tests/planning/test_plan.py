@@ -159,7 +159,7 @@ def not_finite() -> tuple[nn.Module, Any]:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="kernels of another library")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_memory_has_that_of_kernels_where_the_arithmetic_runs(stage: int) -> None:
-    workload = Workload(f"{__name__}:convolution", dtype="fp32")
+    workload = Workload(f"{__name__}:convolution", micro_batches=2, dtype="fp32")
     (found,) = plan(workload, Cluster(2, backend="gloo"), [OptionSet(ZEROSYNC, stage)], "measure", at_once=1).outcomes
     weights = 4 * 1024 * 512 * 9
     assert 0.9 * weights < found.resident[KERNELS] < 2 * weights, found.resident
