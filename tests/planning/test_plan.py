@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.harness.engines import make_engine
@@ -20,7 +21,7 @@ from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.doctor import configurations
 from zerosync_strategy.doctor.findings import Level
 from zerosync_strategy.links import Links
-from zerosync_strategy.planning import models, output, replay, runlog
+from zerosync_strategy.planning import models, output, replay, runlog, timed, training
 from zerosync_strategy.planning.check import Run, compare, read_run
 from zerosync_strategy.planning.jobs import LARGE_BYTES, STOCK, ZEROSYNC, Cluster, OptionSet, Workload
 from zerosync_strategy.planning.memory import Ledger
@@ -169,6 +170,17 @@ def test_memory_has_that_of_kernels_where_the_arithmetic_runs(stage: int) -> Non
             dataclasses.replace(workload, model=f"{__name__}:not_finite"), Cluster(2, backend="gloo"),
             [OptionSet(ZEROSYNC, stage)], "measure", at_once=1,
         )  # fmt: skip
+
+
+def test_what_arrives_in_a_replay_is_finite() -> None:
+    def receive() -> list[float]:
+        training.join(2, "gloo")
+        timed._write_received()
+        received = torch.full((2,), torch.nan)
+        dist.irecv(received, 1)
+        return list(received.tolist())
+
+    assert run_ranks(receive, world_size=1) == [[0.0, 0.0]]
 
 
 def outcome(name: str, memory: int, sent: int) -> Outcome:
