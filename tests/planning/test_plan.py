@@ -150,7 +150,7 @@ def test_own_work_is_bounded_by_how_often_ranks_meet() -> None:
 
 def convolution() -> tuple[nn.Module, Any]:
     """A convolution whose weights, of 19 MB, oneDNN lays out anew for its kernel, and a batch norm."""
-    return nn.Sequential(nn.Conv2d(512, 1024, 3), nn.BatchNorm2d(1024)), (torch.randn(1, 512, 4, 4),)
+    return nn.Sequential(nn.Conv2d(512, 1024, 3), nn.BatchNorm2d(1024)), (torch.randn(4, 512, 4, 4),)
 
 
 def not_finite() -> tuple[nn.Module, Any]:
