@@ -1,4 +1,4 @@
-"""What it costs, while nothing fails, that a hang would end with a verdict: the time of an optimizer step by arm.
+"""What it costs, while nothing fails, that a hang would end with a verdict: a step's time by arm, and its CPU's.
 
     python benchmarks/hang_cost.py --base ../before/src
 
@@ -6,6 +6,7 @@ Arms: ``base``, the sources of an earlier revision, with torch's flight recorder
 off; ``recorder``, with torch's flight recorder as it is by default; ``dump``, with ``ZEROSYNC_DUMP_DIR`` too. Each arm
 is two ranks on gloo in processes of its own, which live side by side and take turns: some steps each, then the next
 round, in another order. A round's ratio is to the first arm of the same round. Medians of rounds, with their quartiles.
+The CPU's time is that of all threads of rank 0: waits, and what else runs on the machine, disturb it less.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS, BACKWARDS = 2, 4
+HEAD = "| arm | ms per step | median of the rounds' ratios | quartiles | ms of the CPU | median | quartiles |"
 HERE = Path(__file__).resolve().parent
 ARMS: dict[str, dict[str, str]] = {
     "base": {"TORCH_FR_BUFFER_SIZE": "0"},
@@ -39,7 +41,7 @@ ARMS: dict[str, dict[str, str]] = {
 def serve(
     turns: Any, stage: int, layers: int, width: int, batch: int, source: str, environment: dict[str, str]
 ) -> None:
-    """Be one rank of one arm: for each number received, make so many steps and send their seconds."""
+    """Be one rank of one arm: for each number received, make so many steps and send their seconds, and the CPU's."""
     os.environ |= environment
     sys.path.insert(0, source)
     import deepspeed
@@ -62,12 +64,12 @@ def serve(
     attach(engine)
     data = torch.randn(batch, width)
     while steps := turns.recv():
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
             for _ in range(BACKWARDS):
                 engine.backward(engine(data).square().mean())
             engine.step()
-        turns.send((time.perf_counter() - began) / steps)
+        turns.send([(time.perf_counter() - began) / steps, (time.process_time() - cpu_began) / steps])
 
 
 class Arm:
@@ -90,11 +92,11 @@ class Arm:
             self._turns.append(ours)
             self._ranks.append(process)
 
-    def step(self, steps: int) -> float:
-        """Return the seconds of a step, of rank 0."""
+    def step(self, steps: int) -> list[float]:
+        """Return the seconds of a step, of rank 0, and those of its CPU."""
         for turns in self._turns:
             turns.send(steps)
-        seconds: list[float] = [turns.recv() for turns in self._turns]
+        seconds: list[list[float]] = [turns.recv() for turns in self._turns]
         return seconds[0]
 
     def end(self) -> None:
@@ -106,9 +108,9 @@ class Arm:
             process.kill()
 
 
-def measure(sources: dict[str, str], rounds: int, steps: int, *model: int) -> dict[str, list[float]]:
-    """Return the seconds of a step by arm and round."""
-    seconds: dict[str, list[float]] = {name: [] for name in sources}
+def measure(sources: dict[str, str], rounds: int, steps: int, *model: int) -> dict[str, list[list[float]]]:
+    """Return the seconds of a step, and of its CPU, by arm and round."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in sources}
     with tempfile.TemporaryDirectory() as scratch:
         arms = {name: Arm(name, source, Path(scratch), *model) for name, source in sources.items()}
         for arm in arms.values():
@@ -121,21 +123,22 @@ def measure(sources: dict[str, str], rounds: int, steps: int, *model: int) -> di
     return seconds
 
 
-def row(name: str, seconds: dict[str, list[float]]) -> str:
+def row(name: str, seconds: dict[str, list[list[float]]]) -> str:
     """A line of the table."""
+    cells = [name]
     first = next(iter(seconds.values()))
-    ratios = sorted(own / other for own, other in zip(seconds[name], first, strict=True))
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    median = statistics.median(seconds[name]) * 1e3
-    return (
-        f"| {name} | {median:.2f} | {(middle - 1) * 100:+.2f} % | {(low - 1) * 100:+.2f} to {(high - 1) * 100:+.2f} % |"
-    )
+    for own, others in zip(zip(*seconds[name], strict=True), zip(*first, strict=True), strict=True):
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(own, others, strict=True)], n=4)
+        cells += [f"{statistics.median(own) * 1e3:.2f}", f"{(middle - 1) * 100:+.2f} %"]
+        cells += [f"{(low - 1) * 100:+.2f} to {(high - 1) * 100:+.2f} %"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="src of an earlier revision; without it there is no such arm")
+    parser.add_argument("--now", type=Path, default=HERE.parent / "src", help="src of the other arms")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--model", type=int, nargs=3, default=[16, 512, 64], metavar=("LAYERS", "WIDTH", "BATCH"))
     parser.add_argument("--rounds", type=int, default=40)
@@ -143,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"{date.today()}-hang-cost")
     options = parser.parse_args()
     sources = {"base": str(options.base.resolve())} if options.base else {}
-    sources |= dict.fromkeys([name for name in ARMS if name != "base"], str(HERE.parent / "src"))
+    sources |= dict.fromkeys([name for name in ARMS if name != "base"], str(options.now.resolve()))
     layers, width, batch = options.model
     import torch
 
@@ -156,8 +159,8 @@ def main() -> None:
     found = {}
     for stage in options.stages:
         found[stage] = measure(sources, options.rounds, options.steps, stage, layers, width, batch)
-        lines += [f"## Stage {stage}", "", "| arm | ms per step | median of the rounds' ratios | quartiles |"]
-        lines += ["|---|---:|---:|---:|", *(row(name, found[stage]) for name in found[stage]), ""]
+        lines += [f"## Stage {stage}", "", HEAD]
+        lines += [f"|---|{'---:|' * 6}", *(row(name, found[stage]) for name in found[stage]), ""]
         print("\n".join(lines), flush=True)
     options.out.with_suffix(".md").write_text("\n".join(lines))
     options.out.with_suffix(".json").write_text(

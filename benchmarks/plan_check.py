@@ -52,12 +52,9 @@ def train(model: str, system: str, log: Path) -> None:
 
     torch.manual_seed(0)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    warm = torch.nn.Linear(64, 64)
-    warm(torch.ones(1, 64)).sum().backward()  # what torch allocates once
     run = RunLog(log if os.environ["RANK"] == "0" else os.devnull)
     stage, options = SYSTEMS[system]
     module, batch = getattr(plan_models, model)()
-    batch = tuple(torch.randn_like(each) for each in batch)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4), dist_init_required=False,
         config={

@@ -12,7 +12,7 @@ from torch import nn
 def transformer() -> tuple[nn.Module, Any]:
     """Return a stack of torch's encoder layers, 25 M parameters, and two sequences of 64 vectors."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False), (torch.zeros(2, 64, 512),)
+    return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False), (torch.randn(2, 64, 512),)
 
 
 def convolutional() -> tuple[nn.Module, Any]:
@@ -24,7 +24,7 @@ def convolutional() -> tuple[nn.Module, Any]:
         if after >= 512:
             layers += [nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 1000)]
-    return nn.Sequential(*layers), (torch.zeros(4, 3, 64, 64),)
+    return nn.Sequential(*layers), (torch.randn(4, 3, 64, 64),)
 
 
 class Experts(nn.Module):
@@ -45,4 +45,4 @@ class Experts(nn.Module):
 
 def mixture() -> tuple[nn.Module, Any]:
     """Return four layers of eight experts, 17 M parameters, and 128 tokens."""
-    return nn.Sequential(*(Experts(256, 8) for _ in range(4))), (torch.zeros(128, 256),)
+    return nn.Sequential(*(Experts(256, 8) for _ in range(4))), (torch.randn(128, 256),)

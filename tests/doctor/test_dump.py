@@ -14,7 +14,7 @@ from tests.faults.verdicts import Fault, die, train
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.failures.answers import Answer
-from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshot
+from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshot, Snapshots, interval
 from zerosync_strategy.core.failures.state import RankState
 from zerosync_strategy.doctor import dump
 
@@ -79,6 +79,23 @@ def test_the_command_on_a_run_that_goes_on(stuck_for: float, status: int, tmp_pa
         )
     else:
         assert first["level"] == "ok"
+
+
+def test_a_thousand_ranks_write_a_hundred_files_a_second(tmp_path: Path) -> None:
+    assert [interval(ranks) for ranks in (2, 100, 1000)] == [1.0, 1.0, 10.0]
+    last = Snapshots(tmp_path, 999, 1000, lambda _: Answer(999, "in the forward", state=RankState(999)))
+    time.sleep(2.5)
+    assert not list(tmp_path.iterdir())  # its turn comes in the tenth second
+    last.write()  # what has failed does not wait
+    (first,) = Snapshot.load_all(tmp_path)
+    assert first.written - first.since > 1  # it was looked at meanwhile
+    last.end(finished=True)
+    now = time.time()
+    for number, age in ((0, 0), (1, 30), (2, 60)):
+        Snapshot(Answer(number, "in the forward", state=RankState(number)), now - age, now - age, 1000).save(tmp_path)
+    said = [line.strip() for line in dump.read(tmp_path).lines]
+    assert "rank 2: its process has ended; it was in the forward" in said, said
+    assert "ranks 0-1: in the forward" in said
 
 
 def test_a_directory_without_files_is_no_verdict(tmp_path: Path) -> None:

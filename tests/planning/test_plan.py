@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
@@ -19,13 +21,13 @@ from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.doctor import configurations
 from zerosync_strategy.doctor.findings import Level
 from zerosync_strategy.links import Links
-from zerosync_strategy.planning import models, output, replay, runlog
+from zerosync_strategy.planning import models, output, replay, runlog, timed, training
 from zerosync_strategy.planning.check import Run, compare, read_run
 from zerosync_strategy.planning.jobs import LARGE_BYTES, STOCK, ZEROSYNC, Cluster, OptionSet, Workload
 from zerosync_strategy.planning.memory import Ledger
-from zerosync_strategy.planning.plan import Outcome, Plan, PlanError, plan
+from zerosync_strategy.planning.plan import KERNELS, Outcome, Plan, PlanError, plan
 from zerosync_strategy.planning.skipped import SkippedCompute
-from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing
+from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing, own_work
 
 ZERO = {"stage3_param_persistence_threshold": 0}
 WORKLOAD = Workload(
@@ -138,6 +140,47 @@ def test_what_crosses_which_link() -> None:
     assert measured.seconds == Span(100.0, 200.0 + 2 * 4 + 2)  # 16 ranks: four doublings, or one exchange
     assert bounds(measured, Span(150.0, 160.0)) == Bounds(150.0, 370.0)
     assert bounds(measured, Span(50.0, 60.0)) == Bounds(100.0, 270.0)
+
+
+def test_own_work_is_bounded_by_how_often_ranks_meet() -> None:
+    one, other = [[1.0, 3.0]] * 3, [[2.0, 1.0]] * 3
+    assert own_work([one, other]) == Span(4.0, 5.0)
+    assert own_work([one]) == Span(4.0, 4.0)
+
+
+def convolution() -> tuple[nn.Module, Any]:
+    """A convolution whose weights, of 19 MB, oneDNN lays out anew for its kernel, and a batch norm."""
+    return nn.Sequential(nn.Conv2d(512, 1024, 3), nn.BatchNorm2d(1024)), (torch.randn(4, 512, 4, 4),)
+
+
+def not_finite() -> tuple[nn.Module, Any]:
+    return nn.Linear(8, 8), (torch.full((1, 8), torch.inf),)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="kernels of another library")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_has_that_of_kernels_where_the_arithmetic_runs(stage: int) -> None:
+    workload = Workload(f"{__name__}:convolution", micro_batches=2, dtype="fp32")
+    (found,) = plan(workload, Cluster(2, backend="gloo"), [OptionSet(ZEROSYNC, stage)], "measure", at_once=1).outcomes
+    weights = 4 * 1024 * 512 * 9
+    assert 0.9 * weights < found.resident[KERNELS] < 2 * weights, found.resident
+    assert KERNELS not in found.peak  # a device's kernels are others
+    with pytest.raises(PlanError, match="gradients are not finite"):
+        plan(
+            dataclasses.replace(workload, model=f"{__name__}:not_finite"), Cluster(2, backend="gloo"),
+            [OptionSet(ZEROSYNC, stage)], "measure", at_once=1,
+        )  # fmt: skip
+
+
+def test_what_arrives_in_a_replay_is_finite() -> None:
+    def receive() -> list[float]:
+        training.join(2, "gloo")
+        timed._write_received()
+        received = torch.full((2,), torch.nan)
+        dist.irecv(received, 1)
+        return list(received.tolist())
+
+    assert run_ranks(receive, world_size=1) == [[0.0, 0.0]]
 
 
 def outcome(name: str, memory: int, sent: int) -> Outcome:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer
 from zerosync_strategy.core.failures.flight_recorder import read_file
-from zerosync_strategy.core.failures.snapshots import SECONDS, Snapshot
+from zerosync_strategy.core.failures.snapshots import Snapshot, interval
 from zerosync_strategy.core.failures.state import RankState, Recorded
 from zerosync_strategy.core.failures.verdict import Verdict, judge, where
 from zerosync_strategy.doctor.findings import Finding, error, note, ok
 
 TOPIC = "verdict"
-_SILENT = 5 * SECONDS
-"""A file that is older than the newest by so much is of a process that has ended."""
-_STUCK = 10 * SECONDS
-"""A rank that has waited at one place for so long is stuck."""
+_SILENT = 5
+"""A file that is older than the newest by the time of so many is of a process that has ended."""
+_STUCK = 10.0
+"""A rank that has waited at one place for so many seconds is stuck."""
 _TORCHS = re.compile(r".*?(\d+)")
 REMEDY = (
     "Each rank must make the same optimizer steps and collective calls and, under ZeRO-3, run the same modules in the"
@@ -62,16 +62,16 @@ def read(directory: Path) -> Dump:
         )
     world_size = max([snapshot.world_size for snapshot in snapshots.values()] + [rank + 1 for rank in recorders])
     newest = max((snapshot.written for snapshot in snapshots.values()), default=0.0)
+    silence = _SILENT * interval(world_size)
     answers = [
-        _answer(rank, snapshots.get(rank), recorders.get(rank, ()), newest if snapshots else None)
-        for rank in range(world_size)
+        _answer(rank, snapshots.get(rank), recorders.get(rank, ()), newest - silence) for rank in range(world_size)
     ]
     states = [answer.state for answer in answers if answer.state is not None]
     verdict = judge(states) if _is_stuck(states, snapshots) else None
     if verdict is not None:
         last = (f"; rank {state.rank} was last seen{where(state)}" for state in states if state.is_gone and state.line)
         verdict = replace(verdict, text=verdict.text + "".join(last if verdict.cause == "told before" else ()))
-    elif snapshots and not all(state.has_finished for state in states) and newest < time.time() - _SILENT:
+    elif snapshots and not all(state.has_finished for state in states) and newest < time.time() - silence:
         verdict = Verdict("ended from outside", (), _ENDED)
     return Dump(verdict, lines_of(answers), len(recorders))
 
@@ -89,8 +89,8 @@ def check(directory: Path) -> list[Finding]:
     return [error(TOPIC, dump.verdict.text, REMEDY), *ranks]
 
 
-def _answer(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...], newest: float | None) -> Answer:
-    """Return what is known of a rank; ``newest`` is when the last of all files was written, if there are any."""
+def _answer(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...], silent: float) -> Answer:
+    """Return what is known of a rank; if its file was written before ``silent``, its process has ended."""
     if snapshot is None:
         if not recorded:
             return no_answer(rank)
@@ -101,7 +101,7 @@ def _answer(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...]
         named = (replace(each, words=words.get((each.group, each.number), "")) for each in recorded)
         state = replace(state, recorded=tuple(named))
     ended = bool(state.failure or state.verdict or state.has_finished)
-    if newest is not None and not ended and snapshot.written < newest - _SILENT:
+    if not ended and snapshot.written < silent:
         activity = f"its process has ended; it was {answer.activity}"
         return replace(answer, activity=activity, seconds="", state=replace(state, is_gone=True, waits_for=""))
     return replace(answer, state=state)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def save(file: Path, device: Any) -> None:
 
     slow: dict[str, float] = {}
     fast: dict[str, float] = {}
-    for kind in _kinds():
+    for kind in kinds():
         bandwidths, latencies = _measure(kind, device)
         (low, _, high), (short, _, long) = statistics.quantiles(bandwidths), statistics.quantiles(latencies)
         slow |= {kind: low, f"latency_{kind}": long}
@@ -36,19 +38,34 @@ def save(file: Path, device: Any) -> None:
         links.save(file, slow, fast)
 
 
-def _kinds() -> list[str]:
-    world, local = _sizes()
+def kinds() -> list[str]:
+    """Return which kinds of links this job has: within a node, between nodes."""
+    world, local = sizes()
     return [kind for kind, is_there in (("within", local > 1), ("between", world > local)) if is_there]
 
 
-def _sizes() -> tuple[int, int]:
+def sizes() -> tuple[int, int]:
     """Return how many ranks there are, and how many of them on this node."""
     return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def seconds_of(call: Callable[[], object], device: Any) -> float:
+    """Return how long ``call`` takes on ``device``."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def _neighbours(kind: str, rank: int) -> list[tuple[int, int]]:
     """Return whom ``rank`` sends to and receives from at once: the next ones of its node, or its like on the next."""
-    world, local = _sizes()
+    world, local = sizes()
     node, index = divmod(rank, local)
     if kind == "within":
         steps = range(1, min(local - 1, PEERS) + 1)
@@ -75,22 +92,19 @@ def _measure(kind: str, device: Any) -> tuple[list[float], list[float]]:
         while on_cpu and time.perf_counter() < until:
             computed.add_(1)
 
+    def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
+        works = []
+        for number, (target, source) in enumerate(neighbours):
+            works.append(dist.P2POp(dist.irecv, received[number], source))
+            works.append(dist.P2POp(dist.isend, sent[number], target))
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+
     def mean(sent: torch.Tensor, received: torch.Tensor) -> float:
         seconds = 0.0
         for call in range(CALLS):
             compute()
-            if not on_cpu:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            works = []
-            for number, (target, source) in enumerate(neighbours):
-                works.append(dist.P2POp(dist.irecv, received[call, number], source))
-                works.append(dist.P2POp(dist.isend, sent[call, number], target))
-            for work in dist.batch_isend_irecv(works):
-                work.wait()
-            if not on_cpu:
-                torch.cuda.synchronize()
-            seconds += time.perf_counter() - began
+            seconds += seconds_of(functools.partial(exchange, sent[call], received[call]), device)
         return seconds / CALLS
 
     def rounds(length: int) -> list[float]:
@@ -101,6 +115,6 @@ def _measure(kind: str, device: Any) -> tuple[list[float], list[float]]:
 
     length = ((2 if on_cpu else 32) << 20) // len(neighbours)
     latencies, of_large = rounds(8), rounds(length)
-    sharing = 1 if kind == "within" else _sizes()[1]
+    sharing = 1 if kind == "within" else sizes()[1]
     latency = statistics.median(latencies)
     return [sharing * length * len(neighbours) / max(each - latency, 0.1 * each) for each in of_large], latencies

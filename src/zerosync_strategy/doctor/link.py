@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from zerosync_strategy.doctor.findings import Finding, error, note, ok, warning
 from zerosync_strategy.links import Links
 
 TOPIC = "link"
+_WORDS = {"within": "within a node", "between": "between nodes"}
 SLOW = 0.7
 """A link below this part of the speed that was assumed is worth a warning."""
 LATE = 3.0
@@ -29,7 +29,7 @@ class Measured:
     """One kind of link, between two ranks that send to each other at once.
 
     Attributes:
-        kind: ``"within a node"`` or ``"between nodes"``.
+        kind: ``"within"`` a node, or ``"between"`` nodes.
         bandwidth: bytes per second in each direction.
         latency: seconds for a message of 8 bytes.
     """
@@ -68,9 +68,10 @@ def check(
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     try:
         measured = []
-        for kind, peer in _peers().items():
-            progress(kind)
-            measured.append(_measure(kind, peer, nbytes, device))
+        peers = {"within": 1, "between": exchange.sizes()[1]}
+        for kind in exchange.kinds():
+            progress(_WORDS[kind])
+            measured.append(_measure(kind, peers[kind], nbytes, device))
             dist.barrier()
         progress("all ranks")
         everyone = _all_gather(nbytes, device)
@@ -82,13 +83,6 @@ def check(
     if int(os.environ["RANK"]):
         return []
     return [*_findings(measured, links), note(TOPIC, _said_of_all(everyone, backend))]
-
-
-def _peers() -> dict[str, int]:
-    """Return the rank that rank 0 is measured with, by kind of link."""
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    peers = {"within a node": 1} if local > 1 else {}
-    return peers | ({"between nodes": local} if world > local else {})
 
 
 def _measure(kind: str, peer: int, nbytes: int, device: Any) -> Measured:
@@ -103,7 +97,7 @@ def _measure(kind: str, peer: int, nbytes: int, device: Any) -> Measured:
     small = torch.zeros(1, dtype=torch.int64, device=device)
     large, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def exchange() -> None:
+    def send_both_ways() -> None:
         # As ZeroSync's own exchanges; with the sends first, gloo's two directions may take turns.
         both = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, large, other)]
         for work in dist.batch_isend_irecv(both):
@@ -114,7 +108,7 @@ def _measure(kind: str, peer: int, nbytes: int, device: Any) -> Measured:
             (dist.send if is_my_turn else dist.recv)(small, other)
 
     latency = statistics.median(_timed(ping, device, PINGS)) / 2  # first: nothing is left in a queue
-    return Measured(kind, nbytes / statistics.median(_timed(exchange, device, ROUNDS)), latency)
+    return Measured(kind, nbytes / statistics.median(_timed(send_both_ways, device, ROUNDS)), latency)
 
 
 def _all_gather(nbytes: int, device: Any) -> float:
@@ -131,37 +125,25 @@ def _all_gather(nbytes: int, device: Any) -> float:
 
 def _timed(call: Callable[[], object], device: Any, rounds: int) -> Iterator[float]:
     """Yield the seconds of each of ``rounds`` calls, after one that is not counted."""
-    import torch
-
     call()
     for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        yield time.perf_counter() - began
+        yield exchange.seconds_of(call, device)
 
 
 def _findings(measured: list[Measured], links: Links) -> Iterator[Finding]:
-    assumed = {
-        "within a node": (links.within, links.latency_within, "--within"),
-        "between nodes": (links.between, links.latency_between, "--between"),
-    }
     if not measured:
         yield error(TOPIC, "the job has a single rank", "Start two or more with torchrun.")
     for each in measured:
-        speed, latency, option = assumed[each.kind]
+        speed, latency = getattr(links, each.kind), getattr(links, f"latency_{each.kind}")
         text = (
-            f"{each.kind}: {each.bandwidth * 8 / 1e9:.3g} Gbit/s, {each.latency * 1e6:.0f} us; a plan assumes"
+            f"{_WORDS[each.kind]}: {each.bandwidth * 8 / 1e9:.3g} Gbit/s, {each.latency * 1e6:.0f} us; a plan assumes"
             f" {speed * 8 / 1e9:.3g} Gbit/s, {latency * 1e6:.0f} us"
         )
         remedies = []
         if each.bandwidth < SLOW * speed:
-            remedies.append(f"{option} {each.bandwidth * 8 / 1e9:.3g}Gbit/s")
+            remedies.append(f"--{each.kind} {each.bandwidth * 8 / 1e9:.3g}Gbit/s")
         if each.latency > LATE * latency:
-            remedies.append(f"--latency-{option.removeprefix('--')} {each.latency * 1e6:.0f}us")
+            remedies.append(f"--latency-{each.kind} {each.latency * 1e6:.0f}us")
         if remedies:
             remedy = f"Plan with {' '.join(remedies)}, or look for the reason of the difference."
             yield warning(TOPIC, text, remedy)

@@ -75,7 +75,7 @@ def _batch_for(module: nn.Module, workload: Workload) -> Any:
     if isinstance(module, _Decoder) or hasattr(module, "get_input_embeddings"):
         tokens = torch.zeros(workload.batch, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
-    return _cast((torch.zeros(workload.batch),), workload)
+    return _cast((torch.randn(workload.batch),), workload)
 
 
 def _cast(batch: Any, workload: Workload) -> Any:

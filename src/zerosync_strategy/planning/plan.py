@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,12 @@ from typing import Any
 from zerosync_strategy.planning.jobs import STOCK, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.planning.process import cores
 from zerosync_strategy.planning.replay import PREFIX, REPLAY, TIMED, describe
-from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing
+from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing, own_work
 from zerosync_strategy.version import __version__
 
 MEASURE = "measure"
+KERNELS = "kernels"
+"""What resident memory has beside tensors: workspaces of kernels, Python's objects. Where it is measured."""
 
 
 class PlanError(RuntimeError):
@@ -37,7 +38,8 @@ class Outcome:
         options: which; budgets in bytes.
         collectives: by kind, calls and bytes that one rank sends in a step.
         peak: bytes of live tensors by kind at the moment of the step when they are most.
-        resident: the same of those that something was written to, which is what a CPU's memory is given to.
+        resident: the same of those that something was written to, which is what a CPU's memory is given to; with
+            ``compute="measure"`` also what a training has beside them (:data:`KERNELS`).
         sent: over which links, and how long they take.
         work: seconds of the rank's own work in a step.
         time: bounds of the step's seconds.
@@ -159,16 +161,17 @@ def plan(
     for index, options in enumerate(sets):
         each = found[REPLAY, index]
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
-        sent = crossing(collectives, cluster)
+        sent, resident = crossing(collectives, cluster), dict(each["resident"])
         if timed is None:
             seconds = workload.micro_batches * float(compute)
             work = Span(seconds, seconds)
         else:
-            quartiles = statistics.quantiles(found[TIMED, index]["seconds"])
-            work = Span(quartiles[0], quartiles[2])
+            measured_here = found[TIMED, index]
+            work = own_work(measured_here["seconds"])
+            resident[KERNELS] = max(0, measured_here["resident"] - sum(resident.values()))
         options = dataclasses.replace(options, options=each["options"])
         time = bounds(sent, work)
-        outcomes.append(Outcome(options, collectives, each["peak"], each["resident"], sent, work, time))
+        outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
     measured = None
     if timed is not None:
         measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {cores()} core(s)"

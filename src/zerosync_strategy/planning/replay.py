@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from zerosync_strategy.planning.jobs import OptionSet, Workload
 from zerosync_strategy.planning.process import import_all, map_large_blocks
-from zerosync_strategy.planning.timed import time_steps
+from zerosync_strategy.planning.timed import measure_steps
 from zerosync_strategy.planning.training import Training, join
 
 REPLAYED = 3
@@ -80,28 +80,32 @@ def _one(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
 
 
 def _together(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
-    """Time the steps of an option set by ranks that run at once, and wait for one another at each step."""
+    """Measure the steps of an option set by ranks that run at once, and wait for one another at each step."""
     count = min(job["timed"]["at_once"], job["cluster"]["ranks"])
-    barrier = get_context("fork").Barrier(count)
+    fork = get_context("fork")
+    barrier, measured = fork.Barrier(count), fork.SimpleQueue()
 
-    def one(number: int) -> None:
+    def one() -> None:
         try:
             given = {**job["cluster"], "threads": job["timed"]["threads"]}
-            found = {"seconds": time_steps(*_described(job, index), wait=barrier.wait, **given)}
+            measured.put(measure_steps(*_described(job, index), wait=barrier.wait, **given))
         except BrokenBarrierError:  # another has failed, and says why
-            return
+            pass
         except BaseException as problem:
-            found = _failed(problem)
             barrier.abort()
-        if number == 0 or "error" in found:
-            _write(out, TIMED, index, found)
+            _write(out, TIMED, index, _failed(problem))
 
-    running = {_fork(lambda number=number: one(number)) for number in range(count)}  # type: ignore[misc]
+    running = {_fork(one) for _ in range(count)}
     while running:
         pid, status = os.wait()
         running.discard(pid)
         if status:  # it was killed, for its memory perhaps: the others would wait for it
             barrier.abort()
+    ranks = []
+    while not measured.empty():  # small enough for a pipe, whose writers have ended
+        ranks.append(measured.get())
+    if len(ranks) == count:
+        _write(out, TIMED, index, {"seconds": [each.seconds for each in ranks], "resident": ranks[0].resident})
 
 
 def _described(job: Mapping[str, Any], index: int) -> tuple[Workload, OptionSet]:
@@ -148,14 +152,12 @@ def _steps(training: Training, workload: Workload, ledger: Any) -> dict[str, Any
             ledger.classify(resident(engine))
             ledger.restart()
             counter.take()
-            parts, before = [], engine.skipped_steps
+            parts = []
             for _ in range(1 if to_come and training.zerosync is not None else backwards):
-                training.micro_batch()
+                training.backward(training.forward())
                 parts.append(dict(counter.take()))
             training.step()
             parts.append(dict(counter.take()))
-            if engine.skipped_steps != before:
-                raise RuntimeError("the replayed step was skipped; its gradients were not finite")
     repeated = [parts[1]] * (workload.micro_batches - backwards) if len(parts) > 2 else []
     return {
         "collectives": _total([*parts, *repeated]),

@@ -12,8 +12,18 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.memory import gauge_of
+from zerosync_strategy.core.memory import DeviceGauge, Gauge, ProcessGauge
 from zerosync_strategy.planning.process import cores, import_all, map_large_blocks
+
+
+class DataGauge(ProcessGauge):
+    """Resident memory without that of mapped files: the code of libraries, of which what has run so far is there."""
+
+    def used(self) -> int:
+        return super().used() - self._read("RssFile:")
+
+    def peak(self) -> int:
+        return super().peak() - self._read("RssFile:")
 
 
 class RunLog:
@@ -45,7 +55,7 @@ class RunLog:
         import_all()
         map_large_blocks()
         self._on_gpu = torch.cuda.is_available()
-        self._gauge = gauge_of(torch.device("cuda" if self._on_gpu else "cpu"))
+        self._gauge: Gauge = DeviceGauge(torch.device("cuda")) if self._on_gpu else DataGauge()
         self._before = self._gauge.used()
         self._began: float | None = None
 

@@ -1,10 +1,12 @@
-"""The time of a rank's own work: the replay with its arithmetic, by as many processes at once as share a machine."""
+"""The replay with its arithmetic, by as many processes at once as share a machine: a rank's own work and memory."""
 
 from __future__ import annotations
 
-import mmap
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from zerosync_strategy.planning.jobs import OptionSet, Workload
@@ -15,51 +17,75 @@ WARM_UP, STEPS = 3, 5
 """Not counted: allocators, and the order of ZeRO-3's gathers, are not settled; and how many are."""
 
 
-def time_steps(
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one rank.
+
+    Attributes:
+        seconds: of each step, those of its parts: each forward, each backward, the optimizer step.
+        resident: median of the steps' peaks of resident memory, in bytes, as a run log has it.
+    """
+
+    seconds: list[list[float]]
+    resident: float
+
+
+def measure_steps(
     workload: Workload,
     options: OptionSet,
     ranks: int,
     backend: str,
     threads: int,
     wait: Callable[[], object],
-) -> list[float]:
-    """Train a few steps as rank 0 of ``ranks``, nothing sent, and return the seconds of each.
+) -> Measured:
+    """Train a few steps as rank 0 of ``ranks``, nothing sent.
 
     All that a rank does itself is in them: forward, backward, copies, sums of gradients, the optimizer, host work of
-    DeepSpeed and ZeroSync; also the pages of memory that what arrives would take. It is whatever was there before.
+    DeepSpeed and ZeroSync; also the memory that what arrives would be written to. Zeros arrive.
 
     Args:
         threads: of torch.
-        wait: until the ranks that share this machine's cores have come as far. A step takes what the slowest takes.
+        wait: until the ranks that share this machine's cores have come as far.
     """
     import torch
+
+    from zerosync_strategy.planning.runlog import DataGauge
 
     torch.set_num_threads(threads)
     join(ranks, backend)
     map_large_blocks()  # as a run that is logged does
-    _take_pages_of_received()
+    _write_received()
+    gauge = DataGauge()
+    before = gauge.used()
     training = Training(workload, options, workload.micro_batches)
-    seconds = []
+    seconds, peaks = [], []
     for _ in range(WARM_UP + STEPS):
+        gauge.restart_peak()
         wait()
-        began = time.perf_counter()
+        times = [time.perf_counter()]
         for _ in range(workload.micro_batches):
-            training.micro_batch()
+            loss = training.forward()
+            times.append(time.perf_counter())
+            training.backward(loss)
+            del loss
+            times.append(time.perf_counter())
         training.step()
+        times.append(time.perf_counter())
         wait()
-        seconds.append(time.perf_counter() - began)
-    return seconds[WARM_UP:]
+        seconds.append([end - began for began, end in pairwise(times)])
+        peaks.append(gauge.peak() - before)
+    return Measured(seconds[WARM_UP:], statistics.median(peaks[WARM_UP:]))
 
 
-def _take_pages_of_received() -> None:
-    """Write to each page that a message would be received into: else reading it reads one page of zeros, in cache."""
+def _write_received() -> None:
+    """Write to what messages would be received into: it takes memory, and what lay there may be no finite number."""
     import torch
     import torch.distributed as dist
 
     irecv = dist.irecv
 
     def receive(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        tensor.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
+        tensor.zero_()
         return irecv(tensor, *args, **kwargs)
 
     dist.irecv = receive

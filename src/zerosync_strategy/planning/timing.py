@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerosync_strategy.links import Links
@@ -81,6 +82,21 @@ def _seconds(collectives: Mapping[str, tuple[int, int]], cluster: Cluster, links
         rounds = 1 if is_pairwise else math.ceil(math.log2(ranks))
         seconds += max(inside_seconds, of_node / links.between) + messages * latency * rounds
     return seconds
+
+
+def own_work(ranks: Sequence[Sequence[Sequence[float]]]) -> Span:
+    """Return the seconds of a step's own work: ranks wait for one another at each step at least, each part at most.
+
+    The rank that is slowest in one part is not so in the next, and collectives make the others wait for it.
+
+    Args:
+        ranks: by rank and step the seconds of the parts.
+    """
+    least, most = [], []
+    for step in zip(*ranks, strict=True):
+        least.append(max(map(sum, step)))
+        most.append(sum(map(max, zip(*step, strict=True))))
+    return Span(statistics.quantiles(least)[0], statistics.quantiles(most)[2])
 
 
 @dataclass(frozen=True)

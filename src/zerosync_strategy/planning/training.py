@@ -55,18 +55,29 @@ class Training:
                 self.options["param_memory_budget"] = {"device": int(part * nbytes), **others}
         self.zerosync = None if options.system == STOCK else attach(self.engine, **self.options)
 
-    def micro_batch(self) -> None:
-        """Forward and backward."""
+    def forward(self) -> Any:
+        """Return the loss of the micro-batch."""
         from zerosync_strategy.planning.models import loss_of
 
+        return loss_of(self.engine, self._batch) / (1 if self.zerosync is None else self.backwards)
+
+    def backward(self, loss: Any) -> None:
+        """Backward, and what stock DeepSpeed does after it."""
         is_stock = self.zerosync is None
-        self.engine.backward(loss_of(self.engine, self._batch) / (1 if is_stock else self.backwards))
+        self.engine.backward(loss)
         if is_stock and not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
     def step(self) -> None:
-        """Step the optimizer."""
+        """Step the optimizer.
+
+        Raises:
+            RuntimeError: nothing was stepped.
+        """
+        before = self.engine.skipped_steps
         self.engine.step()
+        if self.engine.skipped_steps != before:
+            raise RuntimeError("a step was skipped: gradients are not finite. Plan with a batch of usual values.")
 
 
 def _configuration(workload: Workload, options: OptionSet, backwards: int) -> dict[str, Any]:

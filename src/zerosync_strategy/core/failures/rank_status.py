@@ -71,7 +71,7 @@ class RankStatus:
             if watch:
                 self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
         if directory := os.environ.get(DUMP_DIR):
-            self._snapshots = Snapshots(Path(directory), world_size, self._status)
+            self._snapshots = Snapshots(Path(directory), rank, world_size, self._status)
         atexit.register(self._exit)
 
     @contextmanager

@@ -1,8 +1,10 @@
 """A file per rank with what its process is doing, for ``zerosync doctor --dump``.
 
 With ``ZEROSYNC_DUMP_DIR``, a thread looks at the main thread once a second, as a sampling profiler does, and writes
-what it sees. A rank that is stuck stays where it is, so its file is right; the file of a process that was killed is a
-second old at most. What training does costs nothing for it. Torch's flight recorder is looked at once a rank is stuck.
+what it sees: as often, but no more than :data:`FILES` a second of all ranks together, who share the file system's
+directory, and each in its turn. A rank that is stuck stays where it is, so its file is right; that of a process that
+was killed is :func:`interval` old at most. What fails is written at once. What training does costs nothing for it.
+Torch's flight recorder is looked at once a rank is stuck.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from zerosync_strategy.core.failures.state import RankState, Recorded
 DUMP_DIR = "ZEROSYNC_DUMP_DIR"
 """The environment variable that names the directory."""
 SECONDS = 1.0
+FILES = 100
+"""That all ranks together write in a second, at most."""
 _NAME = "zerosync_rank_{}.json"
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds from one file of a rank to its next."""
+    return max(SECONDS, world_size / FILES)
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,12 @@ class Snapshots:
 
     Args:
         directory: for the files of all ranks; it is made.
-        world_size: of the job.
+        rank, world_size: of the job.
         status: returns what this process is doing, with a look into torch's flight recorder if it is asked for one.
     """
 
-    def __init__(self, directory: Path, world_size: int, status: Callable[[bool], Answer]) -> None:
-        self._directory, self._world_size, self._status = directory, world_size, status
+    def __init__(self, directory: Path, rank: int, world_size: int, status: Callable[[bool], Answer]) -> None:
+        self._directory, self._rank, self._world_size, self._status = directory, rank, world_size, status
         self._since = 0.0
         self._where: object = None  # when it was looked at last
         self._recorded: tuple[Recorded, ...] | None = None  # once it is stuck there
@@ -89,9 +98,10 @@ class Snapshots:
     def write(self) -> None:
         """Write the file now."""
         with self._lock:
-            self._save(self._status(False))
+            self._look(self._status(False), is_due=True)
 
-    def _save(self, answer: Answer) -> None:
+    def _look(self, answer: Answer, is_due: bool) -> None:
+        """Note since when the rank has been where ``answer`` says, and write the file if it is due."""
         now, state = time.time(), answer.state
         if (where := _where(answer)) != self._where:
             self._since, self._where, self._recorded = now, where, None
@@ -99,6 +109,8 @@ class Snapshots:
             if self._recorded is None:
                 self._recorded = (self._status(True).state or state).recorded
             answer = replace(answer, state=replace(state, recorded=self._recorded))
+        if not is_due:
+            return
         with suppress(OSError):  # the run goes on, and tries again
             Snapshot(answer, now, self._since, self._world_size).save(self._directory)
 
@@ -117,12 +129,16 @@ class Snapshots:
             if finished:
                 state = RankState(answer.rank, has_finished=True)
                 answer = replace(answer, activity="has come to the end of its program", seconds="", state=state)
-            self._save(answer)
+            self._look(answer, is_due=True)
 
     def _run(self) -> None:
-        self.write()
+        every = interval(self._world_size)
+        due = time.monotonic() + every * self._rank / self._world_size
         while not self._ended.wait(SECONDS):
-            self.write()
+            with self._lock:
+                is_due = time.monotonic() >= due
+                self._look(self._status(False), is_due)
+            due += every * is_due
 
 
 def _where(answer: Answer) -> object:
