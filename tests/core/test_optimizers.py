@@ -62,6 +62,11 @@ def test_attach_refuses_what_deepspeed_lets_pass() -> None:
         ):
             attach(engine)
 
+        module = network().append(torch.nn.Sequential(torch.nn.EmbeddingBag(8, 8, max_norm=1.0)))
+        engine = initialize(3, module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"embeddings have max_norm: 3\.0\..*renorm\(2, 0, max_norm\)"):
+            attach(engine)
+
         optimizer = torch.optim.SGD((module := network()).parameters(), lr=0.1)
         assert optimizer_problem(module, optimizer) == ""
         attach(engine := initialize(1, module, optimizer))

@@ -1,6 +1,7 @@
 """Sharded parameters read and written anywhere (N1), against plain torch: ZeRO-3 with nothing persistent."""
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.params.values import WATCHED_STEPS
 
 SHARDED = {"stage3_param_persistence_threshold": 0}
+HOST = {"device": 0, "host": "1MiB"}
 
 
 class Net(nn.Module):
@@ -149,6 +152,157 @@ def test_writes_last(stage: int, zero: dict[str, Any], options: dict[str, Any]) 
 
     for errors in run_ranks(run):
         assert errors == dict.fromkeys(errors, 0.0)
+
+
+class Writer(nn.Linear):
+    """Writes to its own weight in each of its forwards from the ``first`` on."""
+
+    def __init__(self, write: Callable[[nn.Parameter], None], first: int) -> None:
+        super().__init__(6, 6, bias=False)
+        self.write, self.to_come = write, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.to_come <= 0:
+            self.write(self.weight)
+        self.to_come -= 1
+        return super().forward(x)
+
+
+def scale(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.9)
+
+
+def clear(weight: nn.Parameter) -> None:
+    weight.data[0].zero_()  # a part of one rank's shard
+
+
+def replace(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.9
+
+
+@torch.no_grad()
+def without_grad(weight: nn.Parameter) -> None:
+    weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(("write", "first"), [(scale, 0), (clear, 0), (replace, 2), (without_grad, WATCHED_STEPS + 1)])
+@pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}])
+def test_what_a_module_writes_to_its_own_parameters_lasts(
+    write: Callable[[nn.Parameter], None], first: int, options: dict[str, Any]
+) -> None:
+    """Without a trace but the values, where it begins within the first steps; else where torch counts the write."""
+
+    def run() -> float:
+        torch.manual_seed(0)
+        net = nn.Sequential(Writer(write, first), nn.Tanh(), nn.Linear(6, 3))
+        plain = copy.deepcopy(net)
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.2)
+        attach(engine, **options)
+        for k in range(WATCHED_STEPS + 3):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
+            engine.backward(engine(x[rank()]).square().mean())
+            engine.step()
+            plain(x.view(8, 6)).square().mean().backward()  # one forward, and one write
+            optimizer.step()
+            optimizer.zero_grad()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert max(run_ranks(run)) < 1e-6
+
+
+def test_new_data_of_another_kind_from_a_module_that_runs() -> None:
+    def run() -> None:
+        net = nn.Sequential(Writer(lambda weight: setattr(weight, "data", weight.data[:3]), 0))
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED)
+        attach(engine)
+        with pytest.raises(ValueError, match=r"'0\.weight', sharded by ZeRO-3, was given new data: \(3, 6\) of"):
+            engine(torch.ones(2, 6))
+
+    run_ranks(run)
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """Has no attributes that ``vars()`` finds."""
+
+    x: torch.Tensor
+
+
+class Outputs(nn.Module):
+    """A module that returns a number, one that returns an object, and one that takes it."""
+
+    class Mean(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).mean().item()
+
+    class Wrap(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Output(super().forward(x))
+
+    class Unwrap(nn.Linear):
+        def forward(self, given: Any) -> torch.Tensor:
+            return super().forward(given.x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean, self.wrap, self.unwrap = self.Mean(6, 6), self.Wrap(6, 6), self.Unwrap(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unwrap(self.wrap(torch.tanh(x))).square().mean() * self.mean(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}])
+def test_modules_return_and_take_anything(options: dict[str, Any]) -> None:
+    def run() -> float:
+        net = Outputs()
+        plain = copy.deepcopy(net)
+        engine, oracle = (
+            make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED),
+            Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2)),
+        )
+        attach(engine, **options)
+        for k in range(3):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
+            engine.backward(engine(x[rank()]))
+            oracle.backward(lambda r, x=x: plain(x[r]))
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert max(run_ranks(run)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("zero", "options"),
+    [({}, {}), (SHARDED, {}), (SHARDED, {"param_memory_budget": "all"}), (SHARDED, {"param_memory_budget": HOST})],
+)
+def test_training_after_a_forward_in_inference_mode(zero: dict[str, Any], options: dict[str, Any]) -> None:
+    """It gathers parameters, which a backward needs later: as a validation does, or a look at one."""
+
+    def run() -> float:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+        plain = copy.deepcopy(net)
+        engine, oracle = (
+            make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, zero),
+            Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2)),
+        )
+        attach(engine, **options)
+        for k in range(4):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
+            for inside in (lambda x=x: engine(x[rank()]), lambda: net[1].weight.norm(), None):
+                if k != 1 and inside is not None:
+                    with torch.inference_mode():
+                        inside()
+                engine.backward(engine(x[rank()]).square().mean())
+                oracle.backward(lambda r, x=x: plain(x[r]).square().mean())
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert max(run_ranks(run)) < 1e-6
 
 
 def penalty(net: Net) -> torch.Tensor:

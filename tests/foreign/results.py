@@ -37,12 +37,36 @@ def read(files: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
+def differing(tests: dict[str, dict[str, dict[str, Any]]], plain: str = "ddp") -> tuple[int, list[str]]:
+    """How many passed in the arm ``plain`` and in another, with parameters to compare; which left other ones there."""
+    compared, found = 0, []
+    for test, entries in sorted(tests.items()):
+        expected = entries.get(plain, {})
+        for arm, entry in entries.items():
+            outcomes = {entry["outcome"], expected.get("outcome")}
+            if arm == plain or outcomes != {"passed"} or not any(entry.get("weights") or ()):
+                continue
+            compared += 1
+            pairs = zip(_flat(entry["weights"]), _flat(expected["weights"]), strict=False)
+            if len(_flat(entry["weights"])) != len(_flat(expected["weights"])) or any(
+                abs(ours - theirs) > 1e-4 * max(1, abs(theirs)) for ours, theirs in pairs
+            ):
+                found.append(f"{test} {arm}: {entry['weights']}, {plain}: {expected['weights']}")
+    return compared, found
+
+
+def _flat(nested: Any) -> list[float]:
+    return [number for each in nested for number in _flat(each)] if isinstance(nested, list) else [nested]
+
+
 def main() -> None:
     tests = read(sys.argv[1:])
     arms = sorted({arm for entries in tests.values() for arm in entries})
     for arm in arms:
         entries = [entries[arm] for entries in tests.values() if arm in entries]
         print(arm, dict(collections.Counter(entry["outcome"] for entry in entries)))
+    compared, other = differing(tests)
+    print(f"parameters compared with ddp: {compared}, differing: {len(other)}", *other, sep="\n    ")
     for test, entries in sorted(tests.items()):
         if any(entry["outcome"] in ("failed", "timed out") for entry in entries.values()):
             print(test)

@@ -65,6 +65,37 @@ def test_a_closure_apart_from_the_step(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+class OwnBackward(Module):
+    """With raw backwards in the overridden hook: one as the last of a window, or two."""
+
+    parts: tuple[float, ...] = (0.5,)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        for part in self.parts:
+            (part * loss).backward(retain_graph=True)
+
+
+class TwoBackwards(OwnBackward):
+    parts = (0.25, 0.5)
+
+
+@pytest.mark.parametrize("module", [OwnBackward, TwoBackwards])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overridden_backward(stage: int, module: type[OwnBackward]) -> None:
+    def run() -> float:
+        recorder, _ = fit(module(), strategy(stage), 8, accumulate_grad_batches=2)
+        plain, data = oracle(), Data(8)
+        for batch in range(8):
+            for part in module.parts:
+                loss = lambda rank, batch=batch, part=part: part * loss_of(plain.module, data.batch(batch, rank)) / 2  # noqa: E731
+                plain.backward(loss)
+            if batch % 2:
+                plain.step()
+        return distance(recorder.parameters, full_parameters(plain.module))
+
+    assert max(run_ranks(run)) < 1e-6
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_by_norm(stage: int) -> None:
     def run() -> Any:

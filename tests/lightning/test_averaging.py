@@ -1,5 +1,6 @@
 """Lightning's weight averaging: against Lightning in one process on the global batch, with plain torch (N1)."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,51 @@ def test_training_checkpoint_and_resume(stage: int, make: Callable[[], Any], tmp
         assert [distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True)] == [True, True]
         if make is not swa:  # whose scheduler Lightning forgets when it resumes in mid-epoch
             assert distance(found[0], found[1]) == 0.0
+
+
+class Normalised(Scheduled):
+    """Its statistics take no part in the loss, or each rank's would differ from those of the global batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(16, affine=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.norm(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class WithoutStaleStep(Normalised):
+    """Lightning's own epoch for the statistics ends with a step on the gradients of the step before."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if self.trainer.fit_loop._skip_backward:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@STAGES
+def test_the_epoch_for_batch_normalisation_leaves_the_average_as_it_is(stage: int) -> None:
+    def train(module: Any, strategy: Any, devices: int, loader: Any) -> Any:
+        make_trainer(strategy, [swa()], max_epochs=4, devices=devices).fit(module, loader)
+        return module
+
+    def run() -> Any:
+        with pytest.warns(UserWarning, match="leaves that step out: the parameters are their average"):
+            module = train(Normalised(), sharded(stage), WORLD, PositionedLoader(Data(BATCHES)))
+        rank = int(os.environ["RANK"])
+        means = [Data(BATCHES).batch(batch, rank)[0].mean(0) for batch in range(BATCHES)]
+        torch.testing.assert_close(module.norm.running_mean, torch.stack(means).mean(0))
+        return full_parameters(module)
+
+    def in_one_process(module: type[Normalised]) -> Any:
+        return full_parameters(train(module(), "auto", 1, WholeLoader(BATCHES)))
+
+    (expected,), (stale,) = (run_ranks(in_one_process, of, world_size=1) for of in (WithoutStaleStep, Normalised))
+    assert distance(stale, expected) > 1e-3
+    for found in run_ranks(run):
+        assert distance(found, expected) < 1e-5
 
 
 @STAGES

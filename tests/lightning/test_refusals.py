@@ -15,6 +15,13 @@ from tests.lightning.runs import Data, Module, make_trainer
 from zerosync_strategy import ZeroSyncStrategy
 
 
+def test_a_checkpoint_before_there_is_an_engine(tmp_path: Path) -> None:
+    trainer = make_trainer(ZeroSyncStrategy(2))
+    trainer.strategy.connect(Module())
+    with pytest.raises(MisconfigurationException, match="to be saved before fit"):
+        trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+
 @pytest.mark.parametrize("stage", [0, 4, True, "3"])
 def test_stage(stage: Any) -> None:
     with pytest.raises(MisconfigurationException, match="stage 1, 2 or 3, got stage="):

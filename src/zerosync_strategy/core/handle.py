@@ -14,12 +14,13 @@ import torch.distributed as dist
 from zerosync_strategy.core.attached import AttachedEngine
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, parse_bytes
 from zerosync_strategy.core.engine import contract, zero, zero3, zero12
+from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used
+from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used, renormed_problem
 from zerosync_strategy.core.params.full_state import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
@@ -68,13 +69,16 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             raise ValueError(f"attach() found that {problem}")
         compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
+    if zero.stage(engine) == 3:
+        allow_any_output()
     return ZeroSync(engine, config)
 
 
 def _parameters_problem(engine: Any) -> str:
-    """Return what is wrong with the parameters that the engine trains and ``deepspeed.initialize`` let pass."""
+    """Return what is wrong with the parameters of the engine's module and ``deepspeed.initialize`` let pass."""
     trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
-    return dtype_problem(engine.module) or foreign_problem(engine.module, trained)
+    module = engine.module
+    return dtype_problem(module) or renormed_problem(module) or foreign_problem(module, trained)
 
 
 def _one() -> float:

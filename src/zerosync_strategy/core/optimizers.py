@@ -81,6 +81,22 @@ def dtype_problem(module: torch.nn.Module) -> str:
     )
 
 
+def renormed_problem(module: torch.nn.Module) -> str:
+    """Return which embeddings of ``module`` write to their own weight in forward; empty if none."""
+    names = [
+        name or type(module).__name__
+        for name, each in module.named_modules()
+        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.max_norm is not None
+    ]
+    if not names:
+        return ""
+    return (
+        f"embeddings have max_norm: {listed(names)}. In each forward it scales the rows that this rank's batch uses, so"
+        " that ranks would come to differ. Leave max_norm out, and scale all rows alike between steps: 'with"
+        " zerosync.full_parameters(): weight.data.copy_(weight.data.renorm(2, 0, max_norm))'."
+    )
+
+
 def mark_used(optimizer: Any) -> None:
     """Remember that an engine has replaced the parameters of ``optimizer``."""
     _used.add(optimizer)

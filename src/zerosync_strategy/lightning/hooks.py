@@ -18,13 +18,14 @@ CLIPPING = "configure_gradient_clipping"
 def overridden_hooks(trainer: Trainer) -> frozenset[str]:
     """Return the names of the hooks on gradients that the module, or for the first two a callback, overrides."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
-    found = {name for name in (AFTER_BACKWARD, BEFORE_STEP, CLIPPING) if _overrides(module, LightningModule, name)}
+    found = {name for name in (AFTER_BACKWARD, BEFORE_STEP, CLIPPING) if overrides(module, LightningModule, name)}
     for callback in callbacks:
-        found |= {name for name in (AFTER_BACKWARD, BEFORE_STEP) if _overrides(callback, Callback, name)}
+        found |= {name for name in (AFTER_BACKWARD, BEFORE_STEP) if overrides(callback, Callback, name)}
     return frozenset(found)
 
 
-def _overrides(target: Any, base: type, name: str) -> bool:
+def overrides(target: Any, base: type, name: str) -> bool:
+    """Return whether ``target`` has a method of its own in place of that of ``base``."""
     return getattr(getattr(target, name), "__func__", None) is not getattr(base, name)
 
 

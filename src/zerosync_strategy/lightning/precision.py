@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,11 +14,18 @@ from typing_extensions import override
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync
 
-from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged
+from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged, overrides
 from .library import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, MisconfigurationException, Steppable
 
 CLIP_BY_VALUE = (
     "ZeRO cannot clip gradients by value: each rank holds a partition. Got gradient_clip_algorithm='value'; use 'norm'."
+)
+
+
+NO_STEP = (
+    "StochasticWeightAveraging runs an epoch without backwards, for the statistics of batch normalisation, and"
+    " Lightning steps at its end with the gradients of the step before it, which ZeRO does not keep. ZeroSync leaves"
+    " that step out: the parameters are their average."
 )
 
 
@@ -40,7 +48,11 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             if len(zerosyncs) > 1:
                 for zerosync in zerosyncs:
                     stack.enter_context(zerosync.awaiting_backward())
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            if overrides(model, LightningModule, "backward"):  # which Lightning ignores with DeepSpeed, and warns
+                engine: Any = model.trainer.model
+                model.backward(engine.scale(tensor) if engine.fp16_enabled() else tensor, *args, **kwargs)
+            else:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:  # type: ignore[override]
@@ -58,6 +70,9 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         zerosync = _zerosync_of(optimizer)
+        if model.automatic_optimization and model.trainer.fit_loop._skip_backward:
+            warnings.warn(NO_STEP, stacklevel=1)
+            return closure()
         if model.automatic_optimization:
             zerosync.window.expect_last()  # the closure's backward, and Lightning accumulates no further
             self._closing = zerosync

@@ -274,6 +274,11 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not dist.is_initialized():
+            raise MisconfigurationException(
+                "A checkpoint was to be saved before fit(). The DeepSpeed engine that saves it is made there: save in"
+                " or after it, or save the module itself with torch.save(module.state_dict(), path)."
+            )
         with rank_status().activity("the attempt to save a checkpoint"):
             filepath = self.broadcast(filepath)
         checkpoint, averaged = averages.divide(checkpoint)

@@ -192,12 +192,26 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 """A context in which a parameter at rest is what DeepSpeed has left of it."""
 
 
+def _for_training(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``method`` give parameters memory that can be trained with, in torch's inference mode too."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
+
+
 class _Handle:
     """DeepSpeed's handle of a gather, which gives parameters their values when it is waited for."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
+    @_for_training
     def wait(self, *args: Any, **kwargs: Any) -> None:
         with as_it_is():
             self._handle.wait(*args, **kwargs)
@@ -209,12 +223,33 @@ class _Users(set[Any]):
     def __init__(self, param: Any, at_rest: type, releasing: Callable[[Any], None]) -> None:
         super().__init__(param.ds_active_sub_modules)
         self.releasing = releasing
+        self.version = param._version
+        self.watched = True
+        self._writes = -1
         self._param = param
         self.own, self.at_rest = type(param), at_rest
 
     def add(self, user: Any) -> None:
+        if self.watched and not self:
+            self._writes = shard_writes(self._param)
         set.add(self, user)
         self._param.__class__ = self.own
+
+    def changed_it(self) -> bool:
+        """Return whether the gathered values are other than those that the users found; unseen if not watched.
+
+        What goes through ``.data`` leaves no trace but the values. All ranks' own parts are all of them.
+        """
+        if self._param._version != self.version:
+            return True
+        if not self.watched or self._writes != shard_writes(self._param):
+            return False  # or the shards are newer
+        if has_secondary_shard(self._param) or not has_plain_shard(self._param):
+            return False  # the values are not those of the shards, to the bit
+        if self._param.shape != self._param.ds_shape:
+            return True
+        pair = own_part(self._param)
+        return pair is not None and not torch.equal(*pair)
 
     def discard(self, user: Any) -> None:
         set.discard(self, user)
@@ -244,16 +279,19 @@ def give_class_at_rest(
     """From now on ``param`` has the class ``at_rest`` while nobody uses it who says when it is to be released.
 
     Args:
-        releasing: called before a persistent parameter, which nothing in DeepSpeed takes for changed, is released.
+        releasing: called before a parameter is released that may have been changed, which DeepSpeed would forget; in
+            :data:`as_it_is`.
         written: called when a release has written a parameter to its shards.
     """
     stock = param.all_gather, param.partition, param.all_gather_coalesced
 
+    @_for_training
     def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
         # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
         with as_it_is():
             return _Handle(stock[2](*args, **kwargs))
 
+    @_for_training
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = [param] if param_list is None else param_list
         with as_it_is():
@@ -265,15 +303,19 @@ def give_class_at_rest(
         return handles
 
     def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return partition(param_list, hierarchy, has_been_updated, **kwargs)
         with as_it_is():
             params = [param] if param_list is None else param_list
             _forget_leftover_users(params)
             staying = set()
             for released in params:
-                held = released.__dict__.get("_zerosync_held", False)
-                if (released.ds_persist or held) and not has_been_updated and is_gathered(released):
+                users = released.ds_active_sub_modules
+                suspect = users.__class__ is _Users and (users.watched or users.version != released._version)
+                if not has_been_updated and (suspect or stays(released)) and is_gathered(released):
                     releasing(released)
-                    if held and _reading_ends:
+                    if _reading_ends and released.__dict__.get("_zerosync_held", False):
                         staying.add(released)
             params = [released for released in params if released not in staying]
             if params:
@@ -284,6 +326,7 @@ def give_class_at_rest(
                     if has_been_updated:
                         _count_write(released)
                         written(released)
+                        users.version = released._version
                     if not users:
                         released.__class__ = users.at_rest
 
@@ -292,6 +335,25 @@ def give_class_at_rest(
     users = param.ds_active_sub_modules = _Users(param, at_rest, releasing)
     if not users and not (param.ds_persist and is_gathered(param)):
         param.__class__ = at_rest
+
+
+def stays(param: Any) -> bool:
+    """Return whether ``param`` keeps its values between modules: it is persistent, or held."""
+    return bool(param.ds_persist or param.__dict__.get("_zerosync_held", False))
+
+
+def changed_in_use(param: Any) -> bool:
+    """Return whether the modules that used a gathered ``param`` have written to it; to be asked once, at release."""
+    users = param.ds_active_sub_modules
+    changed: bool = users.changed_it()
+    users.version = param._version
+    return changed
+
+
+def watch(params: Iterable[Any], watched: bool) -> None:
+    """Compare the values of ``params`` with their shards whenever they are released, or no longer."""
+    for param in params:
+        param.ds_active_sub_modules.watched = watched
 
 
 def leave_sharded(engine: Any) -> None:
@@ -474,6 +536,7 @@ class ShardRows:
         dtype: in which they are sent.
     """
 
+    @_for_training
     def __init__(self, params: Sequence[Any], dtype: torch.dtype) -> None:
         from deepspeed.runtime.zero import partition_parameters
 
@@ -513,6 +576,7 @@ class ShardGather:
         for param in params:
             param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
 
+    @_for_training
     def wait(self, **_: Any) -> None:
         """Wait for it, and give the parameters their values."""
         if self._rows is None:
@@ -531,6 +595,7 @@ class LocalGather:
         values: in full, by released parameter. They are copied, on the current stream.
     """
 
+    @_for_training
     def __init__(self, values: Mapping[Any, torch.Tensor]) -> None:
         from deepspeed.runtime.zero import partition_parameters
 
@@ -597,11 +662,19 @@ def release(coordinator: Any, param: Any) -> bool:
         return True
     if has_secondary_shard(param) or not has_plain_shard(param):
         return False
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return release(coordinator, param)
     users = param.ds_active_sub_modules
     is_intercepted = users.__class__ is _Users
-    if is_intercepted and (param.ds_persist or param.__dict__.get("_zerosync_held", False)):
-        users.releasing(param)
     with as_it_is():
+        if is_intercepted and (
+            users.watched
+            or users.version != param._version
+            or param.ds_persist
+            or param.__dict__.get("_zerosync_held", False)
+        ):
+            users.releasing(param)
         _free_param()(param)
     if is_intercepted:
         param.__class__ = users.at_rest

@@ -111,7 +111,8 @@ class HostCache:
         if self.limit is not None and self._bytes + nbytes > self.limit:
             return None
         pinned = param.device.type != "cpu"
-        values = torch.empty(zero3.full_shape(param), dtype=param.dtype, pin_memory=pinned)
+        with torch.inference_mode(False):
+            values = torch.empty(zero3.full_shape(param), dtype=param.dtype, pin_memory=pinned)
         self._bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         self._copies[param] = copy = _Copy(values)

@@ -34,6 +34,7 @@ _REMEDY = (
     "Do it inside 'with zerosync.full_parameters():', with the handle that attach() returned (in Lightning,"
     " trainer.strategy.zerosync)."
 )
+WATCHED_STEPS = 3  # in which modules that write to their own parameters through .data are found
 _Reader = Callable[[Any, "Memory"], torch.Tensor]  # the values of a parameter as a function of it, for autograd
 
 
@@ -59,6 +60,7 @@ class ParameterValues:
         self.steps = 0
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
+        self._writers: set[Any] = set()  # parameters that modules write to while they run
         self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
         for param in self._params:
             zero3.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
@@ -89,11 +91,21 @@ class ParameterValues:
         """The shards have been written by an optimizer step or a checkpoint: what was read before is out of date."""
         self.steps += 1
         self._in_shards = frozenset()
+        if self.steps == WATCHED_STEPS:
+            zero3.watch((param for param in self._params if param not in self._writers), False)
 
     def _releasing(self, param: Any) -> None:
-        if param not in self._in_shards:
+        """Carry what was written to a gathered ``param`` to the shards, if those are not newer."""
+        changed = zero3.changed_in_use(param)
+        if param in self._in_shards:
+            return
+        if zero3.stays(param):
             zero3.keep(param)
             self._scheduler.shards_written()
+        elif changed:
+            self._check_alike(param, param)
+            self.write_back(param, param.data)
+            self._writers.add(param)
 
     def _written(self, param: Any) -> None:
         self._writes[param] = self._writes.get(param, 0) + 1
@@ -125,6 +137,10 @@ class ParameterValues:
         Raises:
             ValueError: ``value`` has another shape, dtype or device.
         """
+        self._check_alike(param, value)
+        self.write_back(param, value.detach())
+
+    def _check_alike(self, param: Any, value: torch.Tensor) -> None:
         expected, found = (
             f"{shape} of {of.dtype} on {of.device}"
             for shape, of in ((zero3.full_shape(param), param), (tuple(value.shape), value))
@@ -134,7 +150,6 @@ class ParameterValues:
                 f"Parameter {self.name(param)}, sharded by ZeRO-3, was given new data: {found}, where it is {expected}."
                 " ZeRO can change neither. Convert the module before the engine is built, or build it anew."
             )
-        self.write_back(param, value.detach())
 
     def write_back(self, param: Any, full: torch.Tensor) -> None:
         """Let ``param`` have the values ``full``: each rank takes its own part.
