@@ -240,15 +240,16 @@ class _Users(set[Any]):
 
         What goes through ``.data`` leaves no trace but the values. All ranks' own parts are all of them.
         """
-        if self._param._version != self.version:
+        param = self._param
+        if param._version != self.version:
             return True
-        if not self.watched or self._writes != shard_writes(self._param):
+        if not self.watched or self._writes != shard_writes(param):
             return False  # or the shards are newer
-        if has_secondary_shard(self._param) or not has_plain_shard(self._param):
+        if has_secondary_shard(param) or not has_plain_shard(param) or gather_dtype(param) is not param.ds_tensor.dtype:
             return False  # the values are not those of the shards, to the bit
-        if self._param.shape != self._param.ds_shape:
+        if param.shape != param.ds_shape:
             return True
-        pair = own_part(self._param)
+        pair = own_part(param)
         return pair is not None and not torch.equal(*pair)
 
     def discard(self, user: Any) -> None:
