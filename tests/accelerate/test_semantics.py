@@ -150,6 +150,23 @@ def test_no_clipping_unless_asked_for(stage: int) -> None:
             assert distance(parameters, full_parameters(expected.module)) <= (1e-6 if clip else 0.0)
 
 
+def test_a_step_without_zero_grad_is_refused() -> None:
+    """PyTorch would step the sum of its gradients and those of the last step."""
+
+    def job() -> None:
+        run = start(2)
+        run.accelerator.backward(loss_of(run.model, run.batch(0)))
+        run.optimizer.step()
+        run.accelerator.backward(loss_of(run.model, run.batch(1)))
+        with pytest.raises(RuntimeError, match=r"no optimizer.zero_grad\(\) since the last"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.accelerator.backward(loss_of(run.model, run.batch(2)))
+        run.optimizer.step()
+
+    run_ranks(job)
+
+
 @STAGES
 def test_zero_grad_and_evaluation_in_mid_window(stage: int) -> None:
     def job() -> Any:
@@ -255,6 +272,7 @@ def test_deferred_steps_are_right_without_coalescing_too(stage: int) -> None:
             run.accelerator.backward(loss_of(run.model, run.batch(index)))
             if index % 3 == 2:
                 run.optimizer.step()
+                run.optimizer.zero_grad()
         return run.parameters(), run.zerosync.report.reductions
 
     expected = oracle()

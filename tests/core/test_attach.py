@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 import zerosync_strategy
 from tests.harness import engines
@@ -114,6 +115,28 @@ def test_clip_next_step_is_for_one_step(stage: int) -> None:
         return distance(full_parameters(engine.module), oracle(3, 1, clip={1: 0.01}))
 
     assert max(run_ranks(run)) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_that_is_clipped_computes_the_norm(stage: int) -> None:
+    """Also where DeepSpeed is told that no step needs it; the others do not."""
+    if not hasattr(DeepSpeedZeroConfig(), "compute_grad_norm"):
+        pytest.skip("this DeepSpeed always computes it")
+
+    def run() -> Any:
+        engine = make_engine(stage, {"compute_grad_norm": False})
+        zerosync, norms = attach(engine), []
+        for k in range(3):
+            engine.backward(loss_of(engine, k, rank()))
+            if k == 1:
+                zerosync.clip_next_step(0.01)
+            engine.step()
+            norms.append(engine.get_global_grad_norm() is not None)
+        return distance(full_parameters(engine.module), oracle(3, 1, clip={1: 0.01})), norms
+
+    for error, norms in run_ranks(run):
+        assert error < 1e-6
+        assert norms == [False, True, False]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -43,6 +43,7 @@ def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> 
                     fabric.backward(loss, model=model)
                 fabric.clip_gradients(model, optimizer, max_norm=0.05)
                 optimizer.step()
+                optimizer.zero_grad()
 
         train(range(2))
         fabric.save(tmp_path, {"model": model, "optimizer": optimizer})

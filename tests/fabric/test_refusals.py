@@ -39,6 +39,7 @@ def test_fabric_of_the_other_package(stage: int) -> None:
                 fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=0.05)
             optimizer.step()
+            optimizer.zero_grad()
             backward(plain, range(2 * step, 2 * step + 2), 2)
             plain.step(clip=0.05)
         return distance(full_parameters(model.module), full_parameters(plain.module))
@@ -102,3 +103,24 @@ def test_in_a_run(stage: int) -> None:
         refused(RuntimeError, "in Fabric, fabric.strategy.zerosync", optimizer.step)
 
     run_ranks(run, timeout=60)
+
+
+def test_a_step_without_zero_grad() -> None:
+    """PyTorch would step the sum of its gradients and those of the last step."""
+
+    def run() -> None:
+        fabric = make_fabric(2)
+        model, optimizer = trained(fabric, adamw)
+        for loss in losses(fabric, model, range(2)):
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        for loss in losses(fabric, model, range(2)):
+            fabric.backward(loss)
+        optimizer.step()
+        for loss in losses(fabric, model, range(2)):
+            fabric.backward(loss)
+        with pytest.raises(RuntimeError, match=r"no optimizer.zero_grad\(\) since the last"):
+            optimizer.step()
+
+    run_ranks(run)

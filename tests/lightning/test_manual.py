@@ -142,6 +142,22 @@ def test_zero_grad_in_mid_window(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_a_step_without_zero_grad_is_refused() -> None:
+    """PyTorch would step the sum of its gradients and those of the last step."""
+
+    class Forgetful(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(loss_of(self.net, batch))
+            if batch_idx == 1:
+                with pytest.raises(RuntimeError, match=r"no optimizer.zero_grad\(\) since the last"):
+                    self.optimizers().step()
+                self.optimizers().zero_grad()
+            else:
+                self.optimizers().step()
+
+    run_ranks(lambda: fit(Forgetful(), strategy(2), 2))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clip_gradients(stage: int) -> None:
     class Clipping(InOneStep):
@@ -163,6 +179,7 @@ def test_step_with_a_closure(stage: int) -> None:
     class Closure(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             def closure() -> torch.Tensor:
+                self.optimizers().zero_grad()
                 loss = loss_of(self.net, batch)
                 self.manual_backward(loss)
                 self.loss = loss.item()

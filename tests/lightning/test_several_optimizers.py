@@ -349,6 +349,7 @@ def test_a_failed_backward_drops_the_window_that_it_reached(stage: int) -> None:
                 self.manual_backward(self.net.d_loss(batch[0]))
             for optimizer in (g, d):
                 optimizer.step()
+                optimizer.zero_grad()
 
         def fail(self, x: torch.Tensor) -> None:
             """The last layer's gradients are there, and the first layer's never come."""

@@ -185,6 +185,7 @@ class _OptimizerOverrides:
                 loss = closure()
         # Without a gradient there is nothing to step, as in PyTorch.
         if self.gradient_state.sync_gradients and self.zerosync.window.state is not WindowState.CLOSED:
+            self.zerosync.window.check_zeroed()
             self.zerosync.engine.step()
         return loss
 

@@ -257,11 +257,11 @@ class ZeroSync:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full weights by name, as an inference engine takes them, in little memory. Collective on stage 3.
 
-        ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 4 MiB) and
-        keeps them no longer than the consumer does: beyond what the engine has, about two buckets are in memory, or
-        twice the largest parameter. They are there on every rank. All ranks must take them all, or stop at the same
-        tensor; a rank that only takes part writes ``for _ in zerosync.full_weights(): pass``. One that stops alone
-        lets the others end with a :class:`RankError`. Nothing of the engine changes, in mid-window too. Under
+        ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 16 MiB at
+        most) and keeps them no longer than the consumer does: beyond what the engine has, about two buckets are in
+        memory, or twice the largest parameter. They are there on every rank. All ranks must take them all, or stop at
+        the same tensor; a rank that only takes part writes ``for _ in zerosync.full_weights(): pass``. One that stops
+        alone lets the others end with a :class:`RankError`. Nothing of the engine changes, in mid-window too. Under
         :func:`~zerosync_strategy.shard_over`, each rank has the parameters of its own groups.
 
         Args:

@@ -304,7 +304,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        _zerosync_of(optimizer).engine.step(**kwargs)
+        zerosync = _zerosync_of(optimizer)
+        zerosync.window.check_zeroed()
+        zerosync.engine.step(**kwargs)
         return result
 
     @override

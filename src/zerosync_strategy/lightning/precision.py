@@ -80,6 +80,8 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             result = closure()
         finally:
             self._closing = None
+        if not model.automatic_optimization:
+            zerosync.window.check_zeroed()
         no_backward = zerosync.window.state is WindowState.CLOSED  # else the closure, or the program itself, ran some
         zerosync.reduce()
         hooks = (BEFORE_STEP, CLIPPING) if model.automatic_optimization else (BEFORE_STEP,)

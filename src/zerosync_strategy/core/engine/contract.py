@@ -98,6 +98,7 @@ WHOLE_GATHER = Internal(
     "gathers", "parameter", "all_gather", ("param_list", "async_op", "hierarchy"), public=True, since="0.19.8"
 )
 MARKED_GRADIENT = Internal("access to shards", "parameter", "_hp_grad", optional=True, since="0.19.8")
+COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", optional=True)
 
 CONFIGURATION = (Internal("configuration", "engine", "_config"),)
 ALL_STAGES = (
@@ -151,6 +152,7 @@ ALL_STAGES = (
     MARKED_GRADIENT,
     Internal("access to shards", "deepspeed.utils.tensor_fragment", "safe_get_full_grad", ("param",), public=True),
     Internal("gradient clipping", "optimizer", "clip_grad"),
+    COMPUTES_NORM,
     Internal("gradient norm", "optimizer", "loss_scale", public=True),
     COMPILE_BACKEND,
     Internal("DeepCompile", "engine", "is_deepcompile_enabled", ()),

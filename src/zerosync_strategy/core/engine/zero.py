@@ -171,8 +171,16 @@ def loss_scale(optimizer: Any) -> float:
 
 
 def swap_clip_norm(optimizer: Any, norm: float) -> float:
-    """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the one before."""
+    """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the one before.
+
+    To clip, it computes the norm, which DeepSpeed's ``compute_grad_norm`` = false saves a step that does not.
+    """
     before, optimizer.clip_grad = optimizer.clip_grad, norm
+    asked = vars(optimizer).setdefault(
+        "_zerosync_asked_for_norm", getattr(optimizer, contract.COMPUTES_NORM.name, None)
+    )
+    if asked is not None:
+        setattr(optimizer, contract.COMPUTES_NORM.name, asked or norm > 0)
     return before
 
 

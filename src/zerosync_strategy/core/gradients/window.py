@@ -105,6 +105,7 @@ class Window:
         self.early_reductions = 0
         self.seconds = 0.0
         self.dropped = 0
+        self._zeroed = True  # zero_grad() has come since the last step
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
         self._engine_backwards = 0
@@ -276,6 +277,7 @@ class Window:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
         self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
+        self._zeroed = False  # what DeepSpeed's own step calls is not the program's
         self._last = _Last.UNKNOWN
         self._reducer.end_window()
         self._forget_graphs()
@@ -284,12 +286,26 @@ class Window:
 
     def zero_grad(self) -> None:
         """Drop the gradients of this window, local or reduced; the window stays open."""
+        self._zeroed = True
         self._forget_graphs()
         self._changes.forget()
         if self._state is WindowState.CLOSED:
             return
         self._reducer.drop()
         self._enter(WindowState.OPEN)
+
+    def check_zeroed(self) -> None:
+        """Before the step of a program that is not written for DeepSpeed, whose own ``step()`` uses gradients up.
+
+        Raises:
+            RuntimeError: ``zero_grad()`` has not come since the last step, and PyTorch would step its gradients again.
+        """
+        if not self._zeroed and self._state is not WindowState.CLOSED:
+            raise RuntimeError(
+                "optimizer.step() was called, and no optimizer.zero_grad() since the last one: PyTorch would have added"
+                " to the gradients of that step, which ZeRO has used up. Call optimizer.zero_grad() after each step, or"
+                " before the first backward of the next."
+            )
 
     def abort(self, reason: str) -> None:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
