@@ -176,11 +176,10 @@ def swap_clip_norm(optimizer: Any, norm: float) -> float:
     To clip, it computes the norm, which DeepSpeed's ``compute_grad_norm`` = false saves a step that does not.
     """
     before, optimizer.clip_grad = optimizer.clip_grad, norm
-    asked = vars(optimizer).setdefault(
-        "_zerosync_asked_for_norm", getattr(optimizer, contract.COMPUTES_NORM.name, None)
-    )
+    computes = contract.COMPUTES_NORM.name
+    asked = vars(optimizer).setdefault("_zerosync_asked_for_norm", getattr(optimizer, computes, None))
     if asked is not None:
-        setattr(optimizer, contract.COMPUTES_NORM.name, asked or norm > 0)
+        setattr(optimizer, computes, asked or norm > 0)
     return before
 
 
