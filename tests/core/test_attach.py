@@ -296,7 +296,7 @@ def test_report_counts_what_is_sent() -> None:
     assert (report.step, report.backwards, report.reductions) == (2, 3, 1)
     # The floor, and eight bytes for the norm: squares are added up in fp64.
     assert report.collectives == {
-        "isend": Traffic(2, size),  # gradients to the rank that keeps them, updated parameters to the others
+        "isend": Traffic(4, size),  # two buckets: gradients to the rank that keeps them, parameters to the others
         "all_reduce": Traffic(1, 8),
     }
     assert report.floor_bytes == size and report.bytes_sent == size + 8 and report.ratio < 1.01

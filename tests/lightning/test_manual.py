@@ -155,7 +155,10 @@ def test_a_step_without_zero_grad_is_refused() -> None:
             else:
                 self.optimizers().step()
 
-    run_ranks(lambda: fit(Forgetful(), strategy(2), 2))
+    def run() -> None:
+        fit(Forgetful(), strategy(2), 2)
+
+    run_ranks(run)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -481,6 +481,9 @@ class AttachedEngine:
         if len(zero.stepping_optimizer(self.engine).param_groups) != self._param_groups:
             self.refuse_param_group()
 
+    def end_engine_step(self) -> None:
+        self.window.end_engine_step()
+
     def refuse_param_group(self) -> None:
         raise ValueError(
             "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"

@@ -39,6 +39,9 @@ class EngineHooks(Protocol):
     def check_step(self) -> None:
         """Raise where ``engine.step()`` is illegal."""
 
+    def end_engine_step(self) -> None:
+        """At the end of ``engine.step()``."""
+
     def refuse_param_group(self) -> None:
         """Raise: parameters were added to the optimizer."""
 
@@ -129,7 +132,9 @@ class EngineOverrides:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_hooks.check_step()
-        return super().step(*args, **kwargs)  # type: ignore[misc]
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._zerosync_hooks.end_engine_step()
+        return result
 
     def zero_grad(self) -> None:
         self._zerosync_hooks.zero_grad()

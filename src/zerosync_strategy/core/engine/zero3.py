@@ -552,14 +552,15 @@ class ShardRows:
         torch.cat(shards, out=own)
         self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
 
-    def values(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Wait, and yield each parameter with its values in its own shape and dtype. The memory is the caller's."""
-        self._work.wait()
-        begin = 0
+    def values(self) -> list[tuple[Any, torch.Tensor]]:
+        """Wait, and return each parameter with its values in its own shape and dtype. The memory is the caller's."""
+        self._work.wait()  # in no generator, which would hide from errors who waits
+        values, begin = [], 0
         for param, columns in zip(self._params, self._columns, strict=True):
             full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
-            yield param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)
+            values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
             begin += columns
+        return values
 
 
 class ShardGather:

@@ -105,6 +105,7 @@ class Window:
         self.early_reductions = 0
         self.seconds = 0.0
         self.dropped = 0
+        self._stepped = False  # since the last engine.step() has ended
         self._zeroed = True  # zero_grad() has come since the last step
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
@@ -277,10 +278,15 @@ class Window:
         """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
         self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
-        self._zeroed = False  # what DeepSpeed's own step calls is not the program's
+        self._stepped = True
         self._last = _Last.UNKNOWN
         self._reducer.end_window()
         self._forget_graphs()
+
+    def end_engine_step(self) -> None:
+        """At the end of ``engine.step()``, which may have stepped, and then called ``zero_grad()`` by itself."""
+        if self._stepped:
+            self._stepped = self._zeroed = False
 
     # ---- dropping ------------------------------------------------------------------------------------------------
 

@@ -288,22 +288,23 @@ class GatherScheduler:
                     handle.wait()
             released = [param for param in params if zero3.is_released(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
-            gathered = dict(self._values_of_released(released, reader)) if released else {}
+            gathered = self._values_of_released(released, reader) if released else {}
             values = [gathered[param] if param in gathered else param.data.clone() for param in params]
             for param, full in zip(params, values, strict=True):
                 self.unsharded.free_with(full, zero3.full_bytes(param))
             return values
 
-    def _values_of_released(self, params: list[Any], reader: str) -> Iterator[tuple[Any, torch.Tensor]]:
+    def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
         with self.gathering(params), rank_status().activity(self.activity(params, reader)):
             if not all(map(self.gathers_plainly, params)):
-                yield from ((param, zero3.gather(param)) for param in params)
-                return
+                return {param: zero3.gather(param) for param in params}
             by_dtype: dict[torch.dtype, list[Any]] = {}
             for param in params:
                 by_dtype.setdefault(zero3.shard_dtype(param), []).append(param)
+            values: dict[Any, torch.Tensor] = {}
             for dtype, members in by_dtype.items():
-                yield from zero3.ShardRows(members, dtype).values()
+                values.update(zero3.ShardRows(members, dtype).values())
+            return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
 
