@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hosts import Host, link, require_namespaces
+from hosts import Host, link, require_namespaces, variables_of_rank
 
 BUDGETS = [0, "all", {"device": 0, "host": "all"}, {"device": "1MiB", "host": "all"}]
 QUIET = 0.1  # seconds after which all that was sent has been counted
@@ -71,10 +71,7 @@ def measure(hosts: list[Host], budget: Any, options: argparse.Namespace, port: i
 def train(conductor: Connection, hosts: list[Host], rank: int, port: int, budget: Any, options: Any) -> None:
     """The life of a rank."""
     hosts[rank].enter()
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": hosts[rank].interface,
-    }  # fmt: skip
+    os.environ |= variables_of_rank(hosts, rank, port)
     import deepspeed
     import torch
     from peft import LoraConfig, get_peft_model

@@ -22,7 +22,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from hosts import Host, link, require_namespaces
+from hosts import Host, link, require_namespaces, variables_of_rank
 from output import processor
 
 WAYS = {
@@ -116,10 +116,7 @@ def measure(hosts: list[Host], ways: list[str], options: argparse.Namespace) -> 
 def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, system: str, options: Any) -> None:
     """The life of a rank."""
     hosts[rank].enter()
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": hosts[rank].interface,
-    }  # fmt: skip
+    os.environ |= variables_of_rank(hosts, rank, port)
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,21 @@ class Host:
         lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
         counters = {name.strip(): values for name, _, values in (line.partition(":") for line in lines)}
         return int(counters[self.interface].split()[_TX_BYTES])
+
+
+def variables_of_rank(hosts: Sequence[Host], rank: int, port: int) -> dict[str, str]:
+    """The environment as torchrun would set it, with one node per namespace; the ranks meet on ``port``."""
+    on_one_node = len(set(hosts)) == 1
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(rank if on_one_node else 0),
+        "LOCAL_WORLD_SIZE": str(len(hosts) if on_one_node else 1),
+        "NODE_RANK": str(0 if on_one_node else rank),
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": hosts[rank].interface,
+    }
 
 
 def require_namespaces() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hosts import Host
+from hosts import Host, variables_of_rank
 from lightning_systems import make_lightning_system
 from phases import Phases
 from systems import System, full, make_batches, make_system
@@ -86,7 +86,7 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     for name in ("DeepSpeed", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     job.hosts[rank].enter()
-    os.environ.update(_environment(job, rank))
+    os.environ.update(variables_of_rank(job.hosts, rank, job.port))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
     system = make(job.system, job.model, job.accumulate)
     watched = Phases()
@@ -97,22 +97,6 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
         "memory": memory,
         "phases": watched.medians(),
         "apart": _show(system.module, job.parameters),
-    }
-
-
-def _environment(job: Job, rank: int) -> dict[str, str]:
-    """As torchrun would set it, with one node per namespace."""
-    world_size = len(job.hosts)
-    on_one_node = len(set(job.hosts)) == 1
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank if on_one_node else 0),
-        "LOCAL_WORLD_SIZE": str(world_size if on_one_node else 1),
-        "NODE_RANK": str(0 if on_one_node else rank),
-        "MASTER_ADDR": job.hosts[0].address,
-        "MASTER_PORT": str(job.port),
-        "GLOO_SOCKET_IFNAME": job.hosts[rank].interface,
     }
 
 

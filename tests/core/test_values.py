@@ -253,15 +253,18 @@ class Outputs(nn.Module):
         return self.unwrap(self.wrap(torch.tanh(x))).square().mean() * self.mean(x)
 
 
+def both(net: nn.Module, plain: nn.Module, zero: dict[str, Any]) -> tuple[Any, Oracle]:
+    """What trains ``net`` on ZeRO-3, and ``plain`` in plain torch."""
+    engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, zero)
+    return engine, Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2))
+
+
 @pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}])
 def test_modules_return_and_take_anything(options: dict[str, Any]) -> None:
     def run() -> float:
         net = Outputs()
         plain = copy.deepcopy(net)
-        engine, oracle = (
-            make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED),
-            Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2)),
-        )
+        engine, oracle = both(net, plain, SHARDED)
         attach(engine, **options)
         for k in range(3):
             x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
@@ -285,10 +288,7 @@ def test_training_after_a_forward_in_inference_mode(zero: dict[str, Any], option
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
         plain = copy.deepcopy(net)
-        engine, oracle = (
-            make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, zero),
-            Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2)),
-        )
+        engine, oracle = both(net, plain, zero)
         attach(engine, **options)
         for k in range(4):
             x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
