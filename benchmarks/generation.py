@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -56,11 +57,12 @@ def main() -> None:
     ways = options.ways.split(",")
     with link(options.ranks, options.rate) as hosts:
         parameters, found = measure(hosts, ways, options)
+    versions = {name: version(name) for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))}
     results = {
         "date": datetime.date.today().isoformat(),
         "command": f"python benchmarks/generation.py --rounds {options.rounds} --tokens {options.tokens}"
         f" --prompts {options.prompts} --width {options.width}",
-        "cpu": processor(), "cores": os.cpu_count(), "versions": {name: version(name) for name in PACKAGES},
+        "cpu": processor(), "cores": os.cpu_count(), "versions": versions,
         "rate": options.rate, "ranks": options.ranks, "parameters": parameters,
         "tokens": options.tokens, "prompts": options.prompts, "ways": found,
     }  # fmt: skip
