@@ -16,8 +16,9 @@ from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import Pending
-from zerosync_strategy.core.gradients import reducer, stage12
+from zerosync_strategy.core.gradients import stage12
 
 WIDTH, LAYERS = 16, 5
 
@@ -48,7 +49,7 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
         return Pending(lambda: gather(rows, *told).finish(), ())
 
     monkeypatch.setattr(stage12, "all_gather_rows", late)
-    monkeypatch.setattr(reducer, "CHUNK_BYTES", 1100)
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))
 
 
 READS: dict[str, Callable[[nn.Module], Any]] = {

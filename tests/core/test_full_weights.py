@@ -16,9 +16,9 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import CheckpointError, RankError, attach
+from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.export import WeightFiles
 from zerosync_strategy.core.failures import deadlock
-from zerosync_strategy.core.params import scheduler
 
 WIDTH = 8
 SHARDED = {"stage3_param_persistence_threshold": 0}
@@ -131,8 +131,8 @@ def test_memory_is_bounded_by_buckets(consumed: str) -> None:
 
     def run() -> tuple[int, int, int]:
         net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(20)))
+        messages.WITHIN_HOST = messages.Messages(2 * 4 * 256 * 256, 2)
         zerosync = attach(engine_of(net))
-        scheduler.CHUNK_BYTES = 2 * 4 * 256 * 256
         counted = zerosync._attached.scheduler.unsharded
         before = counted.now
         kept = [tensor for _, tensor in zerosync.full_weights() if consumed == "kept"]
@@ -182,7 +182,7 @@ def test_autocast_rounds_what_layers_use_and_not_what_is_exported() -> None:
 def test_ranks_stop_at_the_same_tensor_or_say_so() -> None:
     def run() -> None:
         deadlock.PATIENCE_SECONDS, deadlock._POLL_SECONDS = 0.2, 0.05
-        scheduler.CHUNK_BYTES = 4 * WIDTH * WIDTH
+        messages.WITHIN_HOST = messages.Messages(4 * WIDTH * WIDTH, 2)
         net, plain = network(), network()
         engine = engine_of(net)
         zerosync, oracle = attach(engine), Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5))

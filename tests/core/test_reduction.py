@@ -12,7 +12,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import collectives
+from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 
@@ -92,7 +92,7 @@ def test_the_gradient_budget(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "CHUNK_BYTES", 2 * LAYER)
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
 
     def run(overlap: bool) -> Any:
         engine = make_engine(stage)
@@ -115,11 +115,25 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_between_hosts_messages_are_smaller(stage: int) -> None:
+    def run(one_host: bool) -> Any:
+        messages._loopback = lambda: [0 if one_host else rank()]
+        messages.BETWEEN_HOSTS = messages.Messages(2 * LAYER, 4)
+        engine = make_engine(stage)
+        zerosync = attach(engine)
+        train(engine, zerosync, 2)
+        return distance(full_parameters(engine.module), oracle(2)), len(zerosync._attached.reducer.buckets)
+
+    assert run_ranks(run, True) == [(0.0, 1)] * 2
+    assert run_ranks(run, False) == [(0.0, LAYERS // 2)] * 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     def run() -> Any:
         results = []
         for chunk, bucket in ((100, 10), (2**20, 10**6), (3000, 500)):
-            reducer.CHUNK_BYTES = chunk
+            messages.WITHIN_HOST = messages.Messages(chunk, 2)
             engine = make_engine(stage, zero={"reduce_bucket_size": bucket})
             train(engine, zerosync := attach(engine, reduction="ordered"), 2)
             results.append(full_parameters(engine.module))

@@ -15,6 +15,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients import reducer, stage12
 
@@ -47,7 +48,7 @@ def groups_of(net: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(200, 2))
     monkeypatch.setattr(reducer, "PIECE_NUMEL", 16)  # a fused kernel rounds otherwise what fills no vector register
 
 

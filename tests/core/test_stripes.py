@@ -17,8 +17,8 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.stripes import Stripes
-from zerosync_strategy.core.gradients import reducer
 
 WIDTHS = (7, 5, 11, 3, 6)
 
@@ -80,7 +80,7 @@ def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path:
     zero = {"offload_optimizer": {"device": "cpu"}} if kind == "offload" else {}
 
     def run() -> None:
-        reducer.CHUNK_BYTES = 100
+        messages.WITHIN_HOST = messages.Messages(100, 2)
         engine = make_engine(stage, config, zero)
         zerosync = attach(engine)
         stripes = [layout.stripes for layout in zerosync._attached.reducer.layouts]
@@ -132,7 +132,7 @@ def test_states_by_blocks_are_refused() -> None:
                     self.state[param]["absmax"] = torch.ones(4)
 
     def run() -> None:
-        reducer.CHUNK_BYTES = 100
+        messages.WITHIN_HOST = messages.Messages(100, 2)
         module = model()
         engine = engines.make_engine(module, Blockwise(module.parameters(), lr=0.1), 2)
         attach(engine)
@@ -149,7 +149,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         __module__ = "bitsandbytes.optim.adamw"
 
     def run() -> float:
-        reducer.CHUNK_BYTES = 100
+        messages.WITHIN_HOST = messages.Messages(100, 2)
         module, plain = model(), model()
         engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
         with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):

@@ -14,7 +14,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.comm import messages
 
 
 def network() -> nn.Sequential:
@@ -79,7 +79,7 @@ def test_parameters_that_are_frozen_for_some_steps(
     stage: int, optimizer: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They require a gradient while the engine is built, as the error above says. No step moves what is frozen."""
-    monkeypatch.setattr(reducer, "CHUNK_BYTES", 200)  # several pieces to step
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(200, 2))  # several pieces to step
     half = "bf16" in options
 
     def layers(net: Any) -> list[nn.Module]:

@@ -49,7 +49,7 @@ def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: st
         from zerosync_strategy import prepare_cpu
 
         prepare_cpu()
-        return replay.replay(workload, options, ranks=ranks, backend=backend)
+        return replay.replay(workload, options, ranks=ranks, backend=backend, on_one_node=True)
 
     (found,) = run_ranks(one, world_size=1, timeout=200)
     return found

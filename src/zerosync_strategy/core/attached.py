@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Room, Usage
 from zerosync_strategy.core.comm.collectives import share_timeout
+from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
@@ -94,7 +95,8 @@ class AttachedEngine:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
         zero.count_parameters_quickly()
         self._names = {param: name for name, param in engine.module.named_parameters()}
-        self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names)
+        messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
+        self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names, messages)
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter()
         self.frozen = FrozenParameters(
@@ -123,7 +125,7 @@ class AttachedEngine:
         if is_stage_3:
             if config.eager_frames:
                 compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
-            self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams)
+            self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams, messages)
             self.cache = ParameterCache.of(
                 engine, config.held_bytes, config.host_bytes, config.auto_parameters, self.scheduler,
                 config.eager_frames, _is_constant,

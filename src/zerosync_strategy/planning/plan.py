@@ -155,7 +155,7 @@ def plan(
     sets = list(usual_sets() if sets is None else sets)
     at_once = min(at_once or cluster.per_node, cluster.ranks)
     timed = {"at_once": at_once, "threads": threads} if compute == MEASURE else None
-    job = describe(workload, sets, cluster.ranks, cluster.backend, processes or os.cpu_count() or 1, timed)
+    job = describe(workload, sets, cluster, processes or os.cpu_count() or 1, timed)
     found = _replay(job, sets, cluster.ranks, REPLAY if timed is None else TIMED, timeout, progress)
     outcomes = []
     for index, options in enumerate(sets):

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from threading import BrokenBarrierError
 from typing import IO, Any
 
-from zerosync_strategy.planning.jobs import OptionSet, Workload
+from zerosync_strategy.planning.jobs import Cluster, OptionSet, Workload
 from zerosync_strategy.planning.process import import_all, map_large_blocks
 from zerosync_strategy.planning.timed import measure_steps
 from zerosync_strategy.planning.training import Training, join
@@ -121,7 +121,7 @@ def _write(out: IO[str], kind: str, index: int, found: Mapping[str, Any]) -> Non
     os.write(out.fileno(), f"{PREFIX}{json.dumps({'kind': kind, 'index': index, **found})}\n".encode())  # in one piece
 
 
-def replay(workload: Workload, options: OptionSet, ranks: int, backend: str) -> dict[str, Any]:
+def replay(workload: Workload, options: OptionSet, ranks: int, backend: str, on_one_node: bool) -> dict[str, Any]:
     """Train a few steps as rank 0 of ``ranks``, and return what the last one sent and held.
 
     Returns:
@@ -131,7 +131,7 @@ def replay(workload: Workload, options: OptionSet, ranks: int, backend: str) -> 
     from zerosync_strategy.planning.memory import Ledger
     from zerosync_strategy.planning.skipped import SkippedCompute
 
-    join(ranks, backend)
+    join(ranks, backend, on_one_node)
     map_large_blocks()
     ledger = Ledger()
     with SkippedCompute(ledger.see):
@@ -186,11 +186,14 @@ def _total(parts: list[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def describe(
-    workload: Workload, sets: list[OptionSet], ranks: int, backend: str, processes: int, timed: dict[str, int] | None
+    workload: Workload, sets: list[OptionSet], cluster: Cluster, processes: int, timed: dict[str, int] | None
 ) -> str:
     """Return a job as :func:`main` reads it; ``timed``: ``at_once`` ranks, with so many ``threads``."""
     job = {"workload": asdict(workload), "sets": [asdict(each) for each in sets], "processes": processes}
-    return json.dumps({**job, "cluster": {"ranks": ranks, "backend": backend}, "timed": timed})
+    given = {
+        "ranks": cluster.ranks, "backend": cluster.backend, "on_one_node": cluster.per_node == cluster.ranks
+    }  # fmt: skip
+    return json.dumps({**job, "cluster": given, "timed": timed})
 
 
 if __name__ == "__main__":

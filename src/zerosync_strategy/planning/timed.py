@@ -35,6 +35,7 @@ def measure_steps(
     options: OptionSet,
     ranks: int,
     backend: str,
+    on_one_node: bool,
     threads: int,
     wait: Callable[[], object],
 ) -> Measured:
@@ -52,7 +53,7 @@ def measure_steps(
     from zerosync_strategy.planning.runlog import DataGauge
 
     torch.set_num_threads(threads)
-    join(ranks, backend)
+    join(ranks, backend, on_one_node)
     map_large_blocks()  # as a run that is logged does
     _write_received()
     gauge = DataGauge()

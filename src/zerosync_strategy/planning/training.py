@@ -7,14 +7,18 @@ from typing import Any
 from zerosync_strategy.planning.jobs import STOCK, OptionSet, Workload
 
 
-def join(ranks: int, backend: str) -> None:
+def join(ranks: int, backend: str, on_one_node: bool) -> None:
     """Make the process group of this process, rank 0 of ``ranks``, as on ``backend``."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from zerosync_strategy.core.comm import messages
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     if backend == "gloo":
-        dist.get_backend_config = lambda group=None: "cpu:gloo"  # by this ZeroSync chooses how to send
+        # By these two ZeroSync chooses how to send.
+        dist.get_backend_config = lambda group=None: "cpu:gloo"
+        messages.on_one_host = lambda process_group: on_one_node
 
 
 class Training:

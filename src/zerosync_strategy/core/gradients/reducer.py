@@ -9,7 +9,6 @@ proportion to the number of parameters, whatever the number of ranks (H1).
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter
 from zerosync_strategy.core.comm.host_memory import HostMemory
+from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.config import ZeroSyncConfig
@@ -31,13 +31,9 @@ from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.gradients.mean import ItemCount
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of a bucket at most, and of a chunk of a larger parameter, where ranks send point to point."""
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
 bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds all of it."""
-IN_FLIGHT = 2
-"""Chunks in flight at a time."""
 PIECE_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
 temporary tensors of more do not fit in a processor's cache."""
@@ -76,6 +72,7 @@ class Reducer(ABC):
         optimizer: the ZeRO optimizer.
         config: the options.
         names: of the parameters, for profiles.
+        messages: how large they are, and how many are under way.
 
     Attributes:
         is_streaming: the running backward has buckets to reduce.
@@ -90,8 +87,9 @@ class Reducer(ABC):
     buckets: Sequence[Bucket]
     _shards_on_device = True  # else in host memory, of an offloaded optimizer
 
-    def __init__(self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str]) -> None:
+    def __init__(self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages) -> None:
         self.optimizer = optimizer
+        self._messages = messages
         self.streams = Streams()
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
@@ -103,7 +101,7 @@ class Reducer(ABC):
         limit = min(
             zero.reduce_bucket_bytes(optimizer),
             max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES),
-            sys.maxsize if self.is_native else CHUNK_BYTES,
+            self._messages.nbytes,
         )
         self.buckets = self._make_buckets(config, limit, names)
         self.items = ItemCount(config.loss_reduction)
@@ -307,7 +305,7 @@ class Reducer(ABC):
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
             for chunk in bucket.chunks(before):
-                self._wait_reduce_scatter(IN_FLIGHT - 1)
+                self._wait_reduce_scatter(self._messages.in_flight - 1)
                 targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native, note_launch
+from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import shared, zero3
@@ -33,8 +34,6 @@ from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.memory import UnshardedBytes
 from zerosync_strategy.core.params.shard_over import ranks_of
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of parameters that are gathered ahead in one message at most, where ranks send point to point."""
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
 
@@ -46,6 +45,7 @@ class GatherScheduler:
         engine: the DeepSpeed engine.
         streams: of the engine.
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
+        messages: how large those are in which parameters are gathered ahead.
 
     Attributes:
         names: of the parameters, by id.
@@ -54,7 +54,8 @@ class GatherScheduler:
         host: has parameters that need not be gathered again; ``None``: there are none.
     """
 
-    def __init__(self, engine: Any, streams: Streams, sharing: str) -> None:
+    def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages) -> None:
+        self._messages = messages
         self.coordinator = zero3.coordinator(engine.optimizer)
         self.streams = streams
         self.unsharded = UnshardedBytes()
@@ -85,10 +86,10 @@ class GatherScheduler:
         zero3.gather_contexts_by(self)
 
     @classmethod
-    def of(cls, engine: Any, streams: Streams, sharing: str) -> GatherScheduler:
+    def of(cls, engine: Any, streams: Streams, sharing: str, messages: Messages) -> GatherScheduler:
         """Return the scheduler of this engine; engines over one module share one, with the option of the first."""
         coordinator = zero3.coordinator(engine.optimizer)
-        return shared.acquire(coordinator, "scheduler", lambda: cls(engine, streams, sharing))
+        return shared.acquire(coordinator, "scheduler", lambda: cls(engine, streams, sharing, messages))
 
     def detach(self) -> None:
         """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
@@ -183,12 +184,7 @@ class GatherScheduler:
     def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
         for of_group in self.in_order(params):
-            process_group = zero3.process_group(of_group[0])
-            digest = self._digests.get(id(process_group))
-            is_native = digest is None or not digest.tagged
-            limit = self._prefetched_numel * of_group[0].element_size()
-            if not is_native:
-                limit = min(limit, CHUNK_BYTES)
+            limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
             runs: list[list[Any]] = []
             room = 0
             for param in of_group:
@@ -198,7 +194,7 @@ class GatherScheduler:
                     room = limit
                 runs[-1].append(param)
                 room -= nbytes
-            yield self._rank_of_group[id(process_group)], runs
+            yield self._rank_of_group[id(zero3.process_group(of_group[0]))], runs
 
     def stream_of(self, process_group: Any) -> Any:
         """Return the stream on which ``process_group`` gathers (U4); ``None`` on a device without streams."""
