@@ -135,18 +135,19 @@ def compared(model: str, ranks: int, names: list[str], systems: list[str]) -> li
     from zerosync_strategy.planning.timing import bounds, crossing
 
     workload = Workload(f"benchmarks.plan_models:{model}", micro_batches=BACKWARDS, dtype="fp32")
-    cluster = Cluster(ranks, ranks, backend="gloo")
-    made = plan(workload, cluster, [OptionSet(ZEROSYNC, *SYSTEMS[system]) for system in systems], MEASURE)
+    sets = [OptionSet(ZEROSYNC, *SYSTEMS[system]) for system in systems]
     found = []
     for name in names:
         on_hosts = name != "loopback"
         if on_hosts:
             require_namespaces()
+        cluster = Cluster(ranks, 1 if on_hosts else ranks, backend="gloo")
+        made = plan(workload, cluster, sets, MEASURE, at_once=ranks)
         with tempfile.TemporaryDirectory() as folder:
             with link(ranks, name) if on_hosts else nullcontext([]) as hosts:
                 in_ranks(ranks, ["--one", model, folder, *systems], hosts)
             slow, fast = read(Path(folder) / "links", Links())
-            there = dataclasses.replace(cluster, ranks_per_node=1 if on_hosts else ranks, links=fast, slow_links=slow)
+            there = dataclasses.replace(cluster, links=fast, slow_links=slow)
             for system, outcome in zip(systems, made.outcomes, strict=True):
                 sent = crossing(outcome.collectives, there)
                 outcome = dataclasses.replace(outcome, sent=sent, time=bounds(sent, outcome.work))

@@ -277,7 +277,77 @@ def auto_budgets() -> None:
     picture.save("auto_budgets")
 
 
+def divergence() -> None:
+    """A rank with text beside one with an image too: stock waits for ever, what is held needs no gather in a module."""
+    picture = Picture(
+        960, 400, "Two ranks that run different modules: stock hangs in a gather, ZeroSync has made one gather before"
+    )
+    left, scale = 96, 84
+
+    def lanes(y: float, name: str, ranks: tuple[list, list]) -> None:
+        picture.text(8, y, name, "bold")
+        for rank, boxes in enumerate(ranks):
+            top = y + 12 + rank * 40
+            picture.text(left - 10, top + 21, f"rank {rank}", "soft small", "end")
+            picture.panel(left, top, 960 - left - 8, 34, 3)
+            x = float(left)
+            for length, fill, text in boxes:
+                picture.box(x + 1, top + 1, length * scale - 2, 32, fill, text, "on small")
+                x += length * scale
+
+    gather = (0.8, GATHER, "gather")
+    text = [gather, (1.1, FORWARD, "embedding")]
+    hang = (3.6, REDUCE, "gather of layer 1: waits for ever")
+    lanes(26, "Stock: a gather in each module needs all ranks", (
+        [*text, hang], [*text, (3.6, REDUCE, "gather of vision: waits for ever")]
+    ))  # fmt: skip
+    layers = [(1.1, FORWARD, "layer 1"), (1.1, FORWARD, "layer 2")]
+    backward, end = (1.4, BACKWARD, "backward"), [(1.1, REDUCE, "reduce"), (0.7, STEP, "step")]
+    all_of_it = [(2.0, GATHER, "gather of all"), (1.1, FORWARD, "embedding")]
+    lanes(156, 'ZeroSync, param_memory_budget="all": no module communicates', (
+        [*all_of_it, *layers, backward, (1.3, "none", ""), *end],
+        [*all_of_it, (1.3, FORWARD, "vision"), *layers, backward, *end],
+    ))  # fmt: skip
+    picture.text(
+        left, 290, "The ranks meet in the window's first gather and in its reduction, whatever they ran between."
+    )
+    picture.text(
+        left, 318, "The gradient of the vision tower is the mean over both ranks, with zeros of rank 0.", "soft small"
+    )
+    picture.text(left, 340, "Lengths are chosen. They are no measurement.", "soft small")
+    picture.height = 356
+    picture.save("divergence")
+
+
+def means() -> None:
+    """What a token weighs in the gradient, by a mean of means and by one mean over all tokens."""
+    picture = Picture(960, 330, "Four micro-batches of 12, 4, 6 and 2 tokens: what each weighs in the gradient")
+    tokens = (("rank 0, first", 12), ("rank 0, second", 4), ("rank 1, first", 6), ("rank 1, 2nd", 2))
+    total, left, width = sum(count for _, count in tokens), 16, 928
+    ways = (
+        ("The mean of means: each micro-batch weighs a quarter, so a token of the shortest counts as six of the longest",
+         [1 / len(tokens)] * len(tokens)),
+        ("The sum of all losses over the number of all tokens: each token counts as much as any other",
+         [count / total for _, count in tokens]),
+    )  # fmt: skip
+    for row, (title, weights) in enumerate(ways):
+        y, x = 30 + row * 130, float(left)
+        picture.text(left, y, title, "bold")
+        for (name, count), weight, fill in zip(tokens, weights, RANKS, strict=True):
+            w = width * weight
+            picture.box(x + 1, y + 14, w - 2, 44, fill, f"{count} tokens", "on small")
+            picture.text(x + w / 2, y + 76, name, "small", "middle")
+            for token in range(1, count):  # their borders
+                at = x + w * token / count
+                picture.line(f"M{at:g} {y + 50}V{y + 57}")
+            x += w
+    picture.text(left, 290, "The number of all tokens is known at the step, when the last rank has counted its last"
+                 " micro-batch. Gradients are local until then.", "soft small")  # fmt: skip
+    picture.height = 306
+    picture.save("means")
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for draw in (timeline, stripes, window, host_cache, auto_budgets):
+    for draw in (timeline, stripes, window, host_cache, auto_budgets, divergence, means):
         draw()
