@@ -187,9 +187,10 @@ class Reducer(ABC):
 
     def gradient_ready(self, param: Any) -> None:
         """Autograd has added to ``param.grad``. In a backward that streams, reduce the buckets that are complete."""
-        bucket = self._bucket_of.get(id(param))
-        if bucket is None:
+        key = id(param)
+        if key not in self._bucket_of:
             return
+        bucket = self._bucket_of[key]
         bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
         if not self.is_streaming:
