@@ -5,9 +5,11 @@
 torch's fake process group takes every collective, and moves nothing. So what is counted is what rank 0 issues:
 operators (ATen calls), collectives by kind with the bytes that one rank sends for them, and Python calls (cProfile).
 Seconds are this process's; they include a CPU's own copies, which on a GPU run beside the host. Values mean nothing:
-sums lack the other ranks' parts. DeepSpeed's own reduction ("stock") beside ZeroSync's on each stage; "3-held" has
-``param_memory_budget="all"``, "streamed" has ``coalesce=False``. Peaks of memory are those of the process above what
-it had before the forward, as multiples of the bytes of all parameters, which are those of all gradients.
+sums lack the other ranks' parts. On the CPU, ZeroSync's step goes in pieces that fit into a processor's cache, on no
+other device: "uncut" is the step without them, by stripes alone. DeepSpeed's own reduction ("stock") beside ZeroSync's
+on each stage; "3-held" has ``param_memory_budget="all"``, "streamed" has ``coalesce=False``. Peaks of memory are those
+of the process above what it had before the forward, as multiples of the bytes of all parameters, which are those of all
+gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import pstats
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -116,6 +120,10 @@ def measure(
         with _operators() as operators:
             part()
         calls[name] = operators.count
+    run_backwards()
+    with _steps_uncut(), _operators() as operators:
+        step()
+    calls["step uncut"] = operators.count
     with _collectives(engine) as collectives:
         run_backwards()
         step()
@@ -145,9 +153,23 @@ def _operators() -> Any:
     return Operators()
 
 
-def _collectives(engine: Any) -> Any:
-    from contextlib import contextmanager
+@contextmanager
+def _steps_uncut() -> Iterator[None]:
+    """While active, ranges of master weights are stepped at once, as on a device other than the CPU."""
+    from zerosync_strategy.core.gradients import stage3, stage12
 
+    def uncut(master: Any, begin: int, end: int, stepped: Any = None) -> Iterator[Any]:
+        yield begin, end, stepped
+
+    cut = stage12.pieces_of
+    stage12.pieces_of = stage3.pieces_of = uncut
+    try:
+        yield
+    finally:
+        stage12.pieces_of = stage3.pieces_of = cut
+
+
+def _collectives(engine: Any) -> Any:
     from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
     @contextmanager
@@ -206,8 +228,9 @@ def _in_a_process(system: str, world_size: int, arguments: argparse.Namespace) -
 
 
 _HEAD = (
-    "| system | W | ATen calls, forward and backward | ATen calls, step | collectives | MB sent | Python calls"
-    " | peak in the backward | peak in the step | attach, s | forward and backward, ms | step, ms |"
+    "| system | W | ATen calls, forward and backward | ATen calls, step | ATen calls, step uncut | collectives"
+    " | MB sent | Python calls | peak in the backward | peak in the step | attach, s | forward and backward, ms"
+    " | step, ms |"
 )
 
 
@@ -217,7 +240,8 @@ def _row(run: dict[str, Any]) -> str:
     sent = sum(nbytes for _, nbytes in run["collectives"].values())
     ranks = run["world_size"] if run["system"] != "torch" else "-"
     cells = [
-        run["system"], ranks, f"{calls['forward and backward']:,}", f"{calls['step']:,}", kinds or "-",
+        run["system"], ranks, f"{calls['forward and backward']:,}", f"{calls['step']:,}",
+        f"{calls['step uncut']:,}", kinds or "-",
         f"{sent / 1e6:.1f}", f"{run['python_calls']:,}",
         *(f"{peak:.2f}" for peak in run["peaks"].values()), f"{seconds['attach']:.2f}",
         f"{1000 * seconds['forward and backward']:.0f}", f"{1000 * seconds['step']:.0f}",
@@ -242,8 +266,11 @@ def _write(runs: list[dict[str, Any]], path: Path) -> None:
         "",
         f"    {results['command']}",
         "",
+        "On the CPU, ZeroSync steps by pieces that fit into a processor's cache. Uncut is the step of other devices, on"
+        " which it goes by stripes alone (H3).",
+        "",
         _HEAD,
-        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
         *map(_row, runs),
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
@@ -258,13 +285,17 @@ def _write(runs: list[dict[str, Any]], path: Path) -> None:
     for system in dict.fromkeys(run["system"] for run in runs if run["system"] != "torch"):
         of_system = [run for run in runs if run["system"] == system]
         axes.plot(
-            [run["world_size"] for run in of_system], [sum(run["aten_calls"].values()) for run in of_system],
+            [run["world_size"] for run in of_system], [_calls(run) for run in of_system],
             marker="o", label=system, linestyle="--" if system.startswith("stock") else "-",
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ATen calls, forward to step")
     axes.legend(loc="upper left", fontsize="small")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def _calls(run: dict[str, Any]) -> int:
+    return run["aten_calls"]["forward and backward"] + run["aten_calls"]["step uncut"]
 
 
 def _command() -> str:

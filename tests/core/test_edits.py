@@ -1,5 +1,6 @@
 """Parameters that a program changes outside of the optimizer (N1), against plain torch."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -150,18 +151,18 @@ def test_an_edit_of_gathered_parameters(dtype: str) -> None:
     assert all(run_ranks(run))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_data_of_another_shape_is_an_error(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "shape", "in_place"), [(2, (3,), False), (2, (2, 3), True), (3, (3,), False)])
+def test_data_of_another_shape_is_an_error(stage: int, shape: tuple[int, ...], in_place: bool) -> None:
     def run() -> None:
         engine = engine_of(Net(), stage)
         attach(engine)
         for last in (False, True):
             engine.backward(engine(data(0, rank())))
             if last:
-                engine.module.layers[1].bias.data = torch.zeros(3)
-                with pytest.raises(
-                    ValueError, match=r"'layers.1.bias' has the shape \(3,\), where .* built with \(6,\)"
-                ):
+                bias = engine.module.layers[1].bias
+                bias.data = bias.data.view(shape) if in_place else torch.zeros(shape)
+                found = rf"'layers.1.bias' has the shape {re.escape(str(shape))}, where .* built with \(6,\)"
+                with pytest.raises(ValueError, match=found):
                     engine.step()
             else:
                 engine.step()

@@ -98,13 +98,13 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
         engine = make_engine(stage)
         zerosync = attach(engine, overlap_last=overlap)
         events = []
-        finish = zerosync._attached.reducer.gradient_ready
+        finish = zerosync._attached.gradient_ready
 
         def ready(param: Any) -> None:
             finish(param)
             events.append(zerosync._attached.reducer.sent_floor)
 
-        zerosync._attached.reducer.gradient_ready = ready
+        zerosync._attached.gradient_ready = ready
         train(engine, zerosync, 2, promise=True)
         during = max(events[-LAYERS:])
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report.reductions, during

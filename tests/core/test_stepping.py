@@ -142,6 +142,11 @@ def test_a_gather_begins_before_the_step_ends(gathers: list[str]) -> None:
         assert list(map(sum, steps)) == list(map(sum, gathered))
 
 
+def test_only_the_host_steps_by_what_fits_its_caches() -> None:
+    assert len(list(reducer.pieces_of(torch.empty(500), 0, 500))) > 1
+    assert list(reducer.pieces_of(torch.empty(500, device="meta"), 100, 500)) == [(100, 500, None)]
+
+
 @pytest.mark.parametrize("numel", [64, 10**6])
 def test_small_pieces_are_stepped_together(
     numel: int, gathers: list[str], monkeypatch: pytest.MonkeyPatch

@@ -104,10 +104,11 @@ def _step(
 def _enter(optimizer: Any, flat: Any, runs: list[tuple[int, int]], scalars: State | None) -> list[torch.nn.Parameter]:
     """Return views of ``flat`` for the optimizer to step, with their gradients and states."""
     views = []
+    data, gradient = flat.data, flat.grad
     shaped = {} if scalars is None else shaped_states(optimizer.state[flat], flat)
     for begin, end in runs:
-        view = torch.nn.Parameter(flat.data[begin:end])
-        view.grad = flat.grad[begin:end]
+        view = torch.nn.Parameter(data[begin:end])
+        view.grad = gradient[begin:end]
         if scalars is not None:
             own = {key: value[begin:end] for key, value in shaped.items()}
             optimizer.state[view] = own | copied(scalars)
@@ -127,9 +128,8 @@ def _leave(
             if whole.get(key) is None:
                 whole[key] = torch.zeros_like(flat.data, dtype=value.dtype)
                 states_made()
-            part = whole[key][begin:end]
-            if part.data_ptr() != value.data_ptr():
-                part.copy_(value)
+            if value.untyped_storage().data_ptr() != whole[key].untyped_storage().data_ptr():
+                whole[key][begin:end].copy_(value)
     return scalars
 
 

@@ -169,6 +169,12 @@ def registered_hooks(engine: Any) -> Any:
     return engine.optimizer.parameter_offload.forward_hooks
 
 
+def without_disable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``torch.compiler.disable`` has made ``function`` of, for one who is disabled: once is enough."""
+    found: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
+    return found
+
+
 @contextmanager
 def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.

@@ -193,14 +193,19 @@ class _Elsewhere:
 
 @contextmanager
 def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[None]:
-    """While active, the step of ``optimizer`` gives the updated parameters to all ranks by ``gather`` alone."""
+    """While active, the step of ``optimizer`` gives the updated parameters to all ranks by ``gather`` alone.
+
+    They must lie in the flat buffers: DeepSpeed's step would make each a view of its part anew.
+    """
     from deepspeed.runtime.zero import stage_1_and_2
 
     stock, shards = stage_1_and_2.all_gather_dp_groups, optimizer.parallel_partitioned_bit16_groups
     stage_1_and_2.all_gather_dp_groups = lambda **_: gather()
     optimizer.parallel_partitioned_bit16_groups = _Elsewhere()
+    optimizer._update_model_bit16_weights = lambda _: None
     try:
         yield
     finally:
         stage_1_and_2.all_gather_dp_groups = stock
         optimizer.parallel_partitioned_bit16_groups = shards
+        del optimizer._update_model_bit16_weights

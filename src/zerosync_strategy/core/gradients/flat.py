@@ -43,17 +43,19 @@ class FlatBucket(Bucket):
         self._below = below
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
-        self._views: dict[int, torch.Tensor] = {}  # by id of the parameter, of what is in its place
+        # By id of the parameter, of what is in its place.
+        self._views: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, params))
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, for the end of the memory
         begin = 0 if below is None else layout.offsets[params[0]]
         # The memory has the flat buffer's elements from `origin` up to the end of the stripe.
         self._head = stripe.first - begin
         origin = begin - -self._head % _ALIGNMENT
         self._numel = stripe.last - origin
-        self._begins = {param: layout.offsets[param] - origin for param in params}
+        begins = {param: layout.offsets[param] - origin for param in params}
+        self._begins = {id(param): begin for param, begin in begins.items()}
         self._blanks: list[tuple[int, int]] = []
         end = begin - origin
-        for param, offset in self._begins.items():
+        for param, offset in begins.items():
             if offset > end:
                 self._blanks.append((end, offset))
             end = offset + param.numel()
@@ -62,7 +64,7 @@ class FlatBucket(Bucket):
         self.target = (stripe.offset, stripe.width)
 
     def collect(self, param: Any) -> None:
-        gradient, view = param.grad, self._views.get(id(param))
+        gradient, view = param.grad, self._views[id(param)]
         if gradient is view or gradient is None:
             return
         source = gradient.detach() if gradient.requires_grad else gradient
@@ -101,14 +103,14 @@ class FlatBucket(Bucket):
         if self._memory is not None:
             self.local.count(-self._memory.nbytes)
         self._memory = self._allocation = self._from_above = None
-        self._views.clear()
+        self._views = dict.fromkeys(self._views)
         for param in self.params:
             param.grad = None
 
     def _complete(self) -> torch.Tensor:
         """Return the memory with every gradient in its place, on the reduction stream."""
         for param in self.params:
-            gradient, view = param.grad, self._views.get(id(param))
+            gradient, view = param.grad, self._views[id(param)]
             if gradient is view and view is not None:
                 continue
             if gradient is None or self.local.converts:
@@ -138,6 +140,7 @@ class FlatBucket(Bucket):
             self._allocation = self.streams.record_allocation()
         else:
             self.streams.wait_for_allocation(self._memory, self._allocation)
-        begin = self._begins[param]
-        view = self._views[id(param)] = self._memory[begin : begin + param.numel()].view(param.shape)
+        key = id(param)
+        begin = self._begins[key]
+        view = self._views[key] = self._memory[begin : begin + param.numel()].view(param.shape)
         return view

@@ -183,17 +183,22 @@ class Reducer(ABC):
             self._streaming_backwards += 1
             self.streams.reductions_wait_for_caller()
 
-    def gradient_ready(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``. In a backward that streams, reduce the buckets that are complete."""
-        bucket = self._bucket_of.get(id(param))
-        if bucket is None:
-            return
+    def gradient_ready(self, param: Any) -> bool:
+        """Autograd has added to ``param.grad``. Return whether :meth:`reduce_complete` has something to do."""
+        key = id(param)
+        if key not in self._bucket_of:
+            return False
+        bucket = self._bucket_of[key]
         bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
         if not self.is_streaming:
-            return
+            return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
-        bucket.pending.discard(id(param))
+        bucket.pending.discard(key)
+        return not self._to_stream[0].pending
+
+    def reduce_complete(self) -> None:
+        """In a backward that streams, reduce the buckets that are complete, in their order."""
         while self._to_stream and not self._to_stream[0].pending:
             self._reduce_bucket(self._to_stream.popleft())
         self.is_streaming = bool(self._to_stream)

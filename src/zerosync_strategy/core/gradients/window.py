@@ -177,12 +177,10 @@ class Window:
             self.enter_graph(param)
         if self._traffic.traffic:
             self._traffic.attribute()  # parameters that were gathered on the way to this gradient
-        if self._reducer.is_streaming:
+        if self._reducer.gradient_ready(param):
             with self._activity("a backward"):
-                self._reducer.gradient_ready(param)
-            self._traffic.attribute()  # what it has completed and reduced
-        else:
-            self._reducer.gradient_ready(param)
+                self._reducer.reduce_complete()
+            self._traffic.attribute()  # what was reduced
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""

@@ -24,7 +24,7 @@ def adopt_edits_of_stage_1_2(
     names: Mapping[Any, str],
     concurrent: bool,
 ) -> None:
-    """Adopt edits into the master weights of ZeRO-1 or ZeRO-2.
+    """Adopt edits into the master weights of ZeRO-1 or ZeRO-2. All parameters lie in the flat buffers afterwards.
 
     Args:
         groups: of the optimizer, each with the elements that this rank has of it.
@@ -38,9 +38,10 @@ def adopt_edits_of_stage_1_2(
         flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
         begin, itemsize = flat.data_ptr(), flat.element_size()
         for param, offset, shape in zip(group.params, group.offsets, group.shapes, strict=True):
-            if param.data_ptr() != begin + offset * itemsize:  # param.data = ...: no longer a view of the flat buffer
+            if param.data_ptr() != begin + offset * itemsize or param.shape != shape:  # param.data = ...
                 _check_shape(param, shape, names)
-                flat.narrow(0, offset, param.numel()).copy_(param.data.reshape(-1))
+                place = flat.narrow(0, offset, param.numel()).view(shape)
+                param.data = place.copy_(param.data)
         for own in slices:
             part = master.narrow(0, own.offset, own.stop - own.start)
             _adopt(flat[own.start : own.stop], part, concurrent)

@@ -76,6 +76,7 @@ class GatherScheduler:
         self._device = engine.device
         self._ranks = {id(group): str(list(ranks_of(group))) for group in ordered}
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
+        self._rank_of_param: dict[int, int] = {}  # that of its group, by id of the parameter
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
         self._params = set(engine.module.parameters())
@@ -129,7 +130,7 @@ class GatherScheduler:
             if not missing:
                 continue
             with self.gathering(missing):
-                if all(map(self.gathers_plainly, missing)):
+                if self._all_gather_plainly(missing):
                     self._gather(missing, zero3.process_group(missing[0]))
                 else:
                     stock(missing)
@@ -137,8 +138,12 @@ class GatherScheduler:
 
     def gathers_plainly(self, param: Any) -> bool:
         """Return whether ``param`` is gathered from other ranks' shards of its values."""
-        is_shared = id(zero3.process_group(param)) in self._digests
-        return is_shared and self._gathers_plainly and zero3.has_plain_shard(param)
+        return self._all_gather_plainly((param,))
+
+    def _all_gather_plainly(self, params: Sequence[Any]) -> bool:
+        """Whether :meth:`gathers_plainly` holds for all ``params``, of one process group."""
+        is_shared = id(zero3.process_group(params[0])) in self._digests
+        return is_shared and self._gathers_plainly and all(map(zero3.has_plain_shard, params))
 
     def _load(self, params: list[Any], host: HostCache) -> list[Any]:
         """Let those of ``params``, all of one group, arrive that the host has in full; return the others."""
@@ -173,9 +178,13 @@ class GatherScheduler:
 
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
-        ordered = sorted(params, key=lambda p: (self._rank_of_group[id(zero3.process_group(p))], zero3.param_id(p)))
-        for _, of_group in groupby(ordered, key=lambda param: id(zero3.process_group(param))):
-            yield list(of_group)
+        by_id = {zero3.param_id(param): param for param in params}
+        ranks = self._rank_of_param
+        for number, param in by_id.items():
+            if number not in ranks:
+                ranks[number] = self._rank_of_group[id(zero3.process_group(param))]
+        for _, ids in groupby(sorted(sorted(by_id), key=ranks.__getitem__), key=ranks.__getitem__):
+            yield [by_id[number] for number in ids]
 
     def fetch(self, params: list[Any]) -> list[Any]:
         """Gather ``params``, released ones, as a turn of its own, and return the handles: DeepSpeed knows of none."""
@@ -292,7 +301,7 @@ class GatherScheduler:
 
     def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
         with self.gathering(params), rank_status().activity(self.activity(params, reader)):
-            if not all(map(self.gathers_plainly, params)):
+            if not self._all_gather_plainly(params):
                 return {param: zero3.gather(param) for param in params}
             by_dtype: dict[torch.dtype, list[Any]] = {}
             for param in params:
@@ -363,7 +372,8 @@ class _GatherHandle:
 
     Attributes:
         params: that it gathers.
-        counted: those of them whose bytes are counted until their memory, which may come with the gather, is free.
+        counted: those of them whose bytes, which are beside them, are counted until their memory, which may come with
+            the gather, is free.
         keeper: is given the parameters once they are there.
     """
 
@@ -378,12 +388,12 @@ class _GatherHandle:
         self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
         self.params = params
         self.keeper = keeper
-        self.counted: list[Any] = []
+        self.counted: list[tuple[Any, int]] = []
 
     def count(self) -> None:
         """Count the bytes that are being gathered."""
-        self.counted = [param for param in self.params if not zero3.is_persistent(param)]
-        self._scheduler.unsharded.add(sum(map(zero3.full_bytes, self.counted)))
+        self.counted = [(param, zero3.full_bytes(param)) for param in self.params if not zero3.is_persistent(param)]
+        self._scheduler.unsharded.add(sum(nbytes for _, nbytes in self.counted))
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
@@ -408,8 +418,8 @@ class _GatherHandle:
             self._waited_for = True
             self._handle = None  # DeepSpeed's keeps what was received
             zero3.have_arrived(self.params)
-            for param in self.counted:
-                with zero3.as_it_is():
-                    scheduler.unsharded.free_with(param.data, zero3.full_bytes(param))
+            with zero3.as_it_is():
+                for param, nbytes in self.counted:
+                    scheduler.unsharded.free_with(param.data, nbytes)
         if self._unsharded is not None:
             streams.wait_for_unshard(self._unsharded)

@@ -198,13 +198,17 @@ class UnshardOnRead:
         # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
         # shape that it sees, and when the node stores one, for the layout.
         def in_shape(_: Any) -> None:
+            if zero3.all_gathered((param,)):  # these two run for every gradient: the rest where it is needed
+                return
             with zero3.as_it_is():
                 if param.numel() == 0:
                     param.data = blank
 
         def as_it_was(_: Any) -> None:
+            if not zero3.is_released(param):
+                return
             with zero3.as_it_is():
-                if zero3.is_released(param) and param.numel() > 0:
+                if param.numel() > 0:
                     param.data = blank.new_empty(0)
 
         with zero3.in_full_shape(param), torch.enable_grad():
@@ -224,8 +228,9 @@ class UnshardOnRead:
         found = [self._extended.get(hook.stock, hook) for hook in compilation.module_hooks(self._engine)]
         for hook in found:
             if hook not in self._hooks:
-                extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(hook.stock)
                 traced_over = self._trace_gathers and hook.when
+                stock = hook.stock if traced_over else compilation.without_disable(hook.stock)
+                extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(stock)
                 replacement = _untraced(extended) if traced_over else torch.compiler.disable(extended)
                 hook.replace(replacement)
                 self._extended[replacement] = hook
