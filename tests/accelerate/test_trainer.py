@@ -1,6 +1,5 @@
 """The Hugging Face Trainer, and optimizers and schedulers that DeepSpeed makes: exact against the oracle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,13 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.accelerate.runs import oracle
+from tests.accelerate.runs import launched, oracle
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, loss_of, network
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
 
 BATCHES, EVERY = 10, 4
-
-
-def launched(stage: int) -> dict[str, str]:
-    """What ``accelerate launch`` tells the ranks."""
-    config = {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "zerosync": {},
-    }
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}
 
 
 class Model(torch.nn.Module):
