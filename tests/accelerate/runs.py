@@ -1,5 +1,6 @@
 """One way to train the small problem under Accelerate on forked ranks, and the same on the oracle."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,3 +64,15 @@ def start(
 def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:
     net = network()
     return Oracle(net, optimizer(net.parameters()), WORLD)
+
+
+def launched(stage: int) -> dict[str, str]:
+    """What ``accelerate launch`` tells the ranks."""
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "zerosync": {},
+    }
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}

@@ -223,9 +223,13 @@ def refused_on_every_rank(job: Any, message: str) -> None:
 
 
 def test_cpu_true_would_switch_deepspeed_off() -> None:
-    refused_on_every_rank(
-        lambda: Accelerator(cpu=True, deepspeed_plugin=ZeroSyncPlugin(stage=2)), "switches DeepSpeed off"
-    )
+    def job(before: bool) -> None:
+        if before:
+            PartialState(cpu=True)
+        Accelerator(cpu=True, deepspeed_plugin=ZeroSyncPlugin(stage=2))
+
+    for before in (False, True):
+        refused_on_every_rank(lambda before=before: job(before), "switches DeepSpeed off")
 
 
 @since("1.15", "it knows them, and DeepSpeed compiles an operator on CPU", package="accelerate")

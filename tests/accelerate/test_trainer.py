@@ -1,6 +1,5 @@
 """The Hugging Face Trainer, and optimizers and schedulers that DeepSpeed makes: exact against the oracle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,13 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.accelerate.runs import oracle
+from tests.accelerate.runs import launched, oracle
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, loss_of, network
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
 
 BATCHES, EVERY = 10, 4
-
-
-def launched(stage: int) -> dict[str, str]:
-    """What ``accelerate launch`` tells the ranks."""
-    config = {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "zerosync": {},
-    }
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}
 
 
 class Model(torch.nn.Module):
@@ -128,11 +115,33 @@ def test_a_training_step_that_does_not_divide_sums(stage: int, tmp_path: Path) -
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
-def arguments(folder: Path) -> TrainingArguments:
+def test_use_cpu_of_two_trainers(tmp_path: Path) -> None:
+    """``TrainingArguments(use_cpu=True, deepspeed=...)`` under torchrun trains with DeepSpeed, again and again."""
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "zerosync": {}}
+
+    def job() -> Any:
+        found = []
+        for _ in range(2):
+            given = arguments(tmp_path, use_cpu=True, deepspeed=dict(config), lr_scheduler_type="constant")
+            trainer = InOrder(Model(), given, train_dataset=Rows(4))
+            trainer.train()
+            assert trainer.accelerator.deepspeed_engine_wrapped.zerosync.report.step == 4
+            found.append({name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()})
+        return found
+
+    expected = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0))
+    for batch in range(4):
+        expected.backward(lambda rank, batch=batch: loss_of(expected.module, Data(4).batch(batch, rank)))
+        expected.step()
+    for both in run_ranks(job):
+        assert [distance(parameters, full_parameters(expected.module)) for parameters in both] == [0.0, 0.0]
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=MICRO, num_train_epochs=1, max_grad_norm=0.0,
-        learning_rate=1e-2, lr_scheduler_type="linear", optim="adamw_torch", save_strategy="no", report_to=[],
-        disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+        learning_rate=1e-2, optim="adamw_torch", save_strategy="no", report_to=[], disable_tqdm=True, bf16=False,
+        dataloader_pin_memory=False, **{"lr_scheduler_type": "linear", **options},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.accelerate import runs as accelerate_runs
 from tests.harness import problem
+from tests.harness.engines import make_engine
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import Data, adamw, loss_of
 from tests.harness.ranks import run_ranks
@@ -65,6 +66,35 @@ def test_plain_deepspeed_and_its_checkpoint(stage: int, zero: dict[str, Any], tm
         return distance(full_parameters(first.module), expected(4))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("zero", [{}, ALL_SHARDED], ids=["persistent", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_saved_model(dtype: torch.dtype, zero: dict[str, Any], tmp_path: Path) -> None:
+    """Of stage 3: DeepSpeed gathers each parameter for rank 0, as if it changed them."""
+
+    def run() -> None:
+        net = Scaled()
+        options = {**zero, "stage3_gather_16bit_weights_on_model_save": True}
+        engine = make_engine(net, adamw(net.parameters()), 3, options, bf16={"enabled": dtype is torch.bfloat16})
+        attach(engine)
+        for batch in range(2):
+            x, y = Data(2).batch(batch, torch.distributed.get_rank())
+            engine.backward(loss_of(engine, (x.to(dtype), y.to(dtype))))
+            engine.step()
+            engine.save_16bit_model(tmp_path)
+            with deepspeed.zero.GatheredParameters([net.unused], modifier_rank=0):
+                net.unused.data.fill_(batch if torch.distributed.get_rank() == 0 else 9)
+        trained = full_parameters(net)
+        assert trained["unused"] == 1
+        engine.save_16bit_model(tmp_path)
+        torch.distributed.barrier()
+        saved = torch.load(tmp_path / "pytorch_model.bin")
+        assert {name: (value.shape, value.float().tolist()) for name, value in saved.items()} == {
+            name: (value.shape, value.tolist()) for name, value in trained.items()
+        }
+
+    run_ranks(run)
 
 
 @pytest.mark.parametrize("sharded_from_the_start", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -426,6 +427,111 @@ def test_what_is_read_is_there() -> None:
         engine.step()
 
     run_ranks(run)
+
+
+class Looking(nn.Module):
+    """Its forward reads parameters of a layer that does not run, and uses one that it has read without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.runs, self.read = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.read.bias.requires_grad_(False)
+        self.seen: set[Any] = set()
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes and not torch.is_inference_mode_enabled():  # new data made there could not be trained
+            self.read.bias.data = torch.full((3,), 0.5)
+            self.read.weight.data = self.read.weight.data.clamp(-0.1, 0.1)
+        with torch.no_grad():
+            weight, bias = self.read.weight, self.read.bias
+        twin = copy.deepcopy(weight)
+        for param in (weight, bias, self.read.weight):
+            self.seen.add((param.requires_grad, param.is_leaf, param.grad_fn, param.shape, self.training))
+        self.seen.add((type(twin), twin.requires_grad, (weight * 1).requires_grad, weight.detach().requires_grad))
+        return nn.functional.linear(self.runs(x), self.read.weight) + (x @ weight.t() + bias)
+
+
+@pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}], ids=["gathered", "held"])
+def test_what_a_forward_reads_answers_as_the_parameter_does(options: dict[str, Any]) -> None:
+    def run() -> float:
+        net = Looking()
+        plain = copy.deepcopy(net)
+        engine, oracle = make_engine(net, trained(net), 3, SHARDED), Oracle(plain, trained(plain))
+        attach(engine, **options)
+        for k in range(4):
+            net.writes = plain.writes = k == 2
+            engine.backward(engine(inputs(k, rank())).square().sum())
+            oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().sum())
+            engine.step()
+            oracle.step()
+            engine.zero_grad()
+            for model in (engine, plain):
+                model.eval()
+                for without_gradients in (torch.no_grad, torch.inference_mode):
+                    with without_gradients():
+                        model(torch.ones(1, 4))
+                model.train()
+        assert net.seen == plain.seen
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert max(run_ranks(run)) < 1e-6
+
+
+def trained(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in net.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
+
+
+def inputs(k: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * k + of_rank))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(2, {}), (3, {}), (3, {"param_memory_budget": "all"})], ids=["2", "3", "3, held"]
+)
+def test_pruning(stage: int, options: dict[str, Any]) -> None:
+    """Before the engine is built and later, one layer and all, twice, and made permanent; and other attributes."""
+
+    def run() -> float:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        plain = copy.deepcopy(net)
+        for model in (net, plain):
+            prune.custom_from_mask(model[4], "weight", torch.arange(18).view(3, 6) % 3 > 0)
+        engine, oracle = make_engine(net, trained(net), stage, SHARDED), Oracle(plain, trained(plain))
+        attach(engine, **options)
+
+        def train(k: int) -> None:
+            engine.backward(engine(inputs(k, rank())).square().sum())
+            oracle.backward(lambda r: plain(inputs(k, r)).square().sum())
+            engine.step()
+            oracle.step()
+            engine.zero_grad()
+
+        def layers(model: Any) -> list[tuple[nn.Module, str]]:
+            return [(model[index], name) for index in (0, 2, 4) for name in ("weight", "bias")]
+
+        edits: list[Callable[[Any], Any]] = [
+            lambda model: prune.l1_unstructured(model[0], "weight", 0.3),
+            lambda model: prune.global_unstructured(layers(model), prune.L1Unstructured, amount=0.2),
+            lambda model: prune.ln_structured(model[2], "weight", 0.2, n=2, dim=0),
+            lambda model: [prune.remove(*layer) for layer in layers(model)],
+            lambda model: prune.l1_unstructured(model[0], "weight", 0.3),
+        ]
+        train(0)
+        for k, edit in enumerate(edits, 1):
+            for model in (net, plain):
+                edit(model)
+            assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
+            assert net[0].weight.shape == (6, 4) and net[0].weight.requires_grad
+            train(2 * k)
+            train(2 * k + 1)
+            for (name, ours), theirs in zip(net.named_buffers(), plain.buffers(), strict=True):
+                assert torch.equal(ours, theirs), name
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert max(run_ranks(run)) < 1e-6
 
 
 def test_what_cannot_be_right_is_an_error() -> None:

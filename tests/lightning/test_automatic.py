@@ -10,7 +10,17 @@ from torch import nn
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, loss_of, network, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, accumulate, assert_one_reduction_per_step, fit, oracle, strategy
+from tests.lightning.runs import (
+    Data,
+    Module,
+    Recorder,
+    accumulate,
+    assert_one_reduction_per_step,
+    fit,
+    make_trainer,
+    oracle,
+    strategy,
+)
 from zerosync_strategy import ZeroSyncStrategy
 
 # The clipping coefficient is computed from partial norms in another order than torch's: equal up to rounding.
@@ -38,6 +48,25 @@ def test_accumulation_scheduler(stage: int) -> None:
         return distance(recorder.parameters, accumulate(oracle(), 8, lambda epoch: 4 if epoch else 2, epochs=3))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+class MakesLoader(Module):
+    """Its hook may draw random numbers, as one that splits a data set does."""
+
+    made = 0
+
+    def train_dataloader(self) -> Any:
+        self.made += 1
+        return Data(4).loader()
+
+
+def test_a_loader_is_made_once() -> None:
+    def run() -> tuple[int, float]:
+        module, recorder = MakesLoader(), Recorder()
+        make_trainer(strategy(2), [recorder]).fit(module)
+        return module.made, distance(recorder.parameters, accumulate(oracle(), 4, 1))
+
+    assert run_ranks(run) == [(1, 0.0)] * 2
 
 
 class StepsEverySecondBatch(Module):

@@ -151,8 +151,15 @@ def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_validate_test_predict_before_between_and_after(stage: int) -> None:
+    class Numbering(Module):
+        """Its steps return numbers, before there is an engine to attach to, too."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            super().validation_step(batch, batch_idx)
+            return batch_idx
+
     def run() -> float:
-        module, data, recorder = Module(), Data(4), Recorder()
+        module, data, recorder = Numbering(), Data(4), Recorder()
         trainer = make_trainer(strategy(stage), [recorder])
         (before,) = trainer.validate(module, data.loader())
         trainer.fit(module, data.loader())

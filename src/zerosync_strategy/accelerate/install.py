@@ -1,4 +1,4 @@
-"""The three methods of Accelerate that are replaced. Without a ``"zerosync"`` block they do what they did."""
+"""The four methods of Accelerate that are replaced. Without a ``"zerosync"`` block they do what they did."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from accelerate.accelerator import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType, parse_flag_from_env
 
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
@@ -33,9 +33,11 @@ def install(always: bool = False) -> None:
     _stock["__post_init__"] = DeepSpeedPlugin.__post_init__
     _stock["_prepare_deepspeed"] = Accelerator._prepare_deepspeed
     _stock["_prepare_backend"] = PartialState._prepare_backend
+    _stock["__init__"] = AcceleratorState.__init__
     DeepSpeedPlugin.__post_init__ = _post_init
     Accelerator._prepare_deepspeed = _prepare_deepspeed
     PartialState._prepare_backend = _prepare_backend
+    AcceleratorState.__init__ = _init_state
 
 
 def _post_init(self: DeepSpeedPlugin) -> None:
@@ -58,20 +60,32 @@ def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs
 
     Before Accelerate 1.15 it says gloo instead, and lets DeepSpeed compile.
     """
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    ours = deepspeed and (_always or ZeroSyncPlugin.used or _has_block())
-    if ours and cpu:
-        raise ValueError(
-            "Accelerate got cpu=True, use_cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it"
-            " ZeroSync. Leave it out: without a GPU, or with CUDA_VISIBLE_DEVICES set to nothing, ZeroSync trains on"
-            " the CPU."
-        )
+    ours = _is_ours()
     backend, distributed_type = _stock["_prepare_backend"](self, cpu, *args, **kwargs)
     on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
     if ours and on_cpu and "LOCAL_RANK" in os.environ:
         prepare_cpu()
+        if cpu:  # asked for by TrainingArguments(use_cpu=True); then stock says gloo
+            return backend, distributed_type
         return "gloo", DistributedType.NO  # which becomes DeepSpeed's
     return backend, distributed_type
+
+
+def _init_state(
+    self: AcceleratorState, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any
+) -> None:
+    """With ``cpu=True`` stock would train without DeepSpeed."""
+    if (cpu or parse_flag_from_env("ACCELERATE_USE_CPU")) and _is_ours():
+        raise ValueError(
+            "Accelerate got cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it ZeroSync. Leave"
+            " it out: without a GPU, or with CUDA_VISIBLE_DEVICES set to nothing, ZeroSync trains on the CPU."
+        )
+    _stock["__init__"](self, mixed_precision, cpu, *args, **kwargs)
+
+
+def _is_ours() -> bool:
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return deepspeed and (_always or ZeroSyncPlugin.used or _has_block())
 
 
 def _has_block(given: Any = None) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.zero import offloads_optimizer
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
@@ -93,6 +94,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
         allow_scalars()
+        allow_any_output()
         if self.zero_stage == 3:
             refuse_nested_init()
 

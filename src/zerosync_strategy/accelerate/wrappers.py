@@ -35,6 +35,8 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
     """``accelerator.prepare(*args)`` under ``plugin``, by way of Accelerate's own ``stock`` preparation."""
     from deepspeed import DeepSpeedEngine
 
+    if accelerator.device.type == "cpu":
+        prepare_cpu()
     if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
         _become_the_only_rank(accelerator)
     if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
@@ -94,8 +96,6 @@ def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool
 def _become_the_only_rank(accelerator: Any) -> None:
     """``python train.py``, without a launcher, is a job of one rank. DeepSpeed would look for MPI."""
     os.environ.setdefault("LOCAL_RANK", "0")
-    if accelerator.device.type == "cpu":
-        prepare_cpu()
     backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)

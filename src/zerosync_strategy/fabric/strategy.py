@@ -21,6 +21,7 @@ from zerosync_strategy.core.configuration import fill_in_precision
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -73,6 +74,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
         ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
+        allow_any_output()
         self.zerosyncs: list[ZeroSync] = []
         self._prepared: weakref.WeakSet[PreparedModule] = weakref.WeakSet()
         allow_later_optimizers(Fabric, ZeroSyncFabricStrategy)

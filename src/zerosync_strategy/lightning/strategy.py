@@ -18,6 +18,7 @@ from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
@@ -89,6 +90,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
         ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
+        allow_any_output()
         self.zerosyncs: list[ZeroSync] = []
         self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
@@ -131,6 +133,14 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super()._format_batch_size_and_grad_accum_config()
         if self.lightning_module is not None:
             self.config.update(gradient_accumulation_steps=1, gradient_clipping=clip)
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # For DeepSpeed's log of its throughput. A hook of the program that makes a loader is not called for that.
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.fit_loop._data_source.is_module():
+            return 1
+        return super()._auto_select_batch_size()
 
     @property
     def _lightning_module(self) -> LightningModule | None:

@@ -1,4 +1,5 @@
-"""Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed 0.19.8 fails when it starts with one.
+"""Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed 0.19.8 fails when it starts with one,
+and when a context has gathered one for a rank to change, as it does to save the model.
 
 It broadcasts each parameter as bytes, on every device, and torch makes no bytes of a tensor without dimensions.
 """
@@ -15,7 +16,7 @@ import torch
 def allow_scalars() -> None:
     """Let the engines that are made in this process take parameters without dimensions; others are as they were."""
     from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
     broadcast_model = getattr(DeepSpeedEngine, "_broadcast_model", None)
     init_param = getattr(Init, "_zero_init_param", None)
@@ -44,3 +45,22 @@ def allow_scalars() -> None:
             param.ds_shape = torch.Size(())  # that of every gather from now on
 
         Init._zero_init_param = shard
+
+    leave_context = GatheredParameters.__exit__
+
+    @functools.wraps(leave_context)
+    def leave(context: Any, *error: Any) -> Any:
+        if not context.enabled or context.src_rank is None:
+            return leave_context(context, *error)
+        scalars = [param for param in context.params if param.dim() == 0]
+        for param in scalars:
+            param.data = param.data.view(1)
+        try:
+            return leave_context(context, *error)
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for param in scalars:
+                    if param.numel() == 1:  # it stays gathered
+                        param.data = param.data.view(())
+
+    GatheredParameters.__exit__ = leave

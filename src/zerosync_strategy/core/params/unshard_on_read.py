@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from zerosync_strategy.core.engine import compilation, shared, zero3
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.values import Memory, ParameterValues, unsharded
+from zerosync_strategy.core.params.values import Memory, ParameterValues, Read, unsharded
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
 _RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
@@ -163,7 +163,7 @@ class UnshardOnRead:
         if not (self._running or compilation.is_in_forward(module) or _in_backward()):
             return param
         memory = self._values.memory(param)
-        return unsharded(self._differentiable_read(param, memory), memory)
+        return unsharded(self._differentiable_read(param, memory), memory, Read)
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
@@ -179,7 +179,7 @@ class UnshardOnRead:
     def _make_placeholders(self) -> None:
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
-            for name in placeholders:
+            for name in [name for name in placeholders if name in module._parameters]:
                 param: Any = module._parameters[name]
                 placeholders[name] = self._placeholder(param)
                 self._trains[param] = param.requires_grad
@@ -317,7 +317,7 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
     key = (stock, names, traced)
     if key not in _classes:
-        attributes: dict[str, Any] = {name: property(_reader(name, traced)) for name in names}
+        attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
         attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
         _classes[key] = type(stock.__name__, (stock,), attributes)
     return _classes[key]
@@ -343,6 +343,26 @@ def _as_it_is(module: Any, name: str) -> torch.Tensor:
     return module._parameters[name]  # the compiler gathers it
 
 
+def _property(name: str, traced: _Traced) -> property:
+    """What a module has by the name of a parameter. Pruning and its like put something else there, an attribute."""
+
+    def replace(module: nn.Module, value: Any) -> None:
+        vars(module)[_PLACEHOLDERS].pop(name, None)
+        vars(module)[name] = value
+
+    def delete(module: nn.Module) -> None:
+        _replacement(module, name)
+        del vars(module)[name]
+
+    return property(_reader(name, traced), replace, delete)
+
+
+def _replacement(module: Any, name: str) -> Any:
+    if name not in module.__dict__:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    return module.__dict__[name]
+
+
 def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     from torch._dynamo.eval_frame import skip_code
 
@@ -351,11 +371,13 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     def read(module: Any) -> Any:
         if not torch.compiler.is_compiling():
             param = module._parameters.get(name)
+            if param is None and name not in module._parameters:
+                return _replacement(module, name)
             return param if zero3.is_in_use(param) else read_eagerly(module, name, param)
         # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
         # which is there in full, would not have its shape.
         if name not in module._zerosync_placeholders:
-            return module._parameters.get(name)
+            return module._parameters[name] if name in module._parameters else _replacement(module, name)
         if module._zerosync_runs and module._parameters[name].numel() > 0:
             return module._parameters[name]
         return traced(module, name)

@@ -193,6 +193,12 @@ class Memory:
                 f" had changed, and does not show it. Take the view anew. Or: {_REMEDY}"
             )
 
+    def for_use(self) -> torch.Tensor:
+        """Return the values as autograd has to see the parameter now."""
+        if self.param.requires_grad and torch.is_grad_enabled():
+            return self._values.differentiable(self.param, self)  # type: ignore[misc]
+        return self.full
+
     def write_back(self) -> None:
         """Write the values, which an operation has changed, to the parameter."""
         self._values.write_back(self.param, self.full)
@@ -260,13 +266,33 @@ class Unsharded(_Intercepted, torch.Tensor):
         return zero3.answer_of_gathered(name, self.zerosync_memory.param)
 
 
-for _class in (Alias, Unsharded):
+class Read(Unsharded):
+    """Such values as a whole, which a program takes for the parameter: that answers what is asked of a leaf."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_A_LEAF:
+            return super().__torch_function__(func, types, args, kwargs)
+        param = args[0].zerosync_memory.param
+        if func == _SET_DATA:
+            return _set_data(param, args[1])
+        with zero3.as_it_is():
+            result = func(param, *args[1:], **(kwargs or {}))
+        return args[0] if result is param else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(self.zerosync_memory.full.clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+for _class in (Alias, Unsharded, Read):
     compilation.leave_to_eager_code(_class)
 
 
-def unsharded(tensor: torch.Tensor, memory: Memory) -> Unsharded:
+def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsharded) -> Unsharded:
     """Return ``tensor``, which lies in ``memory``, as one whose changes are written back."""
-    tensor.__class__ = Unsharded
+    tensor.__class__ = as_a
     tensor.zerosync_memory = memory  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
@@ -330,16 +356,17 @@ class _Operation:
     def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, Memory]:
         memory = given.zerosync_memory
         memory.check()
-        return given.as_subclass(torch.Tensor), memory
+        plain = given.as_subclass(torch.Tensor)
+        if isinstance(given, Read) and not plain.requires_grad:  # read without gradients, and used with them, perhaps
+            return memory.for_use(), memory
+        return plain, memory
 
     def _gather(self, given: Any) -> tuple[torch.Tensor, Memory]:
         param, values = _param_of(given), _values_of(given)
         if param not in self._gathered:
             self._gathered[param] = values.memory(param)
         memory = self._gathered[param]
-        if given.requires_grad and torch.is_grad_enabled():
-            return values.differentiable(param, memory), memory  # type: ignore[misc]
-        return memory.full, memory
+        return memory.for_use() if given.requires_grad else memory.full, memory
 
     def write_back(self) -> None:
         """Write back what was changed."""
@@ -387,9 +414,10 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
         _values_of(tensor).assign(_param_of(tensor), _Operation().operand(value))
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_SHARDED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _SET_DATA: _set_data,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.view_as: _view_as,
@@ -420,3 +448,5 @@ _OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
 _OF_THE_OBJECT = _functions_of(_OBJECT) | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
+# ... and where they are is a tensor that autograd has computed.
+_OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), _SET_DATA}
