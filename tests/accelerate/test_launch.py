@@ -58,7 +58,7 @@ def expected(rank: int) -> str:
     return f"rank {rank}/2 __main__ ['--epochs', '3'] steps 2 backwards 2 reductions 1"
 
 
-def run(folder: Path, *what: str, block: str = "") -> Any:
+def run(folder: Path, *what: str, more: str = "") -> Any:
     """The outcomes of ``-m zerosync_strategy.accelerate.run`` on forked ranks, which start faster."""
     (folder / "train.py").write_text(SCRIPT)
 
@@ -68,19 +68,20 @@ def run(folder: Path, *what: str, block: str = "") -> Any:
         sys.argv = ["run", *what, "--epochs", "3"]
         runpy.run_module("zerosync_strategy.accelerate.run", run_name="__main__")
 
-    config = f'{{"zero_optimization": {{"stage": 2}}, "zerosync": {{{block}}}}}'
+    config = f'{{"zero_optimization": {{"stage": 2}}{more}}}'
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
     return run_ranks(job, expect="any", env=env)
 
 
 @pytest.mark.parametrize("what", [["-m", "train"], ["train.py"]], ids=" ".join)
 def test_a_module_or_a_script_is_run(what: list[str], tmp_path: Path) -> None:
+    """Also where the configuration has no block of ours."""
     for rank, outcome in enumerate(run(tmp_path, *what)):
         assert outcome.error is None and expected(rank) in outcome.output, str(outcome)
 
 
 def test_a_wrong_option_is_said_on_every_rank(tmp_path: Path) -> None:
-    for outcome in run(tmp_path, "-m", "train", block='"param_memory_bugdet": "all"'):
+    for outcome in run(tmp_path, "-m", "train", more=', "zerosync": {"param_memory_bugdet": "all"}'):
         assert outcome.error == "ValueError", str(outcome)
         assert "Unknown ZeroSync option 'param_memory_bugdet' in the 'zerosync' block" in outcome.message
 
