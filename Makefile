@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --compare
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BASE ?= HEAD
 ROWS ?=
 
@@ -46,7 +46,7 @@ demo: $(STAMP)
 	$(RUN) "$(BIN)/python" examples/lightning_gpt.py $(DEMO_ARGS)
 
 test: check
-	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

@@ -14,10 +14,18 @@ from zerosync_strategy import ZeroSyncPlugin
 STEPS = 3
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("loss_of", [contrastive.hook_loss, contrastive.function_loss])
-@pytest.mark.parametrize("how", ["accelerator", "raw", "engine in the loss"])
-def test_cached_gradients_are_those_of_plain_torch(stage: int, loss_of: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "loss_of", "stage"),  # every pair of values
+    [
+        ("accelerator", contrastive.hook_loss, 3),
+        ("accelerator", contrastive.function_loss, 2),
+        ("raw", contrastive.hook_loss, 2),
+        ("raw", contrastive.function_loss, 3),
+        ("engine in the loss", contrastive.hook_loss, 3),
+        ("engine in the loss", contrastive.function_loss, 2),
+    ],
+)
+def test_cached_gradients_are_those_of_plain_torch(how: str, loss_of: Any, stage: int) -> None:
     def job() -> Any:
         accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(stage=stage))
         model = contrastive.encoder()

@@ -1,6 +1,7 @@
 """``accelerate launch`` with the example configurations, as a user types it."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
-from zerosync_strategy.accelerate import run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "accelerate"
 CPU = EXAMPLES / "zerosync_cpu.yaml"
@@ -43,7 +43,7 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["import", "run"])
+@pytest.mark.parametrize("how", ["import", pytest.param("run", marks=pytest.mark.slow)])
 def test_a_script_is_launched_from_the_yaml_alone(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(("import zerosync_strategy.accelerate\n" if how == "import" else "") + SCRIPT)
@@ -58,27 +58,30 @@ def expected(rank: int) -> str:
     return f"rank {rank}/2 __main__ ['--epochs', '3'] steps 2 backwards 2 reductions 1"
 
 
-def run_module(folder: Path, block: str) -> Any:
-    """The outcomes of ``-m zerosync_strategy.accelerate.run -m train`` on forked ranks, which start faster."""
+def run(folder: Path, *what: str, more: str = "") -> Any:
+    """The outcomes of ``-m zerosync_strategy.accelerate.run`` on forked ranks, which start faster."""
     (folder / "train.py").write_text(SCRIPT)
 
     def job() -> None:
+        os.chdir(folder)
         sys.path.insert(0, str(folder))  # as Python does where -m is given
-        sys.argv = ["run", "-m", "train", "--epochs", "3"]
-        run.main()
+        sys.argv = ["run", *what, "--epochs", "3"]
+        runpy.run_module("zerosync_strategy.accelerate.run", run_name="__main__")
 
-    config = f'{{"zero_optimization": {{"stage": 2}}, "zerosync": {{{block}}}}}'
+    config = f'{{"zero_optimization": {{"stage": 2}}{more}}}'
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}
     return run_ranks(job, expect="any", env=env)
 
 
-def test_a_module_is_run(tmp_path: Path) -> None:
-    for rank, outcome in enumerate(run_module(tmp_path, "")):
+@pytest.mark.parametrize("what", [["-m", "train"], ["train.py"]], ids=" ".join)
+def test_a_module_or_a_script_is_run(what: list[str], tmp_path: Path) -> None:
+    """Also where the configuration has no block of ours."""
+    for rank, outcome in enumerate(run(tmp_path, *what)):
         assert outcome.error is None and expected(rank) in outcome.output, str(outcome)
 
 
 def test_a_wrong_option_is_said_on_every_rank(tmp_path: Path) -> None:
-    for outcome in run_module(tmp_path, '"param_memory_bugdet": "all"'):
+    for outcome in run(tmp_path, "-m", "train", more=', "zerosync": {"param_memory_bugdet": "all"}'):
         assert outcome.error == "ValueError", str(outcome)
         assert "Unknown ZeroSync option 'param_memory_bugdet' in the 'zerosync' block" in outcome.message
 

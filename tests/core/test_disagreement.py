@@ -25,7 +25,7 @@ from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=2)
 
 
 def engine_with_timeout(stage: int, **zero: Any) -> Any:
@@ -81,7 +81,7 @@ def test_each_rank_says_what_all_were_doing(stage: int, case: str) -> None:
                     zerosync.window.expect_last()
                 engine.backward(loss_of(engine, k, rank()))
             if step and disagreement.get("elsewhere") == rank():
-                time.sleep(TIMEOUT.total_seconds() + 3)
+                time.sleep(TIMEOUT.total_seconds() + 1)
             engine.step()
 
     outcomes = run_ranks(run, expect="any", timeout=60)

@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
+from tests.harness.ranks import run_ranks
 from tests.matrix import table
 from zerosync_strategy.doctor import (
     accelerate_traps,
@@ -18,6 +21,7 @@ from zerosync_strategy.doctor import (
     exchange,
     hosts,
     lightning_traps,
+    rank,
     releases,
     selftest,
 )
@@ -166,11 +170,15 @@ def test_what_is_wrong_with_the_machine(tmp_path: Path) -> None:
     assert str(tmp_path / "shm") in missing.found
 
 
-def broken(tmp_path: Path, code: str) -> list[Finding]:
-    """What the self-test finds where each rank runs `code` first."""
-    (tmp_path / "sitecustomize.py").write_text(code)
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    return selftest.check(timeout=150, environment={"PYTHONPATH": path})
+def broken(how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What the self-test finds where each rank is broken first; on forked ranks, which start faster."""
+
+    def run(files: list[Path], *_: Any) -> str:
+        run_ranks(lambda: (how(), rank.main(files[int(os.environ["RANK"])])))
+        return ""
+
+    monkeypatch.setattr(selftest, "_run", run)
+    return selftest.check()
 
 
 def test_the_self_test_passes() -> None:
@@ -181,25 +189,28 @@ def test_the_self_test_passes() -> None:
     assert Examination(tuple(findings)).exit_status == 0
 
 
-def test_a_deepspeed_that_lacks_an_internal_fails_by_feature(tmp_path: Path) -> None:
-    code = "from deepspeed.runtime.engine import DeepSpeedEngine as E; del E.allreduce_gradients"
-    findings = broken(tmp_path, code)
+def test_a_deepspeed_that_lacks_an_internal_fails_by_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack() -> None:
+        del deepspeed.DeepSpeedEngine.allreduce_gradients
+
+    findings = broken(lack, monkeypatch)
     window, *rest = [finding for finding in findings if finding.level is Level.ERROR]
     assert window.topic == "contract" and window.found.startswith("window") and "allreduce_gradients" in window.found
     assert [finding.topic for finding in rest] == ["self-test"] * 3
     assert Examination(tuple(findings)).exit_status == 1
 
 
-def test_ranks_that_receive_something_else_fail_the_self_test(tmp_path: Path) -> None:
-    code = (
-        "import torch.distributed as d\n"
-        "stock, kept = d.isend, []\n"
-        "def isend(tensor, *args, **kwargs):\n"
-        "    kept.append(tensor * 0.5)\n"
-        "    return stock(kept[-1], *args, **kwargs)\n"
-        "d.isend = isend\n"
-    )
-    wrong = [finding for finding in broken(tmp_path, code) if finding.level is Level.ERROR]
+def test_ranks_that_receive_something_else_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_half() -> None:
+        stock, kept = torch.distributed.isend, []
+
+        def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            kept.append(tensor * 0.5)
+            return stock(kept[-1], *args, **kwargs)
+
+        torch.distributed.isend = isend
+
+    wrong = [finding for finding in broken(send_half, monkeypatch) if finding.level is Level.ERROR]
     assert [finding.topic for finding in wrong] == ["self-test"] * 3
     assert all("differ" in finding.found for finding in wrong)
 

@@ -26,7 +26,7 @@ from zerosync_strategy.core.failures import deadlock
 
 VICTIM = 1
 WINDOW, BACKWARD = 3, 2  # of the fault
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=3)
 USUAL = ("first", "second", "third")
 
 
@@ -56,7 +56,7 @@ def fail() -> None:
 
 
 def sleep() -> None:
-    time.sleep(TIMEOUT.total_seconds() + 3)
+    time.sleep(TIMEOUT.total_seconds() + 2)
 
 
 def meet() -> None:

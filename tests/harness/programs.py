@@ -60,7 +60,8 @@ class Program:
         self.managed = draw.random() < 0.8
         if not self.managed and self.stage == 1:
             self.zero["overlap_comm"] = False  # DeepSpeed refuses the two together
-        self.chunk_bytes = draw.choice([1, 100, 1000, 2**20])
+        # A few elements are enough to cut layers anywhere; each chunk is an exchange, and thousands of them only cost.
+        self.chunk_bytes = draw.choice([28, 100, 1000, 2**20]) * (8 if self.oversized else 1)
         for _ in range(draw.randint(2, 4)):
             backwards = draw.randint(1, 4)
             for k in range(backwards):

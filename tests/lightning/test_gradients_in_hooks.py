@@ -126,23 +126,36 @@ def plain(change: Change, every: int = 1, after_each_backward: bool = False, cli
     return result
 
 
-@pytest.mark.parametrize("change", [halve, clip, clamp, remove], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("hook", HOOKS)
 @STAGES
-def test_a_change_of_gradients_takes_effect(stage: int, hook: str, change: Change) -> None:
+def test_a_change_of_gradients_takes_effect(stage: int, hook: str) -> None:
+    """What writes gradients and what takes them away in each hook; what torch's own functions do, in one of a kind."""
+    changes = (halve, remove, clip, clamp) if hook in ("on_after_backward", *list(HOOKS)[-1:]) else (halve, remove)
+
     def run() -> Any:
-        recorder = train(hook, change, small(stage))
-        unchanged = distance(recorder.parameters, full_parameters(plain(nothing).module))
-        return distance(recorder.parameters, full_parameters(plain(change).module)), unchanged
+        found, unchanged = [], full_parameters(plain(nothing).module)
+        for change in changes:
+            changed = train(hook, change, small(stage)).parameters
+            found.append((distance(changed, full_parameters(plain(change).module)), distance(changed, unchanged)))
+        return found
 
-    for error, unchanged in run_ranks(run):
-        assert error < ROUNDING < 1e-3 < unchanged
-        assert error == 0.0 or change in (clip, clamp)
+    for of_rank in run_ranks(run):
+        for change, (error, effect) in zip(changes, of_rank, strict=True):
+            assert error < ROUNDING < 1e-3 < effect, change.__name__
+            assert error == 0.0 or change in (clip, clamp), change.__name__
 
 
-@pytest.mark.parametrize("change", [halve, clip], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("hook", ["on_after_backward", "a callback's on_before_optimizer_step"])
-@STAGES
+@pytest.mark.parametrize(
+    ("stage", "hook", "change"),
+    [
+        (1, "on_after_backward", clip),
+        (2, "on_after_backward", halve),
+        (3, "on_after_backward", clip),
+        (1, "a callback's on_before_optimizer_step", halve),
+        (2, "a callback's on_before_optimizer_step", clip),
+        (3, "a callback's on_before_optimizer_step", clip),
+    ],
+)
 def test_with_accumulation(stage: int, hook: str, change: Change) -> None:
     def run() -> float:
         recorder = train(hook, change, small(stage), accumulate_grad_batches=2)
