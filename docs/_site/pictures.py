@@ -325,7 +325,7 @@ def means() -> None:
     tokens = (("rank 0, first", 12), ("rank 0, second", 4), ("rank 1, first", 6), ("rank 1, 2nd", 2))
     total, left, width = sum(count for _, count in tokens), 16, 928
     ways = (
-        ("The mean of means: each micro-batch weighs a quarter, so a token of the shortest counts as six of the longest",
+        ("The mean of means: each micro-batch weighs a quarter, so tokens of short ones weigh more",
          [1 / len(tokens)] * len(tokens)),
         ("The sum of all losses over the number of all tokens: each token counts as much as any other",
          [count / total for _, count in tokens]),
