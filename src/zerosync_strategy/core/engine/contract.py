@@ -195,6 +195,7 @@ STAGE_1_2 = (
         "parameter gather", _STAGE_1_2_MODULE, "all_gather_dp_groups",
         ("groups_flat", "partitioned_param_groups", "dp_process_group"),
     ),
+    Internal("parameter gather", "optimizer", "_update_model_bit16_weights", ("group_index",)),
     Internal("DeepCompile", "optimizer", "get_param_id", ("param",)),
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = (
