@@ -17,17 +17,17 @@ import os
 import platform
 import random
 import shlex
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from datetime import date
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-RANKS, BACKWARDS = 2, 4
+from turns import RANKS, Ranks
+
+BACKWARDS = 4
 HEAD = "| arm | ms per step | median of the rounds' ratios | quartiles | ms of the CPU | median | quartiles |"
 HERE = Path(__file__).resolve().parent
 ARMS: dict[str, dict[str, str]] = {
@@ -72,52 +72,21 @@ def serve(
         turns.send([(time.perf_counter() - began) / steps, (time.process_time() - cpu_began) / steps])
 
 
-class Arm:
-    """The ranks of one arm."""
-
-    def __init__(self, name: str, source: str, scratch: Path, *model: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        spawn = get_context("spawn")
-        self._turns, self._ranks = [], []
-        for rank in range(RANKS):
-            environment = {key: value or str(scratch / name) for key, value in ARMS[name].items()}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(theirs, *model, source, environment), daemon=True)
-            process.start()
-            self._turns.append(ours)
-            self._ranks.append(process)
-
-    def step(self, steps: int) -> list[float]:
-        """Return the seconds of a step, of rank 0, and those of its CPU."""
-        for turns in self._turns:
-            turns.send(steps)
-        seconds: list[list[float]] = [turns.recv() for turns in self._turns]
-        return seconds[0]
-
-    def end(self) -> None:
-        """End the ranks."""
-        for turns in self._turns:
-            turns.send(0)
-        for process in self._ranks:
-            process.join(30)
-            process.kill()
-
-
 def measure(sources: dict[str, str], rounds: int, steps: int, *model: int) -> dict[str, list[list[float]]]:
     """Return the seconds of a step, and of its CPU, by arm and round."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in sources}
     with tempfile.TemporaryDirectory() as scratch:
-        arms = {name: Arm(name, source, Path(scratch), *model) for name, source in sources.items()}
+        arms = {
+            name: Ranks(
+                serve, *model, source, environment={k: v or str(Path(scratch, name)) for k, v in ARMS[name].items()}
+            )
+            for name, source in sources.items()
+        }
         for arm in arms.values():
             arm.step(5)
         for _ in range(rounds):
             for name in random.sample(list(arms), len(arms)):
-                seconds[name].append(arms[name].step(steps))
+                seconds[name].append(arms[name].step(steps)[0])  # of rank 0
         for arm in arms.values():
             arm.end()
     return seconds

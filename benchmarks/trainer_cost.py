@@ -17,18 +17,18 @@ import os
 import platform
 import random
 import shlex
-import socket
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from datetime import date
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-RANKS, LAYERS, WIDTH = 2, 5, 64
+from turns import RANKS, Ranks
+
+LAYERS, WIDTH = 5, 64
 SYSTEMS = {1: ("stock-1", "zerosync-1"), 2: ("stock-2", "zerosync-2"), 3: ("stock-3", "zerosync-3", "zerosync-3-held")}
 HEAD = "| system | N | ms of the CPU per step | median of the rounds' ratios to stock | quartiles |"
 HERE = Path(__file__).resolve().parent
@@ -93,50 +93,15 @@ def serve(turns: Any, system: str, accumulate: int, environment: dict[str, str])
     trainer.fit(Module(), Loader())
 
 
-class Team:
-    """The ranks of one system."""
-
-    def __init__(self, system: str, accumulate: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        spawn = get_context("spawn")
-        self._turns, self._ranks = [], []
-        for rank in range(RANKS):
-            environment = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(RANKS)}
-            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(theirs, system, accumulate, environment), daemon=True)
-            process.start()
-            theirs.close()
-            self._turns.append(ours)
-            self._ranks.append(process)
-
-    def step(self, steps: int) -> float:
-        """Return the seconds of the CPU of one step of one rank."""
-        for turns in self._turns:
-            turns.send(steps)
-        return statistics.mean(turns.recv() for turns in self._turns)
-
-    def end(self) -> None:
-        """End the ranks."""
-        for turns in self._turns:
-            turns.send(0)
-        for process in self._ranks:
-            process.join(30)
-            process.kill()
-
-
 def measure(systems: tuple[str, ...], accumulate: int, rounds: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of a step by system and round."""
-    teams = {system: Team(system, accumulate) for system in systems}
+    teams = {system: Ranks(serve, system, accumulate) for system in systems}
     for team in teams.values():
         team.step(20)
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     for _ in range(rounds):
         for system in random.sample(systems, len(systems)):
-            seconds[system].append(teams[system].step(steps))
+            seconds[system].append(statistics.mean(teams[system].step(steps)))
     for team in teams.values():
         team.end()
     return seconds
