@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hosts import LOCAL, variables_of_rank
 from output import processor
 from systems import make_model
 
@@ -80,10 +81,7 @@ def measure(way: str, options: argparse.Namespace, port: int) -> dict[str, Any]:
 
 def run(conductor: Connection, way: str, rank: int, port: int, directory: str, options: Any) -> None:
     """The life of a rank."""
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(options.ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
+    os.environ |= variables_of_rank([LOCAL] * options.ranks, rank, port)
     import deepspeed
     import torch
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,17 @@ class Host:
         lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
         counters = {name.strip(): values for name, _, values in (line.partition(":") for line in lines)}
         return int(counters[self.interface].split()[_TX_BYTES])
+
+
+LOCAL = Host("", "lo", "127.0.0.1")
+"""This machine itself, in no namespace of ours."""
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((LOCAL.address, 0))
+        return int(probe.getsockname()[1])
 
 
 def variables_of_rank(hosts: Sequence[Host], rank: int, port: int) -> dict[str, str]:

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -101,13 +100,12 @@ def as_rank(model: str, systems: list[str], folder: Path) -> None:
 
 def in_ranks(count: int, arguments: list[str], hosts: list[Any]) -> None:
     """Run this file as ``count`` ranks, and wait for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
+    from benchmarks.hosts import LOCAL, free_port
+
+    port, ranks = free_port(), []
     for rank in range(count):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        variables |= {"MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1", "MASTER_PORT": port}
+        variables |= {"MASTER_ADDR": (hosts or [LOCAL])[0].address, "MASTER_PORT": port}
         if hosts:
             variables["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
         env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from typing import Any
+
+from hosts import LOCAL, free_port, variables_of_rank
 
 RANKS = 2
 
@@ -21,15 +22,11 @@ class Ranks:
     """
 
     def __init__(self, serve: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        spawn = get_context("spawn")
+        spawn, port = get_context("spawn"), free_port()
         self._turns, self._ranks = [], []
         for rank in range(RANKS):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1}
-            given = {name: str(value) for name, value in own.items()} | dict(environment or {})
+            given = variables_of_rank([LOCAL] * RANKS, rank, port) | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+            given |= environment or {}
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=serve, args=(theirs, *arguments, given), daemon=True)
             process.start()

@@ -7,6 +7,8 @@ copy what they send. So off NCCL, ranks send each other their shards point to po
 from __future__ import annotations
 
 import functools
+import hashlib
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -165,6 +167,11 @@ def broadcast_object(value: Any, rank: int, process_group: Any) -> Any:
     source = rank if process_group is None else dist.get_global_rank(process_group, rank)
     dist.broadcast_object_list(values, src=source, group=process_group)
     return values[0]
+
+
+def digest(text: str) -> list[int]:
+    """Return four words of 64 bits that stand for ``text``."""
+    return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))
 
 
 def is_alike(words: Sequence[int], process_group: Any) -> bool:

@@ -7,10 +7,8 @@ because each wakes a thread on both sides.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
-import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import is_alike, is_native
+from zerosync_strategy.core.comm.collectives import digest, is_alike, is_native
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def messages_of(process_group: Any, device: torch.device) -> Messages:
 
 
 def on_one_host(process_group: Any) -> bool:
-    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: 32 bytes are reduced."""
+    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: 64 bytes are reduced."""
     return is_alike(_loopback(), process_group)
 
 
@@ -57,4 +55,4 @@ def _loopback() -> list[int]:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:
         text = socket.gethostname()
-    return list(struct.unpack("<2q", hashlib.sha256(text.encode()).digest()[:16]))
+    return digest(text)

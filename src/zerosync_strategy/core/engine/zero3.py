@@ -701,8 +701,8 @@ def _free_param() -> Callable[[Any], None]:
     """Return DeepSpeed's function without the range in NVTX profiles, which costs the host more than the rest of it."""
     from deepspeed.runtime.zero.partition_parameters import free_param
 
-    inner = [cell.cell_contents for cell in free_param.__closure__ or ()]
-    free: Any = next(filter(callable, inner), free_param)
+    inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
+    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
     return free
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import broadcast_object, gather_words, is_alike
+from zerosync_strategy.core.comm.collectives import broadcast_object, digest, gather_words, is_alike
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.answers import ranks_text
 
@@ -28,10 +26,10 @@ def require_same(where: str, facts: Mapping[str, str], process_group: Any = None
     Raises:
         ValueError: on every rank, naming the facts that differ and which ranks have what; ``where`` leads the message.
     """
-    digest = _digest(repr(sorted(facts.items())))
-    if is_alike(digest, process_group):
+    own = digest(repr(sorted(facts.items())))
+    if is_alike(own, process_group):
         return
-    by_name = _differences(facts, digest, process_group)
+    by_name = _differences(facts, own, process_group)
     shown = [f"  {name}: {values}" for name, values in _described(facts, by_name, process_group).items()]
     more = f"\n  and {len(by_name) - _SHOWN} more" if len(by_name) > _SHOWN else ""
     raise ValueError(
@@ -55,21 +53,21 @@ def _fact(param: Any) -> str:
     return f"{zero3.full_shape(param)} {param.dtype}{frozen}{persistent}{ranks}"
 
 
-def _differences(facts: Mapping[str, str], digest: list[int], process_group: Any) -> dict[str, list[str]]:
+def _differences(facts: Mapping[str, str], own: list[int], process_group: Any) -> dict[str, list[str]]:
     """Return, by name, the values of facts that differ between the first ranks of the first kinds. Collective."""
     first_of_kind: dict[tuple[int, ...], int] = {}
-    for rank, words in enumerate(gather_words(digest, process_group)):
+    for rank, words in enumerate(gather_words(own, process_group)):
         first_of_kind.setdefault(tuple(words), rank)
     first, *others = list(first_of_kind.values())[:_KINDS]
     reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
-    own = {
+    different = {
         name: facts.get(name, _MISSING)
         for name in {**reference, **facts}
         if facts.get(name, _MISSING) != reference.get(name, _MISSING)
     }
     values: dict[str, list[str]] = {}
     for rank in others:
-        for name, value in broadcast_object(own, rank, process_group).items():
+        for name, value in broadcast_object(different, rank, process_group).items():
             values.setdefault(name, [reference.get(name, _MISSING)]).append(value)
     return values
 
@@ -77,10 +75,10 @@ def _differences(facts: Mapping[str, str], digest: list[int], process_group: Any
 def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], process_group: Any) -> dict[str, str]:
     """Return the first facts of ``by_name``, each with its values and their ranks. Collective."""
     shown = list(by_name)[:_SHOWN]
-    of_ranks = gather_words([_digest(facts.get(name, _MISSING))[0] for name in shown], process_group)
+    of_ranks = gather_words([digest(facts.get(name, _MISSING))[0] for name in shown], process_group)
     described = {}
     for index, name in enumerate(shown):
-        text = {_digest(value)[0]: value for value in by_name[name]}
+        text = {digest(value)[0]: value for value in by_name[name]}
         ranks: dict[str, list[int]] = {}
         for rank, words in enumerate(of_ranks):
             ranks.setdefault(text.get(words[index], "something else"), []).append(rank)
@@ -90,7 +88,3 @@ def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], proce
 
 def _ranks(ranks: list[int]) -> str:
     return ranks_text(ranks) if len(ranks) > 8 else f"rank {', '.join(map(str, ranks))}"
-
-
-def _digest(text: str) -> list[int]:
-    return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))
