@@ -62,3 +62,10 @@ def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None
     buckets = -(-PARAMETERS // bucket)
     assert buckets <= reductions <= buckets + 1
     assert sum(count for count, _ in found["collectives"].values()) <= buckets + (8 if stage < 3 else 8 + 3 * LAYERS)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_larger_than_the_bucket_is_not_cut_to_its_size(stage: int) -> None:
+    found = measured(f"zerosync-{stage}", 8, bucket=20)
+    reductions, _ = found["collectives"]["reduce_scatter_tensor"]
+    assert reductions == 2 * LAYERS  # one for each parameter

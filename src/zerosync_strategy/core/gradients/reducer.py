@@ -33,7 +33,8 @@ from zerosync_strategy.core.gradients.mean import ItemCount
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
-bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds all of it."""
+bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds buckets too, but a parameter
+that is larger goes in messages of as many bytes as this at least."""
 PIECE_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
 temporary tensors of more do not fit in a processor's cache."""
@@ -98,11 +99,9 @@ class Reducer(ABC):
         self.is_native = bool(self.layouts) and all(
             is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
         )
-        limit = min(
-            zero.reduce_bucket_bytes(optimizer),
-            max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES),
-            self._messages.nbytes,
-        )
+        largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
+        limit = min(zero.reduce_bucket_bytes(optimizer), largest)
+        self._chunk_bytes = max(limit, min(SMALL_BYTES, largest))
         self.buckets = self._make_buckets(config, limit, names)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0

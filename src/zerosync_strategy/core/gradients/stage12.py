@@ -53,7 +53,7 @@ class Stage12Reducer(Reducer):
                 " use stage 3."
             )
         common: dict[str, Any] = {"local": self.local, "streams": self.streams, "names": names}
-        common["host_memory"] = self.host_memory
+        common |= {"host_memory": self.host_memory, "chunk_bytes": self._chunk_bytes}
         buckets: list[FlatBucket] = []
         self._gather_words = {}
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
@@ -63,7 +63,7 @@ class Stage12Reducer(Reducer):
             layout.divide([params[0] for params, _ in ascending])
             below, of_layout = None, []
             for index, (params, deferred) in enumerate(ascending):
-                below = FlatBucket(layout, params, deferred, chunk_bytes=limit, index=index, below=below, **common)
+                below = FlatBucket(layout, params, deferred, index=index, below=below, **common)
                 of_layout.append(below)
             buckets += of_layout[::-1]
             self._gather_words[id(layout)] = {

@@ -41,7 +41,7 @@ class Stage3Reducer(Reducer):
         return layouts
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
-        common = {"chunk_bytes": limit, "local": self.local, "streams": self.streams, "names": names}
+        common = {"chunk_bytes": self._chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         buckets = [
             CutBucket(layout, params, deferred, **common)
             for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
