@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Room, Usage
 from zerosync_strategy.core.comm.collectives import share_timeout
+from zerosync_strategy.core.comm.host_memory import keep_freed_memory
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
@@ -94,6 +95,8 @@ class AttachedEngine:
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
         zero.count_parameters_quickly()
+        if engine.device.type == "cpu":
+            keep_freed_memory()
         self._names = {param: name for name, param in engine.module.named_parameters()}
         messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names, messages)
