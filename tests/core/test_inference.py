@@ -13,7 +13,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering
 
 WIDTH = 8
 
@@ -105,7 +105,7 @@ def test_in_a_forward() -> None:
         on_their_way = []
 
         def generate(_: Any, args: Any) -> None:
-            on_their_way.append(len(zero3.in_flight(zero3.coordinator(engine.optimizer))))
+            on_their_way.append(len(gathering.in_flight(gathering.coordinator(engine.optimizer))))
             with torch.no_grad(), zerosync.gathered_for_inference():
                 assert (net.layers[3](args[0]) - plain.layers[3](args[0])).abs().max() <= 1e-6
 

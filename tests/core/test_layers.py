@@ -9,7 +9,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, GatherOverrides, ReleaseOverrides
 from zerosync_strategy.core.engine.several import part_of, restrict
@@ -71,7 +71,7 @@ def test_what_engines_share_goes_with_the_last() -> None:
             engines.append(engine)
             restrict(engine, part, engines[0])
             handles.append(attach(engine, param_memory_budget="all"))
-        coordinator = zero3.coordinator(engines[0].optimizer)
+        coordinator = gathering.coordinator(engines[0].optimizer)
         assert type(engines[0]).__name__ == "ZeroSyncDeepSpeedEngine" and isinstance(engines[0], EngineOverrides)
         oracles = [Oracle(plain, torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in (plain.first, plain.second)]
 

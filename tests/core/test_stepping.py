@@ -16,7 +16,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import zero3_optimizer
 from zerosync_strategy.core.gradients import reducer, stage12
 
 WIDTHS = (7, 9, 11, 5, 6)
@@ -107,7 +107,8 @@ def test_stage_3_steps_gradients_where_they_are() -> None:
         optimizer = torch.optim.SGD(groups_of(net), lr=0.1)
         engine = make_engine(net, optimizer, 3)
         zerosync = attach(engine)
-        shards = {shard.untyped_storage().data_ptr() for shard in zero3.gradient_shards(engine.optimizer).values()}
+        gradients = zero3_optimizer.gradient_shards(engine.optimizer).values()
+        shards = {shard.untyped_storage().data_ptr() for shard in gradients}
         stepped = []
 
         def see(of: Any, *_: Any) -> None:

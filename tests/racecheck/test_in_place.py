@@ -19,7 +19,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.racecheck import simulate
 from zerosync_strategy.racecheck.in_place import RaceWarning
 
@@ -50,7 +50,7 @@ def traces() -> list[Any]:
 def streams_of(engine: Any) -> list[Any]:
     if engine.zero_optimization_stage() == 3:
         return [
-            zero3.gather_stream(zero3.coordinator(engine.optimizer)),
+            gathering.gather_stream(gathering.coordinator(engine.optimizer)),
             engine.optimizer.reduce_and_partition_stream,
         ]
     return [engine.optimizer.reduction_stream]

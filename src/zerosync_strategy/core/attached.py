@@ -12,14 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.budgets import AutomaticBudgets, Held, Room, Usage
+from zerosync_strategy.core.budgets_of_engine import automatic_budgets
+from zerosync_strategy.core.coming_step import ComingStep
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.host_memory import keep_freed_memory
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.engine import compilation, contract, fragments, universal, zero, zero3, zero12
+from zerosync_strategy.core.engine import (
+    compilation,
+    contract,
+    fragments,
+    universal,
+    zero,
+    zero3,
+    zero3_optimizer,
+    zero12,
+)
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
@@ -34,13 +44,10 @@ from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
-from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
-from zerosync_strategy.core.gradients.layout import FlatLayout
 from zerosync_strategy.core.gradients.reducer import Pieces
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.memory import DeviceGauge, gauge_of
 from zerosync_strategy.core.meter import StepMeter
 from zerosync_strategy.core.optimizers import listed
 from zerosync_strategy.core.params.arriving import ArrivingParameters
@@ -53,7 +60,9 @@ from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.progress import EngineProgress
 from zerosync_strategy.core.race_check import RaceCheckMember
-from zerosync_strategy.core.states import StripedStates, full_from, into_shard
+from zerosync_strategy.core.required_gradients import RequiredGradients
+from zerosync_strategy.core.stage_options import check_stage
+from zerosync_strategy.core.states import StripedStates
 from zerosync_strategy.core.stepping import can_step_by_part
 from zerosync_strategy.core.transformers import nothing_is_sharded
 from zerosync_strategy.version import __version__
@@ -66,7 +75,7 @@ _engines: weakref.WeakSet[AttachedEngine] = weakref.WeakSet()  # all that are at
 class AttachedEngine:
     """The mechanisms of one attached engine.
 
-    Implements :class:`~engine.overrides.EngineHooks` and :class:`~engine.fragments.FragmentHooks`.
+    Implements :class:`~engine.overrides.EngineHooks`.
 
     Args:
         engine: the DeepSpeed engine, verified (C1).
@@ -74,6 +83,7 @@ class AttachedEngine:
 
     Attributes:
         reducer, window, meter, traffic: of the gradients.
+        coming: what a program does with them before the step.
         trained: the parameters of its optimizer.
         states: in which order the optimizer has its shards; ``None`` on stage 3.
         arriving: the parameters that are on their way, with ``overlap_gather``.
@@ -91,7 +101,7 @@ class AttachedEngine:
         self.config = config
         optimizer = engine.optimizer
         is_stage_3 = zero.stage(engine) == 3
-        _check_stage(engine, config)
+        check_stage(engine, config)
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
         zero.count_parameters_quickly()
@@ -110,15 +120,16 @@ class AttachedEngine:
         if isinstance(self.reducer, Stage12Reducer):
             stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
             self.states = StripedStates(optimizer, stepping, self.reducer.layouts)
-        self._changes = LocalChanges(self.reducer.params, self._names)
+        changes = LocalChanges(self.reducer.params, self._names)
         self.window = Window(
-            self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, self._changes
+            self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, changes
         )
+        self.coming = ComingStep(engine, self.reducer, self.window, changes, self.states, self.activity)
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
-        self._with_gradient: set[Any] | None = None  # in this window, where one without is an error
+        self._required: RequiredGradients | None = None
         if zero.needs_every_gradient(engine):
-            self._with_gradient = set()
-            self.gradient_ready = self._note_gradient
+            self._required = RequiredGradients(self.reducer.params, self._names, self.window.gradient_ready)
+            self.gradient_ready = self._required.gradient_ready
         self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
@@ -138,16 +149,14 @@ class AttachedEngine:
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
-            self._restore_buffers = zero3.free_reduction_buffers(optimizer)
+            self._restore_buffers = zero3_optimizer.free_reduction_buffers(optimizer)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
-        self.budgets = self._automatic_budgets()
+        self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache, self.meter)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
-        self._configured_clip_norm: float | None = None  # while another one is in force for the coming step
         self._times_written = 0  # parameters, by steps and checkpoints
         self._infers = False  # in gathered_for_inference()
-        self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._progress = EngineProgress(engine.module, self.meter, self.window, self.scheduler)
@@ -159,7 +168,7 @@ class AttachedEngine:
         for target, layer in self._layers:
             target._zerosync_hooks = self
             interpose(target, layer)
-        fragments.intercept(self.reducer.params, self)
+        fragments.intercept(self.reducer.params, self.coming)
         self.race_check.join()
         _engines.add(self)
 
@@ -183,7 +192,7 @@ class AttachedEngine:
     def _detach(self) -> None:
         _engines.discard(self)
         self.race_check.detach()
-        self._restore_clip_norm()
+        self.coming.restore_clip_norm()
         self.traffic.stop()
         # The last that came goes first.
         for mechanism in (self.unshard_on_read, self.values, self.cache, self.scheduler):
@@ -194,38 +203,7 @@ class AttachedEngine:
             restore(target, layer)
             del target._zerosync_hooks, target._zerosync
 
-    # ---- the coming step -----------------------------------------------------------------------------------------
-
-    def reduce(self) -> None:
-        """Reduce the window now. Collective."""
-        with self.activity("the reduction"):
-            self.window.reduce()
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the norm of the window's gradients; see :meth:`ZeroSync.gradient_norm`."""
-        self.reduce()
-        if self._shows_gradients:
-            take_gradients_back(self.reducer)
-        if self.window.state is WindowState.CLOSED:
-            return torch.zeros((), device=self.engine.device)
-        return self.reducer.compute_norm() / zero.loss_scale(self.engine.optimizer)
-
-    def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
-        """Let the coming step be that of a mean over items; see :meth:`ZeroSync.mean_over`."""
-        if self.window.state is WindowState.REDUCED:
-            raise RuntimeError(
-                "mean_over() was called between the reduction of the gradients and the optimizer step that uses them."
-                " Call it before the backward of the loss that it is about."
-            )
-        self.reducer.items.add(items, losses_divided_by)
-
-    def clip_next_step(self, max_norm: float) -> None:
-        """Clip the coming step, and only it, to ``max_norm``."""
-        before = zero.swap_clip_norm(self.engine.optimizer, max_norm)
-        if self._configured_clip_norm is None:
-            self._configured_clip_norm = before
-        if self._shows_gradients:
-            self._clip_shown()
+    # ---- weights, for inference and export -----------------------------------------------------------------------
 
     @contextmanager
     def gathered_for_inference(self) -> Iterator[None]:
@@ -288,117 +266,6 @@ class AttachedEngine:
                 " after the block."
             )
 
-    @property
-    def clips_next_step(self) -> bool:
-        """Whether the coming step is to be clipped to another norm than the configured one."""
-        return self._configured_clip_norm is not None
-
-    @contextmanager
-    def full_gradients(self) -> Iterator[None]:
-        """Around code that sees and changes averaged gradients; see :meth:`ZeroSync.full_gradients`."""
-        self.reduce()
-        if self._shows_gradients or self.window.state is WindowState.CLOSED:
-            yield
-            return
-        with self.activity("the gather of the gradients"):
-            show_gradients(self.reducer)
-        self._shows_gradients = True
-        try:
-            if self._configured_clip_norm is not None:
-                self._clip_shown()  # it was asked for before
-            with zero3.accepting_gradients(self.reducer.params):
-                yield
-            if self._shows_gradients:
-                take_gradients_back(self.reducer)
-        finally:
-            if self._shows_gradients:
-                hide_gradients(self.reducer)
-            self._shows_gradients = False
-
-    @contextmanager
-    def local_gradients(self) -> Iterator[None]:
-        """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
-        with zero3.accepting_gradients(self.reducer.params):
-            yield
-        if self.window.state is WindowState.OPEN:
-            self._changes.note()
-
-    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
-        if self._shows_gradients:
-            return param.grad
-        if self.window.state is WindowState.CLOSED:
-            raise ValueError(
-                "safe_get_full_grad() was called, but no backward ran since the last optimizer step, which has used the"
-                " gradients up. Call it between backward and step."
-            )
-        with self.activity("safe_get_full_grad()"):
-            is_local = self.reducer.keeps_gradients and not self.window.early_reductions
-            if self.window.state is WindowState.OPEN and is_local:
-                return self._average(param)
-            self.window.reduce()
-            if self.states is None:
-                return stock()
-            layout, shard = self._gradient_shard(param)
-            return full_from(shard, layout, layout.own_slices(param), param)
-
-    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
-        self.check_gradients("safe_set_full_grad()")
-        layout, shard = self._gradient_shard(param)
-        into_shard(value, shard, layout.own_slices(param))
-
-    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
-        assert self.states is not None
-        with self.activity("safe_get_full_fp32_param()"):
-            return self.states.read(param, key)
-
-    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        assert self.states is not None
-        self.states.write(param, value, key)
-
-    def _gradient_shard(self, param: Any) -> tuple[FlatLayout, torch.Tensor]:
-        reducer = self.reducer
-        assert isinstance(reducer, Stage12Reducer)
-        layout = next(layout for layout in reducer.layouts if param in layout.offsets)
-        return layout, zero12.gradient_shard(reducer.optimizer, layout.group_index)
-
-    def _average(self, param: Any) -> torch.Tensor:
-        """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
-        from deepspeed import comm
-
-        layout = next(layout for layout in self.reducer.layouts if any(each is param for each in layout.params))
-        total = torch.zeros(zero3.full_shape(param), device=param.device)
-        if param.grad is not None:
-            total += param.grad
-        comm.all_reduce(total, group=layout.process_group)
-        return total.div_(layout.divisor)
-
-    def check_gradients(self, function: str) -> None:
-        if self.window.state is not WindowState.REDUCED:
-            when = "they are still each rank's own" if self.window.state is WindowState.OPEN else "there are none"
-            raise RuntimeError(
-                f"{function} reaches the averaged gradients in ZeRO's shards, and {when}. Call it between backward and"
-                " step, after reduce() of the handle that attach() returned; or use 'with zerosync.full_gradients():',"
-                " where param.grad is the averaged gradient, to read and to change."
-            )
-        if zero.offloads(self.engine.optimizer) and "set" in function:
-            raise RuntimeError(
-                f"{function} does not reach an offloaded optimizer's norm of the gradients. Use 'with"
-                " zerosync.full_gradients():', where param.grad is the averaged gradient, to read and to change."
-            )
-        self.reducer.norm = None
-
-    def _clip_shown(self) -> None:
-        """Clip the gradients that the parameters show, instead of the coming step. Collective."""
-        if max_norm := zero.swap_clip_norm(self.engine.optimizer, 0.0):
-            coefficient = (max_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
-            for gradient in (param.grad for param in self.reducer.params if param.grad is not None):
-                gradient.mul_(coefficient.to(gradient.device))
-
-    def _restore_clip_norm(self) -> None:
-        if self._configured_clip_norm is not None:
-            zero.swap_clip_norm(self.engine.optimizer, self._configured_clip_norm)
-            self._configured_clip_norm = None
-
     # ---- what DeepSpeed's methods call ---------------------------------------------------------------------------
 
     @contextmanager
@@ -426,27 +293,10 @@ class AttachedEngine:
                 self.unshard_on_read.release(self._keeps)
             raise
 
-    def _note_gradient(self, param: Any) -> None:
-        assert self._with_gradient is not None
-        self._with_gradient.add(param)
-        self.window.gradient_ready(param)
-
-    def _check_every_gradient(self) -> None:
-        if self._with_gradient is None:
-            return
-        found, self._with_gradient = self._with_gradient, set()
-        names = [repr(self._names[p]) for p in self.reducer.params if p.requires_grad and p not in found]
-        if names:
-            raise RuntimeError(
-                f"step() found no gradient of {listed(names)} since the last step, and the configuration"
-                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
-                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
-            )
-
     def backward_begins(self) -> None:
         self._refuse_in_inference("backward()")
-        if self._with_gradient is not None and self.window.state is WindowState.CLOSED:
-            self._with_gradient = set()  # what a dropped window had
+        if self._required is not None and self.window.state is WindowState.CLOSED:
+            self._required.forget()  # what a dropped window had
         with self._parameters_as_they_are():
             if thawed := [param for param in self._untrained if param.requires_grad]:
                 self._check_trained(thawed)
@@ -459,12 +309,10 @@ class AttachedEngine:
             self.window.enter_graph()
 
     def zero_grad(self) -> None:
-        self._shows_gradients = False  # they are dropped with those in the shards
-        if self.window.state is WindowState.REDUCED:
-            self._restore_clip_norm()  # it was asked for the gradients that are dropped
+        self.coming.dropped()
         self.frozen.forget()
-        if self._with_gradient is not None:
-            self._with_gradient = set()
+        if self._required is not None:
+            self._required.forget()
         self.window.zero_grad()
 
     @contextmanager
@@ -501,8 +349,8 @@ class AttachedEngine:
     def step(self) -> Iterator[None]:
         with self.activity("the optimizer step"), self._parameters_as_they_are():
             self._wait_for_parameters()
-            if self.window.state is not WindowState.CLOSED:
-                self._check_every_gradient()
+            if self._required is not None and self.window.state is not WindowState.CLOSED:
+                self._required.check()
             with self.activity("the reduction"):
                 if self.scheduler is not None:
                     self.scheduler.before_step()
@@ -520,7 +368,7 @@ class AttachedEngine:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
                 raise
             finally:
-                self._restore_clip_norm()
+                self.coming.restore_clip_norm()
                 if self.scheduler is not None:
                     self.scheduler.shards_written()
                 self._parameters_written()
@@ -574,7 +422,7 @@ class AttachedEngine:
         )
 
     def fragments_linked(self) -> None:
-        fragments.intercept(self.reducer.params, self)
+        fragments.intercept(self.reducer.params, self.coming)
 
     def in_stock_layout(self) -> None:
         self._wait_for_parameters()
@@ -621,6 +469,9 @@ class AttachedEngine:
                     if self.cache is not None and self.cache.host is not None:
                         self.cache.host.expire()
 
+    def check_gradients(self, function: str) -> None:
+        self.coming.check_gradients(function)
+
     def check_full_state_dict(self) -> None:
         if self._shards_over_groups:
             raise ValueError(
@@ -630,7 +481,7 @@ class AttachedEngine:
             )
 
     def compiling(self) -> AbstractContextManager[None]:
-        if self._with_gradient is not None:
+        if self._required is not None:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
@@ -650,46 +501,6 @@ class AttachedEngine:
             self._compiled.detach()
         self._wait_for_parameters()
         self._detach()
-
-    def _automatic_budgets(self) -> AutomaticBudgets | None:
-        config, reducer, cache = self.config, self.reducer, self.cache
-        if not (config.auto_parameters or config.auto_gradients):
-            return None
-        gauge = gauge_of(self.engine.device)
-        limit = config.auto_limit
-        if limit is None:
-            assert isinstance(gauge, DeviceGauge)  # _check_stage() has seen to it
-            limit = gauge.limit()
-
-        def usage() -> Usage:
-            held = peak = peak_gathered = gathered = 0
-            report = self.meter.report
-            if config.auto_gradients:  # what streams beyond them is none of the budget's
-                held += min(reducer.local.now, reducer.deferred_bytes)
-                peak += min(report.peak_unreduced_bytes, reducer.deferred_bytes) if report is not None else 0
-                peak_gathered = peak
-            if config.auto_parameters and self.scheduler is not None and cache is not None:
-                held += cache.held_bytes
-                gathered = max(0, self.scheduler.unsharded.now - cache.held_bytes)
-                if report is not None:
-                    peak += report.peak_held_bytes
-                    peak_gathered += report.peak_unsharded_bytes
-            return Usage(held, peak, gathered, peak_gathered)
-
-        def hold_parameters(room: Room) -> Held:
-            assert cache is not None
-            everything = cache.everything
-            nbytes = cache.set_budget(everything if everything <= room.for_all else min(room.for_part, everything - 1))
-            return Held(nbytes, is_all=nbytes == everything)
-
-        def hold_gradients(room: int) -> Held:
-            return Held(reducer.defer(room))
-
-        return AutomaticBudgets(
-            gauge, limit, usage,
-            hold_parameters if config.auto_parameters else None, hold_gradients if config.auto_gradients else None,
-            zero.data_parallel_group(self.engine.optimizer), self.engine.device, reducer.streams,
-        )  # fmt: skip
 
     # ---- helpers -------------------------------------------------------------------------------------------------
 
@@ -718,7 +529,9 @@ class AttachedEngine:
             adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
 
     def _master_weights(self) -> list[zero.MasterWeights]:
-        return zero3.master_weights(self.engine.optimizer) if self.states is None else self.states.master_weights()
+        if self.states is not None:
+            return self.states.master_weights()
+        return zero3_optimizer.master_weights(self.engine.optimizer)
 
     def _pieces(self) -> Pieces | None:
         """Return the pieces in which the coming step is to be made; ``None``: at once, and parameters follow it."""
@@ -768,36 +581,3 @@ class AttachedEngine:
 def _is_constant(param: Any) -> bool:
     """Return whether no optimizer step changes ``param``."""
     return not param.requires_grad and not any(param in engine.trained for engine in _engines)
-
-
-def _check_stage(engine: Any, config: ZeroSyncConfig) -> None:
-    stage = zero.stage(engine)
-    for name, is_automatic in (
-        ("param_memory_budget", config.auto_parameters), ("grad_memory_budget", config.auto_gradients),
-    ):  # fmt: skip
-        if is_automatic and config.auto_limit is None and engine.device.type != "cuda":
-            raise ValueError(
-                f'ZeroSync option {name!r} got "auto" on a device of type {engine.device.type!r}, whose free memory is'
-                ' not known. Give a limit: {"auto": "8GiB"}, the resident memory that each rank\'s process may have.'
-            )
-    if stage == 3:
-        if config.overlap_gather:
-            raise ValueError(
-                "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
-                " which gathers parameters when modules need them. Leave it out."
-            )
-        return
-    if config.keeps_parameters:
-        raise ValueError(
-            "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
-            f" {stage}. Leave it out, or use stage 3."
-        )
-    if any(map(zero3.has_own_group, engine.module.parameters())):
-        raise ValueError(
-            f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
-        )
-    if config.trace_gathers:
-        raise ValueError(
-            f"ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage {stage}. Leave it out,"
-            " or use stage 3."
-        )

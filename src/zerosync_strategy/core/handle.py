@@ -133,7 +133,7 @@ class ZeroSync:
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
-        self._attached.reduce()
+        self._attached.coming.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
@@ -157,7 +157,7 @@ class ZeroSync:
             A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
             backward ran since the last step. The coming step uses it and does not compute it again.
         """
-        return self._attached.gradient_norm()
+        return self._attached.coming.gradient_norm()
 
     def mean_over(self, items: float | torch.Tensor) -> None:
         """Let the coming step be that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
@@ -175,7 +175,7 @@ class ZeroSync:
             ValueError: ``items`` is no number of items, or the option is not set.
             RuntimeError: the gradients are reduced already.
         """
-        self._attached.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
+        self._attached.coming.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class ZeroSync:
         them at once in here, and before where it was called before. Without a backward since the last step, there are
         none. Collective.
         """
-        with self._attached.full_gradients():
+        with self._attached.coming.full_gradients():
             yield
 
     @contextmanager
@@ -197,7 +197,7 @@ class ZeroSync:
         Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
         parameters of no shape, for which torch takes no new gradient.
         """
-        with self._attached.local_gradients():
+        with self._attached.coming.local_gradients():
             yield
 
     @property
@@ -216,12 +216,12 @@ class ZeroSync:
         """
         if not max_norm >= 0:
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
-        self._attached.clip_next_step(float(max_norm))
+        self._attached.coming.clip(float(max_norm))
 
     @property
     def clips_next_step(self) -> bool:
         """Whether :meth:`clip_next_step` was called for the coming step."""
-        return self._attached.clips_next_step
+        return self._attached.coming.is_clipped
 
     @contextmanager
     def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:

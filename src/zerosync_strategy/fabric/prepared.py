@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering
 
 
 class PreparedModule(Module):
@@ -45,7 +45,7 @@ class PreparedModule(Module):
         for refusal in self._refusals:
             refusal.remove()
         if self._sharding is not None:
-            zero3.leave_sharded(self._sharding)
+            gathering.leave_sharded(self._sharding)
             self._sharding = None
 
     def train_with(self, engine: Any) -> None:

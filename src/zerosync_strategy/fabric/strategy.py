@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import param_class
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
@@ -224,7 +224,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         engine = None
         if self.stage == 3:
             engine, _ = self._make_engine(module)
-            zero3.gather_whole(module.parameters())
+            param_class.gather_whole(module.parameters())
         else:
             self._cast(module)
             for tensor in (*module.parameters(), *module.buffers()):

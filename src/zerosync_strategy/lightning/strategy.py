@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision, undecided
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering, param_class, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
@@ -278,7 +278,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super()._initialize_deepspeed_inference(model)
         if self.zero_stage_3:
             interpose(self.model, EvaluationOverrides)
-            zero3.gather_whole(model.parameters())
+            param_class.gather_whole(model.parameters())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 buffer.copy_(state[name])  # Lightning loads those of the first rank
         for zerosync in self.zerosyncs:
             # Or the first step would bring back the weights that the optimizer was made with.
-            zero3.reload_master_weights(zerosync.engine.optimizer)
+            zero3_optimizer.reload_master_weights(zerosync.engine.optimizer)
 
     @contextmanager
     def _whole_checkpoint(self) -> Iterator[None]:
@@ -350,7 +350,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             yield
             return
         for zerosync in self.zerosyncs[1:]:
-            zero3.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
+            gathering.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
         trained = {param for zerosync in self.zerosyncs for param in zerosync.parameters}
         with as_frozen([param for param in self.lightning_module.parameters() if param not in trained]):
             yield

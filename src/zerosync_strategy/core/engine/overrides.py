@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import zero3_optimizer
 
 
 class EngineHooks(Protocol):
@@ -283,12 +283,12 @@ class Stage3Overrides(OptimizerOverrides):
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
         if optim_state_key is None:
-            zero3.take_master_weights(self, param)
+            zero3_optimizer.take_master_weights(self, param)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
         if optim_state_key is None:
-            zero3.take_master_weights(self, param)
+            zero3_optimizer.take_master_weights(self, param)
 
 
 class GatherHooks(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 
 
 def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
@@ -21,7 +21,8 @@ def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
     module, optimizer = engine.module, engine.optimizer
     if zero.stage(engine) == 3:
         own = [param.ds_tensor for param in module.parameters() if zero3.is_sharded(param)]
-        masters, gradients = optimizer.fp32_partitioned_groups_flat, list(zero3.gradient_shards(optimizer).values())
+        masters = optimizer.fp32_partitioned_groups_flat
+        gradients = list(zero3_optimizer.gradient_shards(optimizer).values())
     else:
         own, masters, gradients = [], optimizer.single_partition_of_fp32_groups, []
     states = (value for state in zero.stepping_optimizer(engine).state.values() for value in state.values())

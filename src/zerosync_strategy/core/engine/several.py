@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine import gathering, zero
 
 
 def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
@@ -47,7 +47,7 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
         ContractError: DeepSpeed's internals are not those that this relies on (C1).
     """
     if zero.stage(engine) == 3:
-        zero3.restrict(engine, first, part)
+        gathering.restrict(engine, first, part)
 
 
 def as_frozen(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:

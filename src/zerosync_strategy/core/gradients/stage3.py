@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.config import ZeroSyncConfig
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
@@ -27,15 +27,15 @@ class Stage3Reducer(Reducer):
         optimizer = self.optimizer
         self._shards_on_device = not zero.offloads(optimizer)
         by_group: dict[Any, list[Any]] = {}
-        for param in (param for group in zero3.param_groups(optimizer) for param in group):
-            by_group.setdefault(zero3.gradient_group(optimizer, param), []).append(param)
+        for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
+            by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
         layouts = []
         for process_group, params in by_group.items():
             world_size = dist.get_world_size(process_group)
             shard_numels = [zero3.shard_numel(param) for param in params]
             # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
             ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
-            divisor = zero3.averaging_divisor(optimizer, params, ranks)
+            divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
             dtype = optimizer.communication_data_type
             layouts.append(CutLayout(process_group, params, shard_numels, divisor, dtype))
         return layouts
@@ -55,7 +55,7 @@ class Stage3Reducer(Reducer):
 
     def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
         assert isinstance(layout, CutLayout)
-        shards, columns = zero3.gradient_shards(self.optimizer), layout.column_list
+        shards, columns = zero3_optimizer.gradient_shards(self.optimizer), layout.column_list
         parts: list[torch.Tensor] = []
         index, end = bisect_right(columns, offset) - 1, offset + numel
         while offset < end:
@@ -68,16 +68,16 @@ class Stage3Reducer(Reducer):
         return _joined(parts)
 
     def hand_over(self) -> None:
-        zero3.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
+        zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
 
     def compute_norm(self) -> torch.Tensor:
-        (norm,) = zero3.gradient_norms(self.optimizer)
+        (norm,) = zero3_optimizer.gradient_norms(self.optimizer)
         return norm
 
     @property
     def _computes_norm(self) -> bool:
         """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
-        return self._shards_on_device and not zero3.is_model_parallel(self.optimizer)
+        return self._shards_on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
 
     @property
     def over_groups(self) -> bool:
@@ -97,32 +97,32 @@ class Stage3Reducer(Reducer):
         optimizer = self.optimizer
         if self._computes_norm:
             with phase("norm"):
-                return zero3.norm_of_shards(optimizer)
+                return zero3_optimizer.norm_of_shards(optimizer)
         stacked = torch.stack([torch.as_tensor(norm) for norm in stock()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         stacked = torch.where(stacked >= 0, stacked, torch.inf)
         if not self.over_groups:
             return stacked.norm()
         squares = stacked.double().square().to(self.params[0].device)  # offloaded, they are on the host
-        for index, group in enumerate(zero3.param_groups(optimizer)):
-            world_size = dist.get_world_size(zero3.gradient_group(optimizer, group[0]))
-            squares[index] /= zero3.averaging_divisor(optimizer, group, world_size)
+        for index, group in enumerate(zero3_optimizer.param_groups(optimizer)):
+            world_size = dist.get_world_size(zero3_optimizer.gradient_group(optimizer, group[0]))
+            squares[index] /= zero3_optimizer.averaging_divisor(optimizer, group, world_size)
         total = squares.sum()
         comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
         return total.sqrt().to(stacked)
 
     def pieces(self) -> Pieces:
         """As in the base class; nothing is sent by piece, but the C library gives small temporary tensors at once."""
-        masters = zero3.flat_master_weights(self.optimizer)
+        masters = zero3_optimizer.flat_master_weights(self.optimizer)
         return [(flat, list(pieces_of(flat, 0, flat.numel()))) for flat in masters]
 
     def _discard_shards(self) -> None:
-        zero3.discard_gradients(self.optimizer)
+        zero3_optimizer.discard_gradients(self.optimizer)
 
     def parameters_floor(self) -> dict[Any, int]:
         floor = {}
-        for param in zero3.all_parameters(self.optimizer):
-            world_size = dist.get_world_size(zero3.gradient_group(self.optimizer, param))
+        for param in zero3_optimizer.all_parameters(self.optimizer):
+            world_size = dist.get_world_size(zero3_optimizer.gradient_group(self.optimizer, param))
             floor[param] = sent_by_one_rank(zero3.full_bytes(param), world_size)
         return floor
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import compilation, shared, zero3
+from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, param_class, shared, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import ReleaseOverrides
 from zerosync_strategy.core.params.host_cache import HostCache, fitting
@@ -129,13 +129,13 @@ class ParameterCache:
         self._bucket_of: dict[int, _Bucket] = {}
         self._modules: dict[Any, _HeldModule] = {}
         self._hooks: list[compilation.ModuleHook] = []
-        self._coordinator = zero3.coordinator(engine.optimizer)
-        self.release_memo = zero3.release_cache(self._coordinator)
+        self._coordinator = gathering.coordinator(engine.optimizer)
+        self.release_memo = gathering.release_cache(self._coordinator)
         self._coordinator._zerosync_releases = self
         interpose(self._coordinator, ReleaseOverrides)
-        zero3.use_quick_linear()
+        autograd_functions.use_quick_linear()
         for module in engine.module.modules():
-            zero3.quicken_module_functions(module)
+            autograd_functions.quicken_module_functions(module)
         if budget == 0 and not automatic:
             self._counts = self.host is not None
             self._chosen = None if self._counts else set()
@@ -175,7 +175,7 @@ class ParameterCache:
         Raises:
             ValueError: the budget is automatic, and the module has another engine.
         """
-        coordinator = zero3.coordinator(engine.optimizer)
+        coordinator = gathering.coordinator(engine.optimizer)
 
         def make() -> ParameterCache:
             return cls(engine, budget, host_budget, automatic, scheduler, untraced, is_constant)
@@ -196,7 +196,7 @@ class ParameterCache:
             return
         self.release_kept()
         self.wait_for_all()
-        zero3.mark_held(self._held.values(), False)
+        param_class.mark_held(self._held.values(), False)
         zero3.mark_kept((param for bucket in self._buckets for param in bucket.params), False)
         for hook in self._hooks:
             hook.replace(hook.stock)
@@ -204,7 +204,7 @@ class ParameterCache:
         restore(self._coordinator, ReleaseOverrides)
         del self._coordinator._zerosync_releases
         if self._modules:
-            zero3.forget_order(self._engine.optimizer)
+            gathering.forget_order(self._engine.optimizer)
 
     def end_window(self, params: Iterable[Any]) -> None:
         """A step has released ``params``, but for those that it has kept."""
@@ -212,7 +212,7 @@ class ParameterCache:
         for param in params:
             if self._held.pop(zero3.param_id(param), None) is not None:
                 self._held_bytes -= zero3.full_bytes(param)
-        zero3.mark_held(params, False)
+        param_class.mark_held(params, False)
         self.peak_bytes = self._held_bytes
         self._window += 1
         if self._counts and self._gathers:
@@ -269,7 +269,7 @@ class ParameterCache:
         if self._budget != 0:
             self._hold_modules()
         if had_modules and not self._modules:
-            zero3.forget_order(self._engine.optimizer)
+            gathering.forget_order(self._engine.optimizer)
         return sum(zero3.full_bytes(param) for param in params if self.holds(param) and not zero3.is_persistent(param))
 
     @property
@@ -301,11 +301,11 @@ class ParameterCache:
         for _, runs in self._scheduler.runs(released):
             for handle in [handle for run in runs for handle in self._scheduler.fetch(run)]:
                 handle.wait()
-        zero3.count_gathered(self._coordinator, released)  # which their release takes back
-        zero3.mark_held(released, True)
+        gathering.count_gathered(self._coordinator, released)  # which their release takes back
+        param_class.mark_held(released, True)
         before, params = self._modules, {}
         for module in self._engine.module.modules():
-            params[module] = [param for param in zero3.parameters_of(module) if zero3.is_sharded(param)]
+            params[module] = [param for param in gathering.parameters_of(module) if zero3.is_sharded(param)]
         self._modules = {module: _HeldModule(of_module, [], self._window) for module, of_module in params.items()}
         self._gathers_nothing = True
         try:
@@ -340,7 +340,7 @@ class ParameterCache:
         stays = {id(param) for param in root.parameters() if zero3.is_persistent(param) or self.holds(param)}
         held = {}
         for module in root.modules():
-            params = [param for param in zero3.parameters_of(module) if zero3.is_sharded(param)]
+            params = [param for param in gathering.parameters_of(module) if zero3.is_sharded(param)]
             # DeepSpeed may come to gather for the model, or a module without parameters, what is in another's output.
             if self._budget is None or (params and module is not root and all(id(param) in stays for param in params)):
                 held[module] = sorted(params, key=zero3.param_id)
@@ -358,7 +358,7 @@ class ParameterCache:
             places = {self._bucket_of[zero3.param_id(param)].place for param in params_of_module}
             self._modules[module] = _HeldModule(params_of_module, [self._buckets[place] for place in sorted(places)])
         if self._modules:
-            zero3.forget_order(self._engine.optimizer)
+            gathering.forget_order(self._engine.optimizer)
 
     def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def hook(module: Any, *args: Any) -> Any:
@@ -452,7 +452,7 @@ class ParameterCache:
                 self._held_bytes += zero3.full_bytes(param)
                 if self.host is not None:
                     self.host.free((param,))
-        zero3.mark_held(params, True)
+        param_class.mark_held(params, True)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
@@ -487,20 +487,20 @@ class ParameterCache:
 
     @property
     def has_no_order(self) -> bool:
-        return self._gathers_nothing or (self._budget is None and not zero3.in_flight(self._coordinator))
+        return self._gathers_nothing or (self._budget is None and not gathering.in_flight(self._coordinator))
 
     def order_forgotten(self) -> None:
         self.release_memo.cache_clear()
 
     def fetching(self, module: Any) -> None:
         if self._counts:
-            self._gathers.update(param for param in zero3.parameters_of(module) if not zero3.is_gathered(param))
+            self._gathers.update(param for param in gathering.parameters_of(module) if not zero3.is_gathered(param))
 
     def release(self, param: Any) -> bool:
         if self._budget != 0 and not self._releasing_all and self.holds(param) and zero3.is_gathered(param):
             self._record((param,))
             return True
-        return zero3.release(self._coordinator, param)
+        return gathering.release(self._coordinator, param)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -521,7 +521,7 @@ class ParameterCache:
         if not self._kept:
             return False
         with self.releasing_all():
-            zero3.release_but(self._coordinator, self._engine.module, self._kept)
+            gathering.release_but(self._coordinator, self._engine.module, self._kept)
         return True
 
     @contextmanager
@@ -555,8 +555,8 @@ class ParameterCache:
     def _release(self, params: Iterable[Any]) -> None:
         with self.releasing_all():
             for param in params:
-                zero3.release_param(self._coordinator, param)
-        zero3.mark_held(params, False)
+                gathering.release_param(self._coordinator, param)
+        param_class.mark_held(params, False)
 
 
 def _nothing(module: Any, *args: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.stripes import OwnSlice
-from zerosync_strategy.core.engine import zero3, zero12
+from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping
     pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
     if pairs:
         torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
-    for shard, master in zero3.weights(optimizer):
+    for shard, master in zero3_optimizer.weights(optimizer):
         _adopt(shard, master, concurrent)
 
 

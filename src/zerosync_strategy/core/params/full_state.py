@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
         with deepspeed_zero.GatheredParameters([param], modifier_rank=0):
             if _is_first(param):
                 param.data.copy_(state[name])
-    zero3.reload_master_weights(engine.optimizer)
+    zero3_optimizer.reload_master_weights(engine.optimizer)
 
 
 def _check_stage(engine: Any) -> None:

@@ -25,7 +25,7 @@ from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_nati
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import shared, zero3
+from zerosync_strategy.core.engine import gather_contexts, gathering, param_class, shared, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import GatherOverrides
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -56,7 +56,7 @@ class GatherScheduler:
 
     def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages) -> None:
         self._messages = messages
-        self.coordinator = zero3.coordinator(engine.optimizer)
+        self.coordinator = gathering.coordinator(engine.optimizer)
         self.streams = streams
         self.unsharded = UnshardedBytes()
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
@@ -65,9 +65,9 @@ class GatherScheduler:
             groups.setdefault(id(zero3.process_group(param)), zero3.process_group(param))
         # Two groups of the same ranks stay in the order of their parameters.
         ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
-        by_all_reduce = zero3.gathers_by_all_reduce(engine)
-        self._prefetched_numel = zero3.prefetched_numel(engine)
-        self._gathers_plainly = zero3.gathers_plainly(engine)
+        by_all_reduce = gathering.gathers_by_all_reduce(engine)
+        self._prefetched_numel = gathering.prefetched_numel(engine)
+        self._gathers_plainly = gathering.gathers_plainly(engine)
         self._digests = {
             id(g): GatherDigest(g, not (by_all_reduce or is_native(g, engine.device)), engine.device, streams)
             for g in ordered
@@ -84,24 +84,24 @@ class GatherScheduler:
         self.host: HostCache | None = None
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
-        zero3.gather_contexts_by(self)
+        gather_contexts.gather_contexts_by(self)
 
     @classmethod
     def of(cls, engine: Any, streams: Streams, sharing: str, messages: Messages) -> GatherScheduler:
         """Return the scheduler of this engine; engines over one module share one, with the option of the first."""
-        coordinator = zero3.coordinator(engine.optimizer)
+        coordinator = gathering.coordinator(engine.optimizer)
         return shared.acquire(coordinator, "scheduler", lambda: cls(engine, streams, sharing, messages))
 
     def detach(self) -> None:
         """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
         if shared.release(self.coordinator, "scheduler"):
-            zero3.gather_no_context_by(self)
+            gather_contexts.gather_no_context_by(self)
             restore(self.coordinator, GatherOverrides)
             del self.coordinator._zerosync_gathers
 
     def renew_streams(self) -> None:
         """The device has gained streams or lost them: make the gather streams anew."""
-        stock = zero3.gather_stream(self.coordinator)
+        stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
 
     # ---- the window ----------------------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ class GatherScheduler:
         loaded, process_group = list(values), zero3.process_group(params[0])
         stream = self.stream_of(process_group)
         with self._on(stream), zero3.as_it_is(), phase("load", self.name(zero3.param_id(loaded[0]))):
-            handle = _GatherHandle(zero3.LocalGather(values), process_group, self, loaded)
-        zero3.in_flight(self.coordinator).update(dict.fromkeys(loaded, handle))
+            handle = _GatherHandle(gathering.LocalGather(values), process_group, self, loaded)
+        gathering.in_flight(self.coordinator).update(dict.fromkeys(loaded, handle))
         handle.count()
-        zero3.count_gathered(self.coordinator, loaded)
+        gathering.count_gathered(self.coordinator, loaded)
         host.count_loaded(values.values())
         return [param for param in params if param not in values]
 
@@ -168,13 +168,13 @@ class GatherScheduler:
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for param in params:
             by_dtype.setdefault(zero3.gather_dtype(param), []).append(param)
-        in_flight, stream = zero3.in_flight(self.coordinator), self.stream_of(process_group)
+        in_flight, stream = gathering.in_flight(self.coordinator), self.stream_of(process_group)
         for members in by_dtype.values():
             with self._on(stream):
-                handle = _GatherHandle(zero3.ShardGather(members), process_group, self, members, self.host)
+                handle = _GatherHandle(gathering.ShardGather(members), process_group, self, members, self.host)
             in_flight.update(dict.fromkeys(members, handle))
             handle.count()
-        zero3.count_gathered(self.coordinator, params)
+        gathering.count_gathered(self.coordinator, params)
 
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
@@ -188,7 +188,7 @@ class GatherScheduler:
 
     def fetch(self, params: list[Any]) -> list[Any]:
         """Gather ``params``, released ones, as a turn of its own, and return the handles: DeepSpeed knows of none."""
-        return zero3.fetch(self.coordinator, params)
+        return gathering.fetch(self.coordinator, params)
 
     def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
@@ -222,8 +222,8 @@ class GatherScheduler:
         if (digest := self._digests.get(id(process_group))) is not None:
             tag = digest.add(tuple(map(zero3.param_id, params)))
             if digest.tagged:
-                gathering_by = zero3.gathering_by(partial(_all_gather, tag))
-        on_stream = zero3.gathering_on(self.coordinator, self.stream_of(process_group))
+                gathering_by = gathering.gathering_by(partial(_all_gather, tag))
+        on_stream = gathering.gathering_on(self.coordinator, self.stream_of(process_group))
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", self.name(zero3.param_id(params[0]))):
             yield
         if digest is not None and not digest.tagged:
@@ -231,7 +231,7 @@ class GatherScheduler:
 
     def _wrap_handles(self, params: list[Any], is_shared: bool) -> None:
         """Let waiting for the gathers of ``params``, just issued by DeepSpeed, be our waiting."""
-        in_flight = zero3.in_flight(self.coordinator)
+        in_flight = gathering.in_flight(self.coordinator)
         wrapped: dict[int, _GatherHandle] = {}
         for param in params:
             handle = in_flight[param]
@@ -249,7 +249,7 @@ class GatherScheduler:
         """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
         if self.before_read is not None:
             self.before_read(param)
-        if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
+        if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
             handle.wait()
 
     def gather_for_context(self, params: Iterable[Any]) -> None:
@@ -263,11 +263,11 @@ class GatherScheduler:
         own = [param for param in params if param in self._params and not zero3.is_quantized(param)]
         for param in own:
             self.wait_for(param)
-            zero3.in_flight(self.coordinator).pop(param, None)  # the context releases it
+            gathering.in_flight(self.coordinator).pop(param, None)  # the context releases it
         for _, runs in self.runs(param for param in own if zero3.is_released(param)):
             for run in runs:
                 with self.gathering(run), rank_status().activity(self.activity(run)):
-                    zero3.gather_and_hold(run)
+                    gathering.gather_and_hold(run)
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
@@ -289,7 +289,7 @@ class GatherScheduler:
         """
         with zero3.as_it_is():
             for param in params:
-                if (handle := zero3.in_flight(self.coordinator).get(param)) is not None:
+                if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
                     handle.wait()
             released = [param for param in params if zero3.is_released(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
@@ -308,7 +308,7 @@ class GatherScheduler:
                 by_dtype.setdefault(zero3.shard_dtype(param), []).append(param)
             values: dict[Any, torch.Tensor] = {}
             for dtype, members in by_dtype.items():
-                values.update(zero3.ShardRows(members, dtype).values())
+                values.update(gathering.ShardRows(members, dtype).values())
             return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class _GatherHandle:
                         self.keeper.keep(self.params)
             self._waited_for = True
             self._handle = None  # DeepSpeed's keeps what was received
-            zero3.have_arrived(self.params)
+            param_class.have_arrived(self.params)
             with zero3.as_it_is():
                 for param, nbytes in self.counted:
                     scheduler.unsharded.free_with(param.data, nbytes)

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerosync_strategy.core.engine import compilation, shared, zero3
+from zerosync_strategy.core.engine import compilation, gathering, shared, zero3
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.values import Memory, ParameterValues, Read, unsharded
@@ -81,11 +81,11 @@ class UnshardOnRead:
             module.__class__ = _readable(type(module), self._modules[module], _traced(trace_gathers))
             compilation.make_passive(module)
         self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
-            module: [vars(held) for held in zero3.modules_of(module) if _RUNS in vars(held)]
+            module: [vars(held) for held in gathering.modules_of(module) if _RUNS in vars(held)]
             for module in engine.module.modules()
         }
         self._make_placeholders()
-        self._coordinator = zero3.coordinator(engine.optimizer)
+        self._coordinator = gathering.coordinator(engine.optimizer)
         self._engine = engine
         self._hooks: list[compilation.ModuleHook] = []
         self._extended: dict[Any, compilation.ModuleHook] = {}  # by what has replaced it
@@ -94,7 +94,7 @@ class UnshardOnRead:
     @classmethod
     def of(cls, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> UnshardOnRead:
         """Return that of this engine; engines over one module share one, with the option of the first."""
-        coordinator = zero3.coordinator(engine.optimizer)
+        coordinator = gathering.coordinator(engine.optimizer)
         return shared.acquire(coordinator, "unshard_on_read", lambda: cls(engine, scheduler, values, trace_gathers))
 
     def detach(self) -> None:
@@ -111,7 +111,7 @@ class UnshardOnRead:
             gradient_hook.remove()
         for placeholder in self._placeholders.values():
             del _by_address[placeholder.data_ptr()]
-        zero3.forget_order(self._optimizer)  # DeepSpeed will find parameters where it has seen none
+        gathering.forget_order(self._optimizer)  # DeepSpeed will find parameters where it has seen none
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
@@ -129,7 +129,7 @@ class UnshardOnRead:
         Not where ranks have lost each other: what is in flight will not arrive.
         """
         if torch._C._current_graph_task_id() == -1:
-            zero3.release_leftovers(self._coordinator)  # of one that raised
+            gathering.release_leftovers(self._coordinator)  # of one that raised
         if self._registered is not None and self._registered is not compilation.registered_hooks(self._engine):
             self._extend_hooks()  # someone has removed them and registered them anew, as TRL does when it generates
         with zero3.as_it_is():
@@ -154,7 +154,7 @@ class UnshardOnRead:
 
     def release(self, keeps: Callable[[Any], bool]) -> None:
         """After an exception: release all that is gathered, but for what ``keeps`` says."""
-        zero3.release_all(self._optimizer, self._module, keeps)
+        gathering.release_all(self._optimizer, self._module, keeps)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

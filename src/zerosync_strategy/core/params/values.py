@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from zerosync_strategy.core.engine import compilation, shared, zero3
+from zerosync_strategy.core.engine import compilation, gathering, param_class, shared, zero3
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 _REMEDY = (
@@ -53,7 +53,7 @@ class ParameterValues:
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler) -> None:
-        self._coordinator = zero3.coordinator(engine.optimizer)
+        self._coordinator = gathering.coordinator(engine.optimizer)
         self._scheduler = scheduler
         self.cache: Callable[[], dict[Any, Memory]] = dict
         self.differentiable: _Reader | None = None
@@ -63,13 +63,13 @@ class ParameterValues:
         self._writers: set[Any] = set()  # parameters that modules write to while they run
         self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
         for param in self._params:
-            zero3.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
+            param_class.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
             param.__dict__["_zerosync_values"] = self
 
     @classmethod
     def of(cls, engine: Any, scheduler: GatherScheduler) -> ParameterValues:
         """Return that of this engine; engines over one module share one."""
-        return shared.acquire(zero3.coordinator(engine.optimizer), "values", lambda: cls(engine, scheduler))
+        return shared.acquire(gathering.coordinator(engine.optimizer), "values", lambda: cls(engine, scheduler))
 
     def detach(self) -> None:
         """The engine needs it no longer. With the last, parameters are DeepSpeed's own again."""
@@ -79,7 +79,7 @@ class ParameterValues:
     def withdraw(self) -> None:
         """Let all parameters be DeepSpeed's own."""
         for param in self._params:
-            zero3.take_class_at_rest(param)
+            param_class.take_class_at_rest(param)
             del param.__dict__["_zerosync_values"]
         self._params = []
 
@@ -92,11 +92,11 @@ class ParameterValues:
         self.steps += 1
         self._in_shards = frozenset()
         if self.steps == WATCHED_STEPS:
-            zero3.watch((param for param in self._params if param not in self._writers), False)
+            param_class.watch((param for param in self._params if param not in self._writers), False)
 
     def _releasing(self, param: Any) -> None:
         """Carry what was written to a gathered ``param`` to the shards, if those are not newer."""
-        changed = zero3.changed_in_use(param)
+        changed = param_class.changed_in_use(param)
         if param in self._in_shards:
             return
         if zero3.stays(param):
@@ -263,7 +263,7 @@ class Unsharded(_Intercepted, torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # What a program asks of a parameter to know whether it has to gather it.
-        return zero3.answer_of_gathered(name, self.zerosync_memory.param)
+        return param_class.answer_of_gathered(name, self.zerosync_memory.param)
 
 
 class Read(Unsharded):

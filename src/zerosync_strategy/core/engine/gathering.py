@@ -1,0 +1,342 @@
+"""What gathers and releases the parameters of ZeRO-3: DeepSpeed's coordinator, and gathers of our own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.engine import contract, param_class, zero3
+
+
+def coordinator(optimizer: Any) -> Any:
+    """Return what gathers and releases the parameters of a ZeRO-3 optimizer."""
+    return optimizer.parameter_offload.get_param_coordinator()
+
+
+def gather_stream(coordinator: Any) -> Any:
+    """Return the stream on which DeepSpeed gathers and waits for gathers; ``None`` on a device without streams."""
+    return getattr(coordinator, contract.GATHER_STREAM)
+
+
+@contextmanager
+def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+    """While active, DeepSpeed gathers and waits for gathers on ``stream``."""
+    before = getattr(coordinator, contract.GATHER_STREAM)
+    setattr(coordinator, contract.GATHER_STREAM, stream)
+    try:
+        yield
+    finally:
+        setattr(coordinator, contract.GATHER_STREAM, before)
+
+
+class ShardRows:
+    """All shards of several parameters of one process group, by one message.
+
+    DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
+    with the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
+
+    Args:
+        params: released ones, with shards of one dtype, for which :func:`has_plain_shard` holds.
+        dtype: in which they are sent.
+    """
+
+    @param_class.for_training
+    def __init__(self, params: Sequence[Any], dtype: torch.dtype) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        first = params[0]
+        group, shards = first.ds_process_group, [param.ds_tensor for param in params]
+        self._params = params
+        self._columns = [shard.ds_numel for shard in shards]
+        self._rows = torch.empty(dist.get_world_size(group), sum(self._columns), dtype=dtype, device=first.device)
+        own = self._rows[dist.get_rank(group)]
+        if any(shard.device != own.device or shard.dtype is not dtype for shard in shards):
+            shards = [shard.to(own.device, dtype) for shard in shards]
+        torch.cat(shards, out=own)
+        self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
+
+    def values(self) -> list[tuple[Any, torch.Tensor]]:
+        """Wait, and return each parameter with its values in its own shape and dtype. The memory is the caller's."""
+        self._work.wait()  # in no generator, which would hide from errors who waits
+        values, begin = [], 0
+        for param, columns in zip(self._params, self._columns, strict=True):
+            full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+            values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
+            begin += columns
+        return values
+
+
+class ShardGather:
+    """The gather of several parameters of one process group: one message, and one copy for each parameter.
+
+    Args:
+        params: as :class:`ShardRows` takes.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        self._params = params
+        self._rows: ShardRows | None = ShardRows(params, zero3.gather_dtype(params[0]))
+        for param in params:
+            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
+
+    @param_class.for_training
+    def wait(self, **_: Any) -> None:
+        """Wait for it, and give the parameters their values."""
+        if self._rows is None:
+            return
+        status = type(self._params[0].ds_status).AVAILABLE
+        for param, full in self._rows.values():
+            param.data = full
+            param.ds_status = status
+        self._rows = None
+
+
+class LocalGather:
+    """What a :class:`ShardGather` is, of parameters that this rank has in full elsewhere: nothing is sent.
+
+    Args:
+        values: in full, by released parameter. They are copied, on the current stream.
+    """
+
+    @param_class.for_training
+    def __init__(self, values: Mapping[Any, torch.Tensor]) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+
+        self._copies = {param: full.to(param.device, non_blocking=True, copy=True) for param, full in values.items()}
+        for param in self._copies:
+            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
+
+    def wait(self, **_: Any) -> None:
+        """Give the parameters their values."""
+        for param, copy in self._copies.items():
+            param.data = copy
+            param.ds_status = type(param.ds_status).AVAILABLE
+        self._copies = {}
+
+
+def gathers_plainly(engine: Any) -> bool:
+    """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
+    config = engine._config.zero_config
+    one_by_one = contract.has(contract.SEQUENTIAL_GATHERS) and config.allgather_sequential
+    return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
+
+
+def count_gathered(coordinator: Any, params: Iterable[Any], sign: int = 1) -> None:
+    """Count ``params`` among those that DeepSpeed has gathered and has to release: more of them, or fewer."""
+    numel = getattr(coordinator, contract.GATHERED_NUMEL)
+    setattr(coordinator, contract.GATHERED_NUMEL, numel + sign * sum(param.ds_numel for param in params))
+
+
+def fetch(coordinator: Any, params: list[Any]) -> list[Any]:
+    """Gather released ``params`` as DeepSpeed's coordinator does, but return the handles: it will not release them."""
+    getattr(coordinator, contract.ALL_GATHER_PARAMS)(params, True)
+    count_gathered(coordinator, params, -1)
+    registry = in_flight(coordinator)
+    handles = [registry.pop(param) for param in params]
+    return list({id(handle): handle for handle in handles}.values())
+
+
+def release(coordinator: Any, param: Any) -> bool:
+    """Release ``param`` if it is gathered and nothing uses it, as DeepSpeed's coordinator does, in fewer calls.
+
+    Return whether that was all: not where the shard is on disk, quantized or of hpZ.
+    """
+    if param.ds_status._name_ != "AVAILABLE" or param.ds_active_sub_modules:
+        return True
+    if zero3.has_secondary_shard(param) or not zero3.has_plain_shard(param):
+        return False
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return release(coordinator, param)
+    users = param.ds_active_sub_modules
+    is_intercepted = users.__class__ is param_class.Users
+    with zero3.as_it_is():
+        if is_intercepted and (
+            users.watched
+            or users.version != param._version
+            or param.ds_persist
+            or param.__dict__.get("_zerosync_held", False)
+        ):
+            users.releasing(param)
+        _free_param()(param)
+    if is_intercepted:
+        param.__class__ = users.at_rest
+    numel = getattr(coordinator, contract.GATHERED_NUMEL)
+    setattr(coordinator, contract.GATHERED_NUMEL, numel - param.ds_numel)
+    return True
+
+
+@functools.cache
+def _free_param() -> Callable[[Any], None]:
+    """Return DeepSpeed's function without the range in NVTX profiles, which costs the host more than the rest of it."""
+    from deepspeed.runtime.zero.partition_parameters import free_param
+
+    inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
+    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
+    return free
+
+
+def prefetched_numel(engine: Any) -> int:
+    """Return the elements that DeepSpeed gathers ahead of their use."""
+    return int(engine._config.zero_config.prefetch_bucket_size)
+
+
+@contextmanager
+def gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
+    """While active, DeepSpeed gathers parameters by ``all_gather(source, target, process_group)``.
+
+    That is called with this rank's shard and the place for all shards, both flat, and returns what has ``wait()``.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    stock = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = all_gather
+    try:
+        yield
+    finally:
+        partition_parameters._dist_allgather_fn = stock
+
+
+def gathers_by_all_reduce(engine: Any) -> bool:
+    """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
+    return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
+
+
+def gather_and_hold(params: list[Any]) -> None:
+    """Gather released ``params``, all of one process group, and leave them gathered. Collective."""
+    params[0].all_gather_coalesced(params).wait()
+
+
+def in_flight(coordinator: Any) -> dict[Any, Any]:
+    """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
+    return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__
+
+
+def release_cache(coordinator: Any) -> Any:
+    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators.
+
+    Raises:
+        ContractError: it is not there.
+    """
+    function = getattr(type(coordinator), contract.RELEASES)
+    while not hasattr(function, "cache_clear"):
+        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = next((found for found in inner if callable(found)), None)
+        if function is None:
+            raise contract.changed("held parameters", f"{contract.RELEASES} is not cached")
+    return function
+
+
+def release_leftovers(coordinator: Any) -> None:
+    """Let DeepSpeed release what the modules of a backward that raised have left gathered, where it knows them."""
+    if contract.has(contract.LEFTOVERS):
+        coordinator.release_backward_leftovers()
+
+
+def parameters_of(module: Any) -> list[Any]:
+    """Return the parameters that are gathered for ``module``: its own; of a leaf to ZeRO-3, also those below it."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
+
+    return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def released_with(module: Any) -> list[Any]:
+    """Return the parameters that may be released after ``module``: its own, and what its backward gathered anew."""
+    return [*parameters_of(module), *getattr(module, "ds_recompute_parameters", ())]
+
+
+def modules_of(module: Any) -> Iterable[Any]:
+    """Return the modules whose own parameters :func:`parameters_of` returns."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
+
+    return module.modules() if z3_leaf_module(module) else (module,)
+
+
+def forget_order(optimizer: Any) -> None:
+    """Let DeepSpeed record anew in which order modules run, and release what it has prefetched."""
+    found = coordinator(optimizer)
+    if not found.is_invalid_trace():
+        found._invalidate_trace()
+
+
+def release_but(coordinator: Any, module: torch.nn.Module, kept: Collection[Any]) -> None:
+    """Release all parameters of ``module`` but for ``kept``, as before an optimizer step."""
+    in_flight_now = in_flight(coordinator)
+    param: Any
+    for param in module.parameters():
+        if zero3.is_sharded(param) and param not in kept:
+            if (handle := in_flight_now.pop(param, None)) is not None:
+                handle.wait()
+            param.ds_active_sub_modules.clear()
+            release_param(coordinator, param)
+
+
+def release_param(coordinator: Any, param: Any) -> None:
+    """Release ``param`` as the coordinator does."""
+    getattr(coordinator, contract.RELEASE_PARAM)(param)
+
+
+def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
+    """After an exception: release what is gathered of ``module``.
+
+    Persistent parameters stay, those that a user's ``GatheredParameters`` context has gathered, and what ``keeps``
+    says.
+    """
+    forget_order(optimizer)
+    release_leftovers(coordinator(optimizer))
+    for submodule in module.modules():
+        if hasattr(submodule._parameters, "_in_forward"):
+            submodule._parameters._in_forward = False
+    for param in module.parameters():
+        _release(param, keeps)
+
+
+def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
+    if not zero3.is_sharded(param) or not zero3.is_gathered(param):
+        return
+    param.ds_active_sub_modules.clear()
+    if not (param.ds_persist or keeps(param) or zero3.CONTEXT_DEPTH in param.__dict__):
+        param.partition()
+
+
+def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
+    """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
+
+    Args:
+        first: the engine whose hooks run in the module that is trained; may be ``engine`` itself.
+
+    Raises:
+        ContractError: DeepSpeed keeps what gathers and releases elsewhere.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    contract.require(contract.SEVERAL_ENGINES, engine)
+    contract.require(contract.SEVERAL_ENGINES, first)
+    optimizer, params = engine.optimizer, set(part.parameters())
+    offload, first_offload = optimizer.parameter_offload, first.optimizer.parameter_offload
+    for module in part.modules():
+        partition_parameters._init_external_params(module)  # what an engine's own module has been given
+    offload.module = optimizer.module = part
+    persistent = [param for param in optimizer.persistent_parameters if param in params]
+    offload.persistent_parameters = optimizer.persistent_parameters = persistent
+    offload.param_coordinator = first_offload.param_coordinator
+    setattr(offload, contract.OFFLOAD_GATHER_STREAM, getattr(first_offload, contract.OFFLOAD_GATHER_STREAM))
+
+
+def leave_sharded(engine: Any) -> None:
+    """End ``engine``, which has no optimizer; another may train its module, whose parameters stay sharded."""
+    engine.destroy()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+
+
+def release_for_checkpoint(optimizer: Any) -> None:
+    """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
+    optimizer.checkpoint_event_prologue()

@@ -1,0 +1,171 @@
+"""The optimizer of ZeRO-3: its groups, gradient shards, norm and master weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine.zero import MasterWeights, offloads, sum_of_squares
+
+
+def param_groups(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters of the optimizer, by DeepSpeed's groups."""
+    return optimizer.fp16_groups
+
+
+def gradient_group(optimizer: Any, param: Any) -> Any:
+    """Return the process group whose ranks each keep a shard of the gradient of ``param``."""
+    if not contract.has(contract.PARAM_GROUP):
+        return optimizer.dp_process_group
+    return optimizer._get_param_partition_group(param)
+
+
+def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
+    """Return what a sum of the gradients of ``params`` is divided by, if ``world_size`` ranks add to it."""
+    if not contract.has(contract.AVERAGED_RANKS):
+        return float(world_size)
+    return float(optimizer._gradient_averaging_world_size(params, world_size))
+
+
+def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Return this rank's shard of each gradient, flat, by the id of the parameter."""
+    return getattr(optimizer, contract.GRADIENT_SHARDS)
+
+
+def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
+    """Let the coming step find the gradient shards of ``params``.
+
+    Args:
+        joined: not one by one, as DeepSpeed's own computation of their norm would have them.
+    """
+    shards = gradient_shards(optimizer)
+    if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
+        optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
+        optimizer.zerosync_stock_finalize()
+        return
+    if offloads(optimizer):
+        for param in params:
+            key, shard = optimizer.get_param_id(param), shards[param.ds_id]
+            group, offset, _ = optimizer.grad_position[key]
+            optimizer.norm_for_param_grads[key] = shard.double().norm(2)
+            optimizer.fp32_partitioned_groups_flat[group].grad.narrow(0, int(offset), shard.numel()).copy_(shard)
+        return
+    for index, group in enumerate(optimizer.fp16_groups):
+        whole = _joined_shards(optimizer, index) if joined else None
+        optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group] if whole is None else [whole]
+
+
+def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
+    """Return the gradient shards of a sub-group as one tensor, which its step need not copy; ``None``: they lie apart.
+
+    DeepSpeed has made them, in this order, as parts of one buffer.
+    """
+    group, shards = optimizer.fp16_groups[index], gradient_shards(optimizer)
+    first, last = shards[group[0].ds_id], shards[group[-1].ds_id]
+    numel = optimizer.fp32_partitioned_groups_flat[index].numel()
+    if last.data_ptr() + last.nbytes != first.data_ptr() + numel * first.element_size():
+        return None
+    return first.as_strided((numel,), (1,))
+
+
+def discard_gradients(optimizer: Any) -> None:
+    """Let the optimizer forget which gradient shards its step would use."""
+    optimizer.averaged_gradients = {}
+
+
+def gradient_norms(optimizer: Any) -> list[Any]:
+    """Return the L2 norm of the gradients times the loss scale, as one. Collective."""
+    norms: list[Any] = optimizer._get_norm_groups()
+    return norms
+
+
+def is_model_parallel(optimizer: Any) -> bool:
+    """Return whether ranks that hold other parts of the model share its norm."""
+    return optimizer.model_parallel_group is not None
+
+
+def norm_of_shards(optimizer: Any) -> torch.Tensor:
+    """Compute the norm of the gradients that were handed over, an infinity where it is not finite. Collective.
+
+    The data-parallel ranks have the whole model, and each element of it once, over whichever of them it is sharded.
+    """
+    from deepspeed import comm
+
+    shards = [shard for of_group in optimizer.averaged_gradients.values() for shard in of_group]
+    square = sum_of_squares(shards)
+    comm.all_reduce(square, group=optimizer.dp_process_group)
+    norm = square.sqrt().float()
+    return torch.where(norm.isfinite(), norm, torch.inf)
+
+
+def all_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of the optimizer's module, those that it does not train included."""
+    return list(optimizer.module.parameters())
+
+
+def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
+
+    In fp32 the two may be one tensor, and are left out.
+    """
+    pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for shard, master in pairs:
+        if shard is not None and shard.numel() == master.numel() and shard.data_ptr() != master.data_ptr():
+            yield shard.data, master.data
+
+
+def take_master_weights(optimizer: Any, param: Any) -> None:
+    """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    zero3.count_write(param)
+    param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
+    if zero3.is_gathered(param):
+        persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept
+        param.partition()
+        param.ds_persist = persistent
+
+
+def flat_master_weights(optimizer: Any) -> list[Any]:
+    """Return what the optimizer steps, by sub-group."""
+    return list(optimizer.fp32_partitioned_groups_flat)
+
+
+def master_weights(optimizer: Any) -> list[MasterWeights]:
+    """Return this rank's master weights of each group, by the parameters that they are of, padding included.
+
+    Raises:
+        ValueError: their states are not in memory, or another optimizer steps some of them.
+    """
+    if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
+        raise ValueError(
+            "The optimizer trains parameters that are frozen, while 'offload_optimizer' keeps its states on NVMe or has"
+            " a 'ratio' below 1: ZeRO would step them. Leave them out of the optimizer, or keep its states in memory."
+        )
+    masters = []
+    for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        ends = list(itertools.accumulate(map(zero3.shard_numel, params)))
+        masters.append(MasterWeights(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
+    return masters
+
+
+def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
+    """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return what undoes it."""
+    freed = []
+    for bucket in optimizer.ipg_buckets.values():
+        if bucket.buffer is not None:
+            freed.append((bucket, bucket.buffer.device, bucket.buffer.to("meta")))
+            bucket.buffer = None
+
+    def restore() -> None:
+        for bucket, device, buffer in freed:
+            bucket.buffer = torch.empty_like(buffer, device=device)
+
+    return restore
+
+
+def reload_master_weights(optimizer: Any) -> None:
+    """Set the weights that the optimizer steps to the present values of the parameters. Collective."""
+    optimizer.refresh_fp32_params()
