@@ -180,3 +180,29 @@ def test_validate_test_predict_before_between_and_after(stage: int) -> None:
         return distance(recorder.parameters, accumulate(plain, 4, 1))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_validate_and_predict_a_module_without_parameters(stage: int) -> None:
+    class Nothing(Module):
+        """Say, a metric over what is in the batch, as a baseline of others."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Identity()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("batches", torch.tensor(batch_idx + 1.0), reduce_fx="max", sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    def run() -> float:
+        module, data = Nothing(), Data(3)
+        trainer = make_trainer(strategy(stage))
+        (found,) = trainer.validate(module, data.loader(), verbose=False)
+        predictions = trainer.predict(module, data.loader())
+        torch.testing.assert_close(predictions, [data.batch(b, trainer.global_rank)[0] for b in range(3)])
+        return found["batches"]
+
+    assert run_ranks(run) == [3.0, 3.0]

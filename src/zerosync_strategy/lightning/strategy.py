@@ -275,8 +275,15 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
         self.zerosyncs = []
-        super()._initialize_deepspeed_inference(model)
-        if self.zero_stage_3:
+        config = self.config
+        assert isinstance(config, dict)
+        if without_parameters := next(model.parameters(), None) is None:  # ZeRO-3 takes the type of the first
+            self.config = {name: value for name, value in config.items() if name != "zero_optimization"}
+        try:
+            super()._initialize_deepspeed_inference(model)
+        finally:
+            self.config = config
+        if self.zero_stage_3 and not without_parameters:
             interpose(self.model, EvaluationOverrides)
             param_class.gather_whole(model.parameters())
 
