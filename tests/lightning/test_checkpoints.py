@@ -206,3 +206,29 @@ def test_validate_and_predict_a_module_without_parameters(stage: int) -> None:
         return found["batches"]
 
     assert run_ranks(run) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
+    class Looking(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.modes: list[tuple[bool, bool]] = []
+
+        def look(self) -> None:
+            self.modes.append((self.trainer.model.training, self.training))
+
+        on_train_start = on_train_epoch_end = on_validation_start = on_test_start = on_predict_start = look
+
+    def run() -> list[tuple[bool, bool]]:
+        module, data = Looking(), Data(2)
+        trainer = make_trainer(strategy(stage))
+        trainer.fit(module, data.loader(), data.loader())
+        trainer.validate(module, data.loader(), verbose=False)
+        trainer.test(module, data.loader(), verbose=False)
+        trainer.predict(module, data.loader())
+        assert trainer.model.train() is trainer.model and trainer.model.training and module.training
+        return module.modes
+
+    modes = [(mode, mode) for mode in (True, False, True, False, False, False)]
+    assert run_ranks(run) == [modes, modes]

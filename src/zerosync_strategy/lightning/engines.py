@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import InferenceOverrides
+from zerosync_strategy.core.engine.overrides import InferenceOverrides, ModeOverrides
 from zerosync_strategy.core.engine.several import part_of
 from zerosync_strategy.core.optimizers import optimizer_problem
 
@@ -116,7 +116,7 @@ def _shape(value: Any) -> Any:
     return zero3.full_shape(value) if isinstance(value, torch.Tensor) else ()
 
 
-class EvaluationOverrides:
+class EvaluationOverrides(ModeOverrides):
     """Overrides of an engine for evaluation under ZeRO-3: it loads the parameters of all optimizers.
 
     DeepSpeed would load the first optimizer's alone, from the optimizer states, which have them under ZeRO-3.

@@ -19,6 +19,7 @@ from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import gathering, param_class, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
+from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
@@ -283,7 +284,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super()._initialize_deepspeed_inference(model)
         finally:
             self.config = config
-        if self.zero_stage_3 and not without_parameters:
+        if without_parameters or not self.zero_stage_3:
+            interpose(self.model, ModeOverrides)
+        else:
             interpose(self.model, EvaluationOverrides)
             param_class.gather_whole(model.parameters())
 

@@ -94,7 +94,29 @@ class EngineHooks(Protocol):
         """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
 
 
-class EngineOverrides:
+class ModeOverrides:
+    """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
+
+    module: torch.nn.Module
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        return self  # as every other module; DeepSpeed returns nothing
+
+    def eval(self) -> Any:
+        super().eval()  # type: ignore[misc]
+        return self
+
+
+class EngineOverrides(ModeOverrides):
     """Overrides of ``DeepSpeedEngine``."""
 
     _zerosync_hooks: EngineHooks
