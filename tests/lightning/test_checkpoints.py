@@ -1,12 +1,13 @@
 """Checkpoints: resume continues bit for bit, a checkpoint in mid-window says what it leaves out (W5)."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness.oracle import distance, full_parameters
@@ -232,3 +233,21 @@ def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
 
     modes = [(mode, mode) for mode in (True, False, True, False, False, False)]
     assert run_ranks(run) == [modes, modes]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_timer_whose_time_was_up_stops_the_resumed_run(stage: int, tmp_path: Path) -> None:
+    class TimePasses(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.callbacks[-1]._offset = 3600.0
+
+    def run() -> tuple[int, int, type]:
+        first = make_trainer(
+            strategy(stage), [TimePasses(), SaveAfter(0, tmp_path / "stopped"), Timer(timedelta(hours=1))]
+        )
+        first.fit(Module(), Data(4).loader())
+        resumed = make_trainer(strategy(stage), [Timer(timedelta(hours=1))])
+        resumed.fit(Module(), Data(4).loader(), ckpt_path=tmp_path / "stopped")
+        return first.global_step, resumed.global_step, type(resumed.callbacks[-1])
+
+    assert run_ranks(run) == [(1, 1, Timer), (1, 1, Timer)]

@@ -20,6 +20,7 @@ from .library import (
     LightningModule,
     MisconfigurationException,
     StochasticWeightAveraging,
+    Timer,
     Trainer,
 )
 
@@ -130,11 +131,21 @@ class FinetuningOverrides(CallbackOverrides):
                 )
 
 
+class TimerOverrides(CallbackOverrides):
+    """It looks in ``on_fit_start()`` whether the time of the run it resumes was up: here that is restored later."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        timer: Any = self
+        timer.on_fit_start(trainer)
+
+
 _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
     GradientAccumulationScheduler: SchedulerOverrides,
     **dict.fromkeys(WEIGHT_AVERAGING, WeightAveragingOverrides),
     StochasticWeightAveraging: StochasticWeightAveragingOverrides,
     BaseFinetuning: FinetuningOverrides,
+    Timer: TimerOverrides,
 }
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
+    Timer,
 )
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -48,6 +49,7 @@ __all__ = [
     "Precision",
     "Steppable",
     "StochasticWeightAveraging",
+    "Timer",
     "Trainer",
     "_init_optimizers_and_lr_schedulers",
     "reset_seed",

@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
+    Timer,
 )
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, Precision
@@ -44,6 +45,7 @@ __all__ = [
     "Precision",
     "Steppable",
     "StochasticWeightAveraging",
+    "Timer",
     "Trainer",
     "_init_optimizers_and_lr_schedulers",
     "reset_seed",
