@@ -30,6 +30,7 @@ from zerosync_strategy.core.engine import (
     zero3_optimizer,
     zero12,
 )
+from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
@@ -107,6 +108,7 @@ class AttachedEngine:
         zero.count_parameters_quickly()
         if engine.device.type == "cpu":
             keep_freed_memory()
+            leave_out_ranges()
         self._names = {param: name for name, param in engine.module.named_parameters()}
         messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
         self.reducer = (Stage3Reducer if is_stage_3 else Stage12Reducer)(optimizer, config, self._names, messages)
