@@ -125,6 +125,11 @@ class NothingToTrain(TwoOptimizers):
         return super().configure_optimizers()
 
 
+class NoOptimizer(Module):
+    def configure_optimizers(self) -> None:
+        pass
+
+
 class TwoSchedulers(Module):
     """One of them by DeepSpeed's configuration."""
 
@@ -203,6 +208,7 @@ def manual(module: Module) -> Module:
             MisconfigurationException,
             r"optimizer 1 .* not in the ForeignParameter: number 0 of group 0 with shape \(3,\)",
         ),
+        (NoOptimizer, {}, MisconfigurationException, "returned no optimizer.* Return one"),
         (lambda: manual(NothingToTrain()), {}, MisconfigurationException, "Optimizer 1 .* no parameter that requires"),
         (
             TwoSchedulers,

@@ -24,18 +24,24 @@ from .library import MisconfigurationException
 
 TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
+_NONE = "_MockOptimizer"  # Lightning's, where there is none
 
 
 def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.nn.Module]:
     """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
 
     Raises:
-        MisconfigurationException: an optimizer that ZeRO cannot partition, one without a trainable parameter or with
-            one that is not in ``module``, or parameters that two optimizers train.
+        MisconfigurationException: no optimizer, one that ZeRO cannot partition, one without a trainable parameter or
+            with one that is not in ``module``, or parameters that two optimizers train.
     """
     owners: dict[torch.nn.Parameter, int] = {}
     shared: dict[torch.nn.Parameter, list[int]] = {}
     for index, optimizer in enumerate(optimizers):
+        if type(optimizer).__name__ == _NONE:
+            raise MisconfigurationException(
+                "configure_optimizers() returned no optimizer, and ZeRO shards what an optimizer trains. Return one, or"
+                " train with another strategy, such as 'ddp'."
+            )
         if problem := optimizer_problem(module, optimizer):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy cannot train with optimizer {index} of configure_optimizers(): {problem}"
