@@ -75,6 +75,12 @@ def test_a_change_of_what_is_local(stage: int) -> None:
         run = start(stage, accumulate=2, overlap_last=False)
         with pytest.raises(RuntimeError, match=r"was changed between backward and step.*full_gradients\(\)"):
             train(run, lambda: scale(run.model.parameters()))
+        run.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"was changed between backward and step"):  # between two backwards
+            for index in range(2):
+                with run.accelerator.accumulate(run.model):
+                    run.accelerator.backward(loss_of(run.model, run.batch(index)))
+                    scale(run.model.parameters())
         with pytest.raises(ValueError, match=r"clip_grad_value_\(\) .*where accelerator.sync_gradients is true"):
             run.optimizer.zero_grad()
             with run.accelerator.accumulate(run.model):
