@@ -11,7 +11,7 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncConfig, attach
-from zerosync_strategy.core import attached
+from zerosync_strategy.core import budgets_of_engine
 from zerosync_strategy.core.budgets import MEASURED, RESERVED, AutomaticBudgets, Held, State, Usage
 from zerosync_strategy.core.comm.streams import Streams
 
@@ -128,7 +128,7 @@ def train(
         grows: bytes by which activations grow from the eighth step on, by what is left for it in each.
     """
     memory = Counted()
-    monkeypatch.setattr(attached, "gauge_of", lambda device: memory)
+    monkeypatch.setattr(budgets_of_engine, "gauge_of", lambda device: memory)
     net, plain = network(), network()
     for each in (net, plain) if frozen else ():
         for layer in list(each)[1::2]:
