@@ -144,6 +144,22 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     assert (first, second) == (0.0, 0.0) and error < 2e-6
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_whose_gradients_were_all_dropped_is_one_with_zeros(stage: int) -> None:
+    """Not with those of the step before, which are still in the memory of the shards."""
+
+    def run() -> float:
+        engine = make_engine(stage, torch.optim.SGD)
+        train(engine, attach(engine), 1)
+        before = full_parameters(engine.module)
+        engine.backward(loss_of(engine, 9, rank()))
+        engine.zero_grad()
+        engine.step()
+        return distance(full_parameters(engine.module), before)
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_are_at_the_floor(stage: int, ranks: int) -> None:
