@@ -26,7 +26,7 @@ def keep_freed_memory() -> None:
     none, and returns the temporary gradients of each backward to the system: at 35 M parameters 72,000 page faults in a
     step of four backwards. Other C libraries just see a block allocated and freed.
     """
-    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8)
+    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
 
 class HostMemory:

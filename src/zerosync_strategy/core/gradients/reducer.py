@@ -101,7 +101,7 @@ class Reducer(ABC):
         )
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
-        self._chunk_bytes = max(limit, min(SMALL_BYTES, largest))
+        self._chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         self.buckets = self._make_buckets(config, limit, names)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0
