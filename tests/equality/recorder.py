@@ -112,10 +112,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def measure(only: str) -> Results:
     """Run every program whose name contains `only`, each in ranks that are forked from this process."""
-    import deepspeed.ops
-    import deepspeed.runtime.zero.muon.muon_optimizer  # what every first engine would import
-
-    import tests.conftest  # noqa: F401  # and what else the ranks need
+    import tests.harness.warm  # noqa: F401  # imports once
     from tests.equality.programs import PROGRAMS
     from tests.harness.ranks import RanksError, run_ranks
 
@@ -124,7 +121,6 @@ def measure(only: str) -> Results:
         PROGRAMS[name].run(recorder)
         return recorder.rows
 
-    deepspeed.ops.__compatible_ops__  # noqa: B018  # tries compilers, once
     gc.freeze()  # DeepSpeed collects garbage in every engine: not in all that is imported
     results: Results = {}
     for name, program in PROGRAMS.items():

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from tests import conftest as _imports_once  # noqa: F401  # and sets what must be set before torch loads
+import tests.harness.warm  # noqa: F401  # imports once
 from tests.foreign.results import record
 from zerosync_strategy import ZeroSyncPlugin, prepare_cpu
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import conftest as _imports_once  # noqa: F401  # and sets what must be set before torch loads
+import tests.harness.warm  # noqa: F401  # imports once
 from tests.foreign.results import TIMEOUT, first_error, record
 from tests.harness.engines import start
 from tests.harness.ranks import RanksError, RanksTimedOut, run_ranks

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import conftest as _imports_once  # noqa: F401  # and sets what must be set before torch loads
+import tests.harness.warm  # noqa: F401  # imports once
 from tests.foreign.results import TIMEOUT, first_error, record
 from tests.harness.oracle import full_parameters
 from tests.harness.ranks import RanksError, RanksTimedOut, run_ranks

@@ -35,7 +35,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def test_this_process_is_fit_to_be_forked() -> None:
-    """After all that conftest.py has imported, and tests before this one have done.
+    """After all that warm.py has imported, and tests before this one have done.
 
     In a worker of pytest-xdist, a thread waits for what to run next. Nobody else has left one, or a pool of them.
     """
