@@ -16,15 +16,13 @@ import datetime
 import json
 import os
 import re
-import shlex
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hosts import link, loopback, require_namespaces
-from output import draw, processor, write_markdown
+from output import command, draw, processor, write_markdown
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = (
@@ -74,7 +72,7 @@ def main() -> None:
             print(f"{accumulate} micro-batch(es) per optimizer step", flush=True)
             run = measure(
                 hosts, options.systems, options.model, accumulate, options.batch, options.rounds, options.in_a_row,
-                Path(scratch),
+                options.count_tensors, Path(scratch),
             )  # fmt: skip
             _judge(run)
             runs.append(run)
@@ -82,6 +80,7 @@ def main() -> None:
     name = f"{results['date']}-{options.where}-{options.model}"
     name += f"-batch-{options.batch}" if options.batch > 1 else ""
     name += "-budget" if options.budget_curve else ""
+    name += "-tensors" if options.count_tensors else ""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
@@ -102,6 +101,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each system, after 2 others (5)")
     parser.add_argument("--in-a-row", type=int, default=1, help="steps of a system in each of its turns (1)")
     parser.add_argument("--systems", type=_systems, default=list(SYSTEMS), help=f"({','.join(SYSTEMS)})")
+    parser.add_argument("--count-tensors", action="store_true", help="automatic budgets go by the memory of tensors")
     parser.add_argument("--budget-curve", action="store_true", help="ZeRO-2 by grad_memory_budget, instead of systems")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results (beside this file)")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the picture of these results")
@@ -131,7 +131,7 @@ def _systems(text: str) -> list[str]:
 def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+        "command": command(),
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in ("zerosync-strategy", "torch", "deepspeed", "lightning")},
@@ -143,6 +143,7 @@ def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[s
         "batch": options.batch,
         "rounds": options.rounds,
         "in_a_row": options.in_a_row,
+        "counts_tensors": options.count_tensors,
         "budget_curve": options.budget_curve,
         "runs": runs,
     }

@@ -138,14 +138,14 @@ class Team:
 
 def measure(
     hosts: Sequence[Host], names: Sequence[str], model: str, accumulate: int, batch: int, rounds: int, in_a_row: int,
-    scratch: Path,
+    counts_tensors: bool, scratch: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Build all systems, let each make ``in_a_row`` steps per round, and compare the parameters at the end."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is here now lives on: a collection in a rank neither looks at it nor unshares its memory
     teams = [
-        Team(rank.Job(name, model, accumulate, batch, hosts, PORT + index, scratch / f"{name}.pt"))
+        Team(rank.Job(name, model, accumulate, batch, hosts, PORT + index, scratch / f"{name}.pt", counts_tensors))
         for index, name in enumerate(names)
     ]
     try:

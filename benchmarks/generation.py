@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -56,7 +57,7 @@ def main() -> None:
     require_namespaces()
     ways = options.ways.split(",")
     with link(options.ranks, options.rate) as hosts:
-        parameters, found = measure(hosts, ways, options)
+        parameters, found = measure(hosts, ways, generate, options)
     versions = {name: version(name) for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))}
     results = {
         "date": datetime.date.today().isoformat(),
@@ -72,8 +73,17 @@ def main() -> None:
         options.output.with_suffix(".md").write_text(report(results))
 
 
-def measure(hosts: list[Host], ways: list[str], options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return the model's parameters, and by way the seconds and bytes of each round."""
+def measure(
+    hosts: list[Host], ways: list[str], live: Callable[..., None], options: argparse.Namespace
+) -> tuple[int, dict[str, Any]]:
+    """Return the model's parameters, and by way the seconds and bytes of each round.
+
+    Args:
+        hosts: by rank.
+        ways: what is measured, the name of a system and what it does. One system has one team of ranks.
+        live: the life of a rank.
+        options: of the command line; ``rounds``, and ``tokens`` of a round.
+    """
     context = multiprocessing.get_context("spawn")
     teams: dict[str, list[tuple[Any, Connection]]] = {}
     for number, system in enumerate(dict.fromkeys(way.partition("-")[0] for way in ways)):
@@ -81,7 +91,7 @@ def measure(hosts: list[Host], ways: list[str], options: argparse.Namespace) -> 
         for rank in range(len(hosts)):
             ours, theirs = context.Pipe()
             arguments = theirs, hosts, rank, 29700 + number, system, options
-            process = context.Process(target=generate, args=arguments, daemon=True)
+            process = context.Process(target=live, args=arguments, daemon=True)
             process.start()
             teams[system].append((process, ours))
     try:
@@ -91,19 +101,20 @@ def measure(hosts: list[Host], ways: list[str], options: argparse.Namespace) -> 
         for number in range(-1, options.rounds):  # the first is not counted, and short
             for way in ways:
                 team = teams[way.partition("-")[0]]
-                before = [host.sent(process.pid) for host, (process, _) in zip(hosts, team, strict=True)]
+                # Where ranks share a host, any of them shows its counter.
+                processes = {host: process.pid for host, (process, _) in zip(hosts, team, strict=True)}
+                before = sum(host.sent(process) for host, process in processes.items())
                 begin = time.perf_counter()
                 for _, connection in team:
                     connection.send((way, 4 if number < 0 else options.tokens))
                 generated = [connection.recv() for _, connection in team]
                 seconds = time.perf_counter() - begin
                 time.sleep(QUIET)
-                after = [host.sent(process.pid) for host, (process, _) in zip(hosts, team, strict=True)]
+                sent = sum(host.sent(process) for host, process in processes.items()) - before
                 if number < 0:
                     continue
-                if tokens.setdefault("all", generated) != generated:
+                if tokens.setdefault(number, generated) != generated:
                     raise SystemExit(f"{way} generated other tokens than {ways[0]}.")
-                sent = sum(after) - sum(before)
                 found[way]["seconds"].append(seconds)
                 found[way]["bytes_sent"].append(sent / len(hosts))
                 print(f"round {number}: {way} {seconds:.2f} s, {sent / len(hosts) / 1e6:.1f} MB", flush=True)
@@ -121,7 +132,6 @@ def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, sys
     os.environ |= variables_of_rank(hosts, rank, port)
     import deepspeed
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.utils import logging
 
@@ -131,14 +141,7 @@ def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, sys
     torch.set_num_threads(1)
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    torch.manual_seed(0)
-    width = options.width
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=6,
-            num_attention_heads=6, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=None,
-        )
-    )  # fmt: skip
+    model = llama(options.width)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -169,6 +172,20 @@ def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, sys
                 stack.enter_context(zerosync.gathered_for_inference())
             out = model.generate(prompts, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         conductor.send(out[:, 16:].tolist())
+
+
+def llama(width: int) -> Any:
+    """A Llama of six layers, which does not end a text by itself."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=6,
+            num_attention_heads=6, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=None,
+        )
+    )  # fmt: skip
 
 
 def table(results: dict[str, Any]) -> str:

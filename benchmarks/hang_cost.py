@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from output import command
 from turns import RANKS, Ranks
 
 BACKWARDS = 4
@@ -123,7 +123,7 @@ def main() -> None:
         "# What a verdict costs while nothing fails", "",
         f"{RANKS} ranks on gloo, {layers} x Linear({width}), batch {batch}, {BACKWARDS} backwards per step, torch"
         f" {torch.__version__}, {os.cpu_count()} cores of {platform.machine()}; {options.rounds} rounds of"
-        f" {options.steps} steps of each arm, in turns. `{shlex.join(['python', *sys.argv])}`.", "",
+        f" {options.steps} steps of each arm, in turns. `{command()}`.", "",
     ]  # fmt: skip
     found = {}
     for stage in options.stages:

@@ -252,10 +252,11 @@ def _row(run: dict[str, Any]) -> str:
 def _write(runs: list[dict[str, Any]], path: Path) -> None:
     import deepspeed
     import torch
+    from output import command
 
     first = runs[0]
     versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "python": platform.python_version()}
-    results = {"date": str(date.today()), "command": _command(), "versions": versions, "runs": runs}
+    results = {"date": str(date.today()), "command": command(), "versions": versions, "runs": runs}
     path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     lines = [
         f"# {results['date']}: host work of one step as rank 0 of W",
@@ -296,10 +297,6 @@ def _write(runs: list[dict[str, Any]], path: Path) -> None:
 
 def _calls(run: dict[str, Any]) -> int:
     return run["aten_calls"]["forward and backward"] + run["aten_calls"]["step uncut"]
-
-
-def _command() -> str:
-    return "python " + " ".join([str(Path(sys.argv[0]).resolve().relative_to(HERE.parent)), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,25 @@
-"""Tables and pictures of what compare.py has measured."""
+"""What results are written with: the command, the machine; tables and pictures of what compare.py has measured."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 COLORS = {"zerosync": "#1b7837", "stock": "#b2182b", "coalesced": "#ef8a62", "ddp": "#4d4d4d", "fsdp2": "#2166ac"}
+
+
+def command() -> str:
+    """The command that runs this program, as one types it in the repository, without the place of its results."""
+    arguments = sys.argv[1:]
+    for option in ("--out", "--output"):
+        if option in arguments:
+            del arguments[(at := arguments.index(option)) : at + 2]
+    batch = ["chrt", "--batch", "0"] if os.sched_getscheduler(0) == os.SCHED_BATCH else []
+    return shlex.join([*batch, "python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def processor() -> str:
@@ -34,6 +47,8 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
         lines += [f"## {run['accumulate']} micro-batch(es) per optimizer step", ""]
         lines += _budget_table(run) if results["budget_curve"] else _table(run)
         lines += ["", *_footnotes(run), ""]
+        if results.get("counts_tensors"):
+            lines += [*_tensors(run), ""]
         if not results["budget_curve"]:
             lines += [*_phases(run), ""]
     lines.append(
@@ -61,6 +76,14 @@ def _table(run: dict[str, Any]) -> list[str]:
             f" | {_faster(run, name, 'ddp')} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
         )
     return lines
+
+
+def _tensors(run: dict[str, Any]) -> list[str]:
+    """The most memory that tensors took, and what automatic budgets said at the end."""
+    lines = ["| system | most MB of tensors at once, on any rank |", "|---|---:|"]
+    lines += [f"| {name} | {system['peak_memory_bytes'] / 1e6:.1f} |" for name, system in run["systems"].items()]
+    said = {name: system["report"].get("budgets") for name, system in run["systems"].items()}
+    return [*lines, "", *(f"**{name}** {text}.  " for name, text in said.items() if text not in (None, "None"))]
 
 
 def _phases(run: dict[str, Any]) -> list[str]:

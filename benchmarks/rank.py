@@ -11,6 +11,7 @@ import signal
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,9 @@ from hosts import Host, variables_of_rank
 from lightning_systems import make_lightning_system
 from phases import Phases
 from systems import System, full, make_batches, make_system
+from tensor_memory import TensorMemory
+
+from zerosync_strategy.core import budgets_of_engine
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +50,7 @@ class Job:
         hosts: where the ranks run.
         port: where they meet.
         parameters: the file for rank 0's view of the final parameters.
+        counts_tensors: automatic budgets go by the memory of tensors, which is counted.
     """
 
     system: str
@@ -55,6 +60,7 @@ class Job:
     hosts: Sequence[Host]
     port: int
     parameters: Path
+    counts_tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,14 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     job.hosts[rank].enter()
     os.environ.update(variables_of_rank(job.hosts, rank, job.port))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
-    system = make(job.system, job.model, job.accumulate)
-    watched = Phases()
-    system.run(_turns(conductor, job, rank, system, watched))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tensors = TensorMemory() if job.counts_tensors else None
+    if tensors is not None:
+        budgets_of_engine.gauge_of = lambda device: tensors
+    with tensors or nullcontext():
+        system = make(job.system, job.model, job.accumulate)
+        watched = Phases()
+        system.run(_turns(conductor, job, rank, system, watched))
+    memory = tensors.most if tensors is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "report": system.report(),
         "memory": memory,

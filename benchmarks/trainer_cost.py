@@ -17,9 +17,7 @@ import logging
 import os
 import platform
 import random
-import shlex
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from output import command
 from turns import RANKS, Ranks
 
 LAYERS, WIDTH = 5, 64
@@ -146,7 +145,7 @@ def main() -> None:
         f" AdamW, N micro-batches of one row per step; {options.rounds} rounds of {options.steps} backwards of each"
         f" system, in turns. torch {torch.__version__}, python {platform.python_version()},"
         f" {os.cpu_count()} cores of {platform.machine()}.", "",
-        f"    {shlex.join(['python', *sys.argv])}", "",
+        f"    {command()}", "",
         HEAD, "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     found = {}

@@ -1,0 +1,46 @@
+"""The memory of tensors, counted as a GPU's allocator counts it, for ranks on the CPU.
+
+The resident memory of a process says too little where only a part of the parameters can be held: the C library keeps
+what was freed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from zerosync_strategy.planning.memory import Ledger
+
+
+class TensorMemory(TorchDispatchMode):
+    """While active, counts the storages of all tensors that operators make: the gauge of automatic budgets.
+
+    Attributes:
+        most: bytes at once, ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = Ledger()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, lambda tensor: self._ledger.see(tensor, False), result)
+        self.most = max(self.most, self.used())
+        return result
+
+    def used(self) -> int:
+        """Return bytes now."""
+        return sum(self._ledger.allocated.live.values())
+
+    def peak(self) -> int:
+        """Return the most at once since :meth:`restart_peak`, or ever."""
+        return sum(self._ledger.allocated.peak.values())
+
+    def restart_peak(self) -> None:
+        """Begin the peak anew."""
+        self._ledger.restart()
