@@ -288,4 +288,6 @@ def make_system(name: str, model: str, accumulate: int) -> System:
         options[option] = {"auto": budget.removeprefix("auto")}
     elif stage == 3 and budget == "all":
         options[option] = "all"
-    return ZeroSync(model, stage, options, **({"stage3_max_live_parameters": 2_000_000} if budget else {}))
+    # Beyond the budget, little stays gathered.
+    released = {"stage3_max_live_parameters": 2_000_000, "stage3_max_reuse_distance": 0} if budget else {}
+    return ZeroSync(model, stage, options, **released)

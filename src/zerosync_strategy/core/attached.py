@@ -155,7 +155,7 @@ class AttachedEngine:
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self.meter = StepMeter(self.traffic, self.window, self.reducer, self.scheduler, self.cache)
-        self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache, self.meter)
+        self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._times_written = 0  # parameters, by steps and checkpoints
         self._infers = False  # in gathered_for_inference()
@@ -357,6 +357,8 @@ class AttachedEngine:
                 if self.scheduler is not None:
                     self.scheduler.before_step()
                 self.window.begin_step()
+            if self.budgets is not None:
+                self.budgets.step_begins()
             if self.states is not None:
                 self.states.to_stripes()
             self._adopt_edits()

@@ -8,17 +8,20 @@ state         when a step has been taken                  what is held in the co
 ``HOLDS``     less is left: stay                          what fits into the smaller room
 ============  ==========================================  ===========================================
 
-The *room* is the limit, less the most that everything else has used at once (activations, parameters, states,
-temporary tensors), less a reserve: a part of the limit, or as much as that most has varied from window to window, if it
-is more; what has varied may vary as much again. The most that was seen never falls, and what is held never grows. It is
-cut only when everything else has grown so far that half of that part of the limit is no longer left, and then to the
-room. So it is cut 64 times at most, and cannot oscillate.
+While the first windows measure, everything else (activations, parameters, states, temporary tensors) is looked at after
+each forward, and each time that a gather or an unreduced gradient takes memory. What was used beside gathered
+parameters is noted by how many bytes of these were there, in :data:`LEVELS` parts of all. If *h* bytes are held, then
+where *g* bytes were gathered, at most min(all parameters, *h* + *g*) are; the most of that and of what was used beside
+it, over all looks, is what holding *h* bytes will use. What a peak of the allocator had beyond all looks is added; a
+peak in the optimizer's step counts as beside nothing that was gathered. What is held is the most that leaves a reserve
+below the limit: a part of it, or as much as the memory after a forward has varied from window to window, if it is
+more; what has varied may vary as much again.
 
-Parameters that are gathered without being held count as everything else where a part of them is to be held beside them.
-If all are held, there are no others: whether all fit is decided by what was used but for gathered parameters.
+The most that was seen never falls, and what is held never grows. It is cut when half of that part of the limit is no
+longer left, and then to the reserve. So it is cut 64 times at most, and cannot oscillate.
 
-Ranks agree by one message of 40 bytes per step, and the rank with the least room decides. On a device with streams the
-host reads the answer a step later, when it is there.
+Ranks agree by one message of 280 bytes per step: each level of the rank that needs most there decides. On a device with
+streams the host reads the answer a step later, when it is there.
 
 What grows by more than what is left from one step to the next is seen when it has happened: no budget foresees it.
 """
@@ -40,6 +43,9 @@ MEASURED = 3
 """Windows before anything is held. Of the first, which makes the optimizer's states, only the peak counts."""
 RESERVED = 32
 """One part of so many of the limit is in reserve at least."""
+LEVELS = 32
+"""Parts of all parameters by which it is noted how much was gathered at a moment."""
+_NEVER = -(2**62)  # bytes that were used at a moment that there was none of
 
 
 class State(enum.Enum):
@@ -56,10 +62,10 @@ class Choice:
     Attributes:
         state: ``MEASURES`` or ``HOLDS``.
         limit: bytes that the rank which has the fewest may use.
-        room: bytes of the limit that are left on the rank which has the least left.
+        room: bytes of the limit that are left beside everything else and what is held, on the rank with the least.
         parameters: bytes of gathered parameters that may be held; ``None``: that budget is not automatic.
         gradients: bytes of gradients that may stay unreduced; ``None``: as above.
-        used_otherwise: the most bytes that everything else has used on this rank.
+        used_otherwise: the most bytes that everything else has used on this rank at once.
         reserve: bytes that this rank leaves free.
         cuts: how often the budgets were cut.
     """
@@ -83,75 +89,53 @@ class Choice:
         held = " and ".join(f"{nbytes} bytes of {what}" for what, nbytes in given.items() if nbytes is not None)
         return (
             f"{self.state.value} {held}, cut {self.cuts} times: of a limit of {self.limit} bytes everything else has"
-            f" used {self.used_otherwise} here, {self.reserve} are in reserve, and the rank with the least has room for"
-            f" {self.room}"
+            f" used {self.used_otherwise} here, {self.reserve} are in reserve, and the rank with the least has"
+            f" {self.room} left"
         )
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the budgets are for, in use.
+    """What the budgets are for, in use now.
 
     Attributes:
-        held: bytes now.
-        peak_held: the most in the window that has ended.
-        gathered: bytes now of gathered parameters that are not held.
-        peak_gathered: the most of gathered parameters, held or not, in the window that has ended.
+        held: bytes.
+        gathered: bytes of gathered parameters that are not held.
     """
 
     held: int
-    peak_held: int
     gathered: int = 0
-    peak_gathered: int = 0
 
 
-class _Most:
-    """The most that was used of something, and how much the windows differ.
+class _Moments:
+    """The most that this rank used beside what is gathered and held, by how much was gathered at that moment.
 
-    Attributes:
-        ever: since the start.
-        varied: between the least of a window and the most, without the first window.
-    """
-
-    def __init__(self) -> None:
-        self.ever = self.varied = self._now = 0
-        self._least: int | None = None
-
-    def see(self, nbytes: int) -> None:
-        self._now = max(self._now, nbytes)
-
-    def end_window(self, is_first: bool) -> None:
-        self.ever = max(self.ever, self._now)
-        if not is_first:
-            self._least = self._now if self._least is None else min(self._least, self._now)
-            self.varied = max(self.varied, self.ever - self._least)
-        self._now = 0
-
-
-@dataclass(frozen=True)
-class Room:
-    """What the ranks have agreed on.
+    Args:
+        everything: bytes of all parameters that may be held.
 
     Attributes:
-        for_all: bytes for everything, if all parameters are held.
-        for_part: else.
+        beside: bytes, by level.
+        unseen: the most bytes by which a peak was above all that was looked at in its window.
     """
 
-    for_all: int
-    for_part: int
+    def __init__(self, everything: int) -> None:
+        self._everything = everything
+        self.beside = [_NEVER] * (LEVELS + 1)
+        self.unseen = 0
+
+    def see(self, used: int, usage: Usage) -> None:
+        gathered = min(usage.gathered, self._everything)
+        level = -(-gathered * LEVELS // self._everything) if self._everything else 0
+        self.beside[level] = max(self.beside[level], used - usage.held - gathered)
+
+    def used_with(self, held: int) -> int:
+        """Return the most bytes that will be used if ``held`` bytes of parameters are held."""
+        return self.unseen + _with(self.beside, held, self._everything)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a budget allows.
-
-    Attributes:
-        nbytes: that stay.
-        is_all: all parameters do.
-    """
-
-    nbytes: int = 0
-    is_all: bool = False
+def _with(beside: list[int], held: int, everything: int) -> int:
+    """Return the most bytes, over the levels, beside which ``held`` bytes of parameters are held."""
+    return max(each + min(everything, held + level * everything // LEVELS) for level, each in enumerate(beside))
 
 
 class AutomaticBudgets:
@@ -161,9 +145,10 @@ class AutomaticBudgets:
         gauge: of this rank's memory.
         limit: bytes that this rank may use.
         usage: measures what the budgets are for.
-        hold_parameters: takes the room, and holds what fits from the coming window on; ``None``: that budget is not
-            automatic.
-        hold_gradients: takes the room, and does so with gradients.
+        everything: bytes of all parameters that may be held.
+        hold_parameters: takes bytes, holds what fits in them from the coming window on, and returns how many that is;
+            ``None``: that budget is not automatic.
+        hold_gradients: does so with gradients.
         process_group, device, streams: for the agreement.
 
     Attributes:
@@ -175,8 +160,9 @@ class AutomaticBudgets:
         gauge: Gauge,
         limit: int,
         usage: Callable[[], Usage],
-        hold_parameters: Callable[[Room], Held] | None,
-        hold_gradients: Callable[[int], Held] | None,
+        everything: int,
+        hold_parameters: Callable[[int], int] | None,
+        hold_gradients: Callable[[int], int] | None,
         process_group: Any,
         device: torch.device,
         streams: Streams,
@@ -184,81 +170,141 @@ class AutomaticBudgets:
         self._gauge = gauge
         self._limit = limit
         self._usage = usage
+        self._everything = everything
         self._hold_parameters = hold_parameters
         self._hold_gradients = hold_gradients
         self._process_group = process_group
         self._concurrent = streams.concurrent
-        self._message = torch.zeros(5, dtype=torch.int64, device=device)
-        self._answer = HostCopy(streams, 5)
+        self._mine = torch.zeros(LEVELS + 3, dtype=torch.int64, pin_memory=streams.concurrent and device.type == "cuda")
+        self._message = torch.zeros(LEVELS + 3, dtype=torch.int64, device=device)
+        self._answer = HostCopy(streams, LEVELS + 3)
         self._is_asked = False
         self._windows = 0
         self._known_peak = gauge.peak()
-        self._beside_held, self._beside_gathered = _Most(), _Most()
-        self._holds_all = False
-        self.choice = self._choose(State.MEASURES, limit, 0, Held(), Held())
+        self._moments = _Moments(everything)
+        self._looked = 0  # the most that a look found in use in this window
+        self._after_forwards = _Variation()
+        self.choice = self._choose(State.MEASURES, limit, limit, 0, 0, 0)
+
+    @property
+    def measures(self) -> bool:
+        """Whether nothing is chosen yet."""
+        return self.choice.state is State.MEASURES
+
+    def look(self) -> None:
+        """See what is in use now, because more memory is about to be taken. Only while it measures."""
+        if not self.measures:
+            return
+        used, usage = self._gauge.used(), self._usage()
+        self._looked = max(self._looked, used)
+        self._moments.see(used, usage)
 
     def sample(self) -> None:
-        """Look at what is in use now: where it may be the most."""
+        """See what is in use after a forward."""
         used, usage = self._gauge.used(), self._usage()
-        self._beside_held.see(used - usage.held)
-        self._beside_gathered.see(used - usage.held - usage.gathered)
+        self._looked = max(self._looked, used)
+        self._moments.see(used, usage)
+        self._after_forwards.see(used - usage.held - usage.gathered)
+
+    def step_begins(self) -> None:
+        """The optimizer's step begins: its peak is another one."""
+        if peak := self._new_peak():
+            held = self._moments.used_with(self.choice.parameters or 0) + (self.choice.gradients or 0)
+            # Once it holds, only forwards are looked at; what is held was there, or less of it.
+            expected = max(self._looked, 0 if self.measures else held - self._moments.unseen)
+            self._moments.unseen = max(self._moments.unseen, peak - expected)
+        self._looked = 0
 
     def end_window(self) -> None:
         """A step has been taken. Collective."""
+        if peak := self._new_peak():  # as if all that is held were there then, beside nothing that is gathered
+            self._moments.see(peak - self._moments.unseen, Usage(self.choice.nbytes))
         self.sample()
+        self._looked = 0
         self._windows += 1
-        usage = self._usage()
-        if (peak := self._gauge.peak()) > self._known_peak:  # so it was in this window
-            self._beside_held.see(peak - usage.peak_held)
-            self._beside_gathered.see(peak - usage.peak_gathered)
-        self._known_peak = peak
-        for most in (self._beside_held, self._beside_gathered):
-            most.end_window(is_first=self._windows == 1)
-        left = [self._limit - self._beside_gathered.ever, self._limit - self._beside_held.ever]
-        agreed = self._agree([*(each - self._reserve for each in left), *left, self._limit])
+        self._after_forwards.end_window(is_first=self._windows == 1)
+        needed = [max(_NEVER, each + self._moments.unseen - self._limit) for each in self._moments.beside]
+        agreed = self._agree([*needed, self._reserve, -self._limit])
         if agreed is None or self._windows < MEASURED:
             return
-        *room, left_for_all, left_for_part, limit = agreed
-        left_for_it = left_for_all if self._holds_all else left_for_part
-        if self.choice.state is State.MEASURES:
-            self._hold(limit, Room(*room), self.choice.cuts)
-        elif self.choice.nbytes and self.choice.nbytes > left_for_it - limit // RESERVED // 2:
-            self._hold(limit, Room(*(min(each, self.choice.nbytes - 1) for each in room)), self.choice.cuts + 1)
+        *needed, reserve, limit = agreed
+        parameters, gradients = self.choice.parameters or 0, self.choice.gradients or 0
+        if self.measures:
+            self._hold(needed, reserve, -limit, self._everything, None, 0)
+        elif self.choice.nbytes and -_with(needed, parameters, self._everything) - gradients < -limit // RESERVED // 2:
+            self._hold(needed, reserve, -limit, parameters, gradients, self.choice.cuts + 1)
 
-    def _hold(self, limit: int, room: Room, cuts: int) -> None:
-        parameters = gradients = Held()
-        if self._hold_parameters is not None:  # first: a micro-batch gathers each at least as often as it reduces it
-            parameters = self._hold_parameters(Room(max(0, room.for_all), max(0, room.for_part)))
-        self._holds_all = parameters.is_all
-        left = room.for_all if parameters.is_all else room.for_part
-        if self._hold_gradients is not None:
-            gradients = self._hold_gradients(max(0, left - parameters.nbytes))
-        self.choice = self._choose(State.HOLDS, limit, left, parameters, gradients, cuts)
+    def _hold(
+        self, needed: list[int], reserve: int, limit: int, parameters: int, gradients: int | None, cuts: int
+    ) -> None:
+        """Hold at most so many bytes of parameters and gradients, and what leaves the reserve."""
+        # Parameters first: a micro-batch gathers each at least as often as it reduces its gradient.
+        if self._hold_parameters is None:
+            parameters = 0
+        else:
+            for level, each in enumerate(needed):
+                if each + self._everything > -reserve:  # else all of them fit at such a moment
+                    parameters = min(parameters, -reserve - each - level * self._everything // LEVELS)
+            parameters = self._hold_parameters(max(0, parameters))
+        left = -_with(needed, parameters, self._everything)
+        if self._hold_gradients is None:
+            gradients = 0
+        else:
+            room = max(0, left - reserve)
+            gradients = self._hold_gradients(room if gradients is None else min(room, gradients))
+        self.choice = self._choose(State.HOLDS, limit, left - gradients, parameters, gradients, cuts)
 
-    def _choose(self, state: State, limit: int, room: int, parameters: Held, gradients: Held, cuts: int = 0) -> Choice:
+    def _new_peak(self) -> int | None:
+        """Return the most that was ever in use, if that was since the last call."""
+        known, self._known_peak = self._known_peak, self._gauge.peak()
+        return self._known_peak if self._known_peak > known else None
+
+    def _choose(self, state: State, limit: int, room: int, parameters: int, gradients: int, cuts: int) -> Choice:
         return Choice(
             state=state,
             limit=limit,
             room=room,
-            parameters=None if self._hold_parameters is None else parameters.nbytes,
-            gradients=None if self._hold_gradients is None else gradients.nbytes,
-            used_otherwise=(self._beside_gathered if self._holds_all else self._beside_held).ever,
+            parameters=None if self._hold_parameters is None else parameters,
+            gradients=None if self._hold_gradients is None else gradients,
+            used_otherwise=max(0, max(self._moments.beside)) + self._moments.unseen,
             reserve=self._reserve,
             cuts=cuts,
         )
 
     @property
     def _reserve(self) -> int:
-        return max(self._limit // RESERVED, self._beside_gathered.varied)
+        return max(self._limit // RESERVED, self._after_forwards.nbytes)
 
     def _agree(self, values: list[int]) -> list[int] | None:
-        """Return the least of each of ``values`` of all ranks; ``None`` before the first answer is there."""
+        """Return the most of each of ``values`` of all ranks; ``None`` before the first answer is there."""
         from deepspeed import comm
 
         answer = self._answer.read() if self._is_asked and self._concurrent else None
-        for element, value in zip(self._message, values, strict=True):
-            element.fill_(value)
-        comm.all_reduce(self._message, op=dist.ReduceOp.MIN, group=self._process_group)
+        self._mine.copy_(torch.tensor(values))
+        self._message.copy_(self._mine, non_blocking=True)
+        comm.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._process_group)
         self._answer.begin(self._message)
         self._is_asked = True
         return answer if self._concurrent else self._answer.read()
+
+
+class _Variation:
+    """How much windows differ in the most that was used after a forward.
+
+    Attributes:
+        nbytes: between the least of a window and the most, without the first window.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self._most = self._now = 0
+        self._least: int | None = None
+
+    def see(self, nbytes: int) -> None:
+        self._now = max(self._now, nbytes)
+
+    def end_window(self, is_first: bool) -> None:
+        self._most = max(self._most, self._now)
+        if not is_first:
+            self._least = self._now if self._least is None else min(self._least, self._now)
+            self.nbytes = max(self.nbytes, self._most - self._least)
+        self._now = 0

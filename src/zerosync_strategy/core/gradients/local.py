@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from zerosync_strategy.core.engine import zero, zero3
@@ -14,12 +15,14 @@ class LocalGradients:
         dtype: in which they are accumulated.
         converts: that is another one than the parameters'; then ``param.grad`` is empty between two backwards.
         peak_bytes: the most bytes at once since :meth:`reset_peak`.
+        watch: called before bytes are counted.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.dtype = zero.accumulation_dtype(optimizer)
         self.converts = self.dtype != zero.param_dtype(optimizer)
         self.peak_bytes = 0
+        self.watch: Callable[[], None] | None = None
         self._bytes = 0
 
     def nbytes(self, param: Any) -> int:
@@ -28,6 +31,8 @@ class LocalGradients:
 
     def count(self, nbytes: int) -> None:
         """Count bytes that are allocated, or freed if negative."""
+        if self.watch is not None:
+            self.watch()
         self._bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -13,9 +14,11 @@ class UnshardedBytes:
 
     Attributes:
         peak: the most bytes at once since the last :meth:`end_window`.
+        watch: called before bytes are added.
     """
 
     def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
         self._now = self.peak = 0
         self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
 
@@ -28,6 +31,8 @@ class UnshardedBytes:
 
     def add(self, nbytes: int) -> None:
         """Count bytes that are being gathered."""
+        if self.watch is not None:
+            self.watch()
         self._now = self.now + nbytes
         self.peak = max(self.peak, self._now)
 
