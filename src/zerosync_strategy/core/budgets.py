@@ -15,7 +15,8 @@ where *g* bytes were gathered, at most min(all parameters, *h* + *g*) are; the m
 it, over all looks, is what holding *h* bytes will use. What a peak of the allocator had beyond all looks is added; a
 peak in the optimizer's step counts as beside nothing that was gathered. What is held is the most that leaves a reserve
 below the limit: a part of it, or as much as the memory after a forward has varied from window to window, if it is
-more; what has varied may vary as much again.
+more; what has varied may vary as much again. All parameters are held if half of that part is left: no gather is on its
+way then, sooner or later, beside the rest.
 
 The most that was seen never falls, and what is held never grows. It is cut when half of that part of the limit is no
 longer left, and then to the reserve. So it is cut 64 times at most, and cannot oscillate.
@@ -224,29 +225,33 @@ class AutomaticBudgets:
         self._windows += 1
         self._after_forwards.end_window(is_first=self._windows == 1)
         needed = [max(_NEVER, each + self._moments.unseen - self._limit) for each in self._moments.beside]
-        agreed = self._agree([*needed, self._reserve, -self._limit])
+        agreed = self._agree([*needed, self._after_forwards.nbytes, -self._limit])
         if agreed is None or self._windows < MEASURED:
             return
-        *needed, reserve, limit = agreed
+        *needed, varied, limit = agreed
+        limit = -limit
         parameters, gradients = self.choice.parameters or 0, self.choice.gradients or 0
         if self.measures:
-            self._hold(needed, reserve, -limit, self._everything, None, 0)
-        elif self.choice.nbytes and -_with(needed, parameters, self._everything) - gradients < -limit // RESERVED // 2:
-            self._hold(needed, reserve, -limit, parameters, gradients, self.choice.cuts + 1)
+            self._hold(needed, varied, limit, self._everything, None, 0)
+        elif self.choice.nbytes and -_with(needed, parameters, self._everything) - gradients < limit // RESERVED // 2:
+            self._hold(needed, varied, limit, parameters, gradients, self.choice.cuts + 1)
 
     def _hold(
-        self, needed: list[int], reserve: int, limit: int, parameters: int, gradients: int | None, cuts: int
+        self, needed: list[int], varied: int, limit: int, parameters: int, gradients: int | None, cuts: int
     ) -> None:
         """Hold at most so many bytes of parameters and gradients, and what leaves the reserve."""
+        everything, reserve = self._everything, max(limit // RESERVED, varied)
         # Parameters first: a micro-batch gathers each at least as often as it reduces its gradient.
         if self._hold_parameters is None:
             parameters = 0
         else:
-            for level, each in enumerate(needed):
-                if each + self._everything > -reserve:  # else all of them fit at such a moment
-                    parameters = min(parameters, -reserve - each - level * self._everything // LEVELS)
+            left_by_all = -_with(needed, everything, everything)
+            all_stay = parameters == everything and left_by_all >= max(limit // RESERVED // 2, varied)
+            for level, each in enumerate([] if all_stay else needed):
+                if each + everything > -reserve:  # else all of them fit at such a moment
+                    parameters = min(parameters, -reserve - each - level * everything // LEVELS)
             parameters = self._hold_parameters(max(0, parameters))
-        left = -_with(needed, parameters, self._everything)
+        left = -_with(needed, parameters, everything)
         if self._hold_gradients is None:
             gradients = 0
         else:
