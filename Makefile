@@ -75,15 +75,17 @@ dist: $(STAMP)
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict
 
-$(DOCS_STAMP): $(STAMP)
-	@$(PIP) --quiet -e ".[docs]"
+# The pages are made of text and of the source as it lies there: nothing of the package is installed or imported.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(ENVIRONMENT)
+	@$(PIP) --quiet --group docs
 	@touch "$@"
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
 # only an update. An older pip would run deepspeed's setup.py install instead of
-# building a wheel. torch comes first, and shows its progress: it is large.
-$(STAMP): pyproject.toml constraints.txt
-	@if "$(BIN)/python" -c '$(PYTHON_OK)' 2>/dev/null && "$(BIN)/python" -m pip --version >/dev/null 2>&1; then exit 0; fi; \
+# building a wheel, and knows no dependency groups.
+define ENVIRONMENT
+@if "$(BIN)/python" -c '$(PYTHON_OK)' 2>/dev/null && "$(BIN)/python" -m pip --version >/dev/null 2>&1; then exit 0; fi; \
 	for python in $(CANDIDATES); do \
 		if ! version=$$("$$python" -c 'import platform; print(platform.python_version())' 2>/dev/null); then \
 			echo "$$python: not found, or does not run" >&2; \
@@ -98,8 +100,13 @@ $(STAMP): pyproject.toml constraints.txt
 	done; \
 	echo "No usable Python was found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
+@$(PIP) --quiet "pip>=25.1"
+endef
+
+# torch comes first, and shows its progress: it is large.
+$(STAMP): pyproject.toml constraints.txt
+	$(ENVIRONMENT)
 	@echo "Installing the tested versions in $(VENV); torch is large, so this can take minutes"
-	@$(PIP) --quiet "pip>=23.2"
 	@$(PIP) torch
 	@$(PIP) --quiet deepspeed
 	@$(PIP) --quiet -e ".[dev]"

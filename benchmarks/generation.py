@@ -49,11 +49,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384, help="of the Llama, which has six layers")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--output", type=Path, help="writes OUTPUT.json and OUTPUT.md")
-    parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "PNG"), help="draw earlier results, and end")
     options = parser.parse_args()
-    if options.draw:
-        draw(json.loads(options.draw[0].read_text()), options.draw[1])
-        return
     require_namespaces()
     ways = options.ways.split(",")
     with link(options.ranks, options.rate) as hosts:
@@ -218,31 +214,6 @@ after each of {results["prompts"]} prompts of 16 tokens per rank.
 All ways generate the same tokens. tokens/s: of all ranks. MB: by the interface's counter, over the forwards, which are
 as many as the tokens of one prompt. Medians of the rounds; "of stock" is the median of the ratios within a round.
 """
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """The same as a picture. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [WAYS[way].replace(", ", "\n") for way in results["ways"]]
-    colors = ["#9aa5b1" if way.startswith("stock") else "#2f6f9f" for way in results["ways"]]
-    count = results["ranks"] * results["prompts"] * results["tokens"]
-    speeds = [median(count / s for s in found["seconds"]) for found in results["ways"].values()]
-    sent = [median(found["bytes_sent"]) / results["tokens"] / 1e6 for found in results["ways"].values()]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
-    for axis, values, form, title in (
-        (left, speeds, "%.0f", "tokens per second, all ranks"), (right, sent, "%.3g", "MB sent per rank and token"),
-    ):  # fmt: skip
-        axis.bar_label(axis.barh(names, values, color=colors), fmt=form, padding=3, fontsize=9)
-        axis.margins(x=0.15)
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="y", labelsize=9)
-    left.invert_yaxis()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

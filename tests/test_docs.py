@@ -1,15 +1,19 @@
-"""The documentation: its links, its code, and that the code runs."""
+"""The documentation: its links, its code, that the code runs, its figures, and that the reference is complete."""
 
 import importlib.util
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from zerosync_strategy import ZeroSyncConfig
+import zerosync_strategy
+from zerosync_strategy import ZeroSync, ZeroSyncConfig, racecheck
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,6 +51,86 @@ def test_pages_show_the_code_of_its_files(page: Path) -> None:
 def test_every_option_is_in_the_table() -> None:
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), flags=re.MULTILINE)
     assert set(table) == {*ZeroSyncConfig.option_names(), "step_on"}
+
+
+def described() -> dict[str, set[str] | None]:
+    """By the dotted name of a directive of the reference, the members that it is limited to."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    directives = re.findall(r"^::: ([\w.]+)\n(?:    options: \{(.*)\})?", text, flags=re.MULTILINE)
+    limits = {name: re.search(r"members: \[(.*?)\]", options) for name, options in directives}
+    return {name: found and set(re.findall(r"\w+", found[1])) for name, found in limits.items()}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    found = described()
+    names = {f"zerosync_strategy.{name}" for name in zerosync_strategy.__all__ if name != "__version__"}
+    assert names - found.keys() == set()
+    of_checker = found["zerosync_strategy.racecheck"]
+    assert of_checker is not None
+    assert set(racecheck.__all__) - of_checker - {name.rpartition(".")[2] for name in found} == set()
+
+
+def test_every_member_of_the_handle_is_in_the_reference() -> None:
+    found = described()
+    assert found["zerosync_strategy.ZeroSync"] is None  # all of them
+    public = {name: member for name, member in vars(ZeroSync).items() if not name.startswith("_")}
+    assert [name for name, member in public.items() if not inspect.getdoc(member)] == []  # else the site leaves it out
+
+
+def test_what_pages_tell_to_call_is_in_the_reference() -> None:
+    found = described()
+    text = "".join(page.read_text() for page in PAGES)
+    members = {name.rpartition(".")[2]: limit for name, limit in found.items()}
+    of_window = members["Window"]
+    assert of_window is not None
+    assert set(re.findall(r"\.window\.(\w+)\(", text)) - of_window == set()
+    imported = re.findall(r"^from (zerosync_strategy[\w.]*) import ([\w, ]+)", text, flags=re.MULTILINE)
+    names = {name for _, line in imported for name in line.split(", ")}
+    assert names - members.keys() - {"accelerate"} - set().union(*(limit or () for limit in found.values())) == set()
+
+
+def test_the_description_on_an_index_has_no_link_that_leads_nowhere() -> None:
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "README.md").read_text()
+    for rule in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if "://" not in target] == []
+    assert "silently compute wrong gradients: parameters" in text and "![" not in text
+
+
+SYSTEMS = (
+    ("ddp",), ("fsdp2-2", "fsdp2-3"), ("stock-1", "stock-2", "stock-3"), ("zerosync-1", "zerosync-2"),
+    ("zerosync-3-held",), ("zerosync-3",),
+)  # fmt: skip
+"""Of the rows of the table of all systems, in README and docs/results.md."""
+
+
+def test_figures_are_those_measured() -> None:
+    """What README and two pages say of one run is what its file has."""
+    run = json.loads((ROOT / "benchmarks" / "results" / "2026-11-22-link-35m-all.json").read_text())["runs"][0]
+
+    def value(name: str, column: int) -> float:
+        system = run["systems"][name]
+        sent = median(system["bytes_sent"])
+        return (1000 * median(system["seconds"]), sent / 1e6, sent / run["floor_bytes"])[column]
+
+    def faster(stock: str, ours: str) -> str:
+        times = (run["systems"][name]["seconds"] for name in (stock, ours))
+        return f"{median(before / after for before, after in zip(*times, strict=True)):.1f}"
+
+    speeds = [faster("stock-2", "zerosync-2"), faster("stock-3", "zerosync-3-held")]
+    for name in ("README.md", "docs/results.md", "docs/index.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert re.findall(r"(\d\.\d) times as fast as", text) == speeds, name
+    for name in ("README.md", "docs/results.md"):
+        text = (ROOT / name).read_text()
+        assert f"sent once, {run['floor_bytes'] / 1e6:.1f} MB" in " ".join(text.split()), name
+        table = text.split("x minimum bytes |\n|---|---:|---:|---:|\n")[1].split("\n\n")[0]
+        for systems, row in zip(SYSTEMS, table.splitlines(), strict=True):
+            for column, cell in enumerate(row.replace("*", "").strip("| ").split(" | ")[1:]):
+                for system, shown in zip(systems, cell.split(" / ") * len(systems), strict=False):
+                    places = len(shown.partition(".")[2])
+                    assert shown == f"{value(system, column):.{places}f}", (name, system, column)
 
 
 def test_every_program_is_run() -> None:

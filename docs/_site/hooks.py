@@ -20,7 +20,7 @@ PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """A link out of docs/ holds in a checkout; in the site it goes to the repository, or is its text alone."""
+    """A link out of docs/ holds in a checkout; in the site it goes to the repository, or names the file."""
     if _code.filled(markdown) != markdown:
         log.warning("%s shows code that differs from its file: python docs/_site/code.py", page.file.src_path)
 
@@ -33,10 +33,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not target.exists():
             log.warning("%s links to %s, which does not exist", page.file.src_path, path)
         if not config.repo_url:
-            return text
+            return _named(text, str(target.relative_to(root)), markdown[: match.start()])
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{target.relative_to(root)}{fragment})"
 
     return LINK.sub(replace, markdown)
+
+
+def _named(text: str, file: str, before: str) -> str:
+    """Return the text of a link with the file that it leads to; in parentheses, unless there are some around it."""
+    if text == file:
+        return f"`{file}`"
+    paragraph = before.rsplit("\n\n", 1)[-1]
+    return f"{text}: `{file}`" if paragraph.count("(") > paragraph.count(")") else f"{text} (`{file}`)"
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:

@@ -4,10 +4,13 @@ A picture has no background. Its ink follows the colour scheme: that of the read
 that of the page where it is part of one (docs/_site/hooks.py, docs/style.css).
 """
 
+import json
 from html import escape
 from pathlib import Path
+from statistics import median
 
 OUT = Path(__file__).parent.parent / "pictures"
+RESULTS = OUT.parent.parent / "benchmarks" / "results"
 STYLE = """
 .zs{--ink:#1f2328;--soft:#656d76;--line:#8c959f;--panel:#8c959f22}
 @media (prefers-color-scheme:dark){.zs{--ink:#e6edf3;--soft:#9198a1;--line:#6e7681}}
@@ -347,7 +350,33 @@ def means() -> None:
     picture.save("means")
 
 
+def generation() -> None:
+    """Tokens per second and bytes by way to generate, as they were measured."""
+    found = json.loads((RESULTS / "2026-11-22-generation-link.json").read_text())
+    names = {
+        "stock": "stock, stage 3", "stock-trl": "stock, TRL's unwrapping", "zerosync": "ZeroSync, stage 3",
+        "zerosync-trl": "ZeroSync, TRL's unwrapping", "zerosync-gathered": "ZeroSync, gathered_for_inference()",
+    }  # fmt: skip
+    picture = Picture(960, 262, "Tokens per second and megabytes sent per token, by way to generate")
+    count = found["ranks"] * found["prompts"] * found["tokens"]
+    speeds = {way: count / median(each["seconds"]) for way, each in found["ways"].items()}
+    sent = {way: median(each["bytes_sent"]) / found["tokens"] / 1e6 for way, each in found["ways"].items()}
+    panels = (
+        (262, "tokens per second, all ranks", speeds, "{:.0f}"),
+        (640, "MB sent per rank and token", sent, "{:.3g}"),
+    )
+    for left, title, values, form in panels:
+        picture.text(left, 24, title, "bold")
+        for row, (way, value) in enumerate(values.items()):
+            y, length = 42 + row * 42, 250 * value / max(values.values())
+            picture.box(left, y, max(length, 2), 28, FORWARD if way.startswith("zerosync") else "#8c959f")
+            picture.text(left + length + 8, y + 19, form.format(value), "small")
+    for row, way in enumerate(found["ways"]):
+        picture.text(250, 61 + row * 42, names[way], "small", "end")
+    picture.save("generation")
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for draw in (timeline, stripes, window, host_cache, auto_budgets, divergence, means):
+    for draw in (timeline, stripes, window, host_cache, auto_budgets, divergence, means, generation):
         draw()

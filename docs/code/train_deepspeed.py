@@ -31,9 +31,8 @@ for _step in range(20):
         engine.backward(loss / 4)  # or (loss / 4).backward()
     engine.step()  # the only reduction of the gradients
 if engine.global_rank == 0:
-    report = zerosync.report
-    print(f"loss {loss.item():.3f}; {report.backwards} backwards, {report.reductions} reduction")
-    print(f"{report.bytes_sent} bytes sent, {report.ratio:.3f} of the floor")
+    print(f"loss {loss.item():.3f}")
+    print(zerosync.report)
 # --8<-- [end:loop]
 
 # --8<-- [start:gradients]

@@ -297,7 +297,8 @@ class ZeroSync:
 
         Args:
             directory: for the files.
-            module, dtype: as for :meth:`full_weights`. Alike on all ranks.
+            module: as for :meth:`full_weights`. Alike on all ranks.
+            dtype: as for :meth:`full_weights`. Alike on all ranks.
             max_shard_size: bytes of the tensors of one file, or a size such as ``"2GiB"``. A larger tensor has its own.
 
         Raises:

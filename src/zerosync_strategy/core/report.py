@@ -60,3 +60,39 @@ class StepReport:
     def ratio(self) -> float:
         """Bytes sent over the floor; 1.0 on a single rank, where nothing is sent."""
         return self.bytes_sent / self.floor_bytes if self.floor_bytes else 1.0
+
+    def __str__(self) -> str:
+        """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
+
+        With automatic budgets, a fifth says what was chosen. Sizes are decimal: 1 MB is 1,000,000 bytes.
+        """
+        early = f" ({self.early_reductions} during a backward)" if self.early_reductions else ""
+        kinds = [f"{each.calls} {kind} of {_size(each.bytes)}" for kind, each in self.collectives.items()]
+        peaks = {
+            "unreduced gradients": self.peak_unreduced_bytes,
+            "gathered parameters": self.peak_unsharded_bytes,
+            "parameters held until the step": self.peak_held_bytes,
+            "parameters in host memory": self.peak_host_bytes,
+        }
+        memory = [f"{_size(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes]
+        loaded = f"; {_size(self.loaded_bytes)} loaded from host memory" if self.loaded_bytes else ""
+        lines = [
+            f"step {self.step}: {_count(self.backwards, 'backward')}, {_count(self.reductions, 'reduction')}{early};"
+            f" {1e3 * self.seconds:.3g} ms of host time in reductions, waiting included",
+            f"collectives: {', '.join(kinds) or 'none'}",
+            f"bytes: {_size(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
+            f" {_size(self.floor_bytes)} for these options",
+            f"memory peaks: {', '.join(memory) or 'none'}{loaded}",
+        ]
+        return "\n".join(lines if self.budgets is None else [*lines, f"budgets: {self.budgets}"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _size(nbytes: int) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.4g} {unit}"
+    return f"{nbytes} B"
