@@ -19,3 +19,10 @@ def except_from(first: str, mended: str, why: str) -> pytest.MarkDecorator:
 
 def _installed(package: str) -> Version:
     return Version(Version(version(package)).base_version)
+
+
+def fp16_supported() -> bool:
+    """Whether DeepSpeed trains in fp16 on this device. Not every CPU has it; the simulated device always does."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())

@@ -98,7 +98,9 @@ def _precision(config: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[F
         yield error(TOPIC, "'bf16' and 'fp16' are both enabled", "Enable one of them.")
     if fp16:
         yield note(
-            TOPIC, "'fp16' is enabled, which ZeroSync refuses on CPU and with several optimizers", "Use bf16 there."
+            TOPIC,
+            "'fp16' is enabled, which ZeroSync refuses with several optimizers, and DeepSpeed on CPUs without it",
+            "Use bf16 there.",
         )
     accumulation = (config.get("data_types") or {}).get("grad_accum_dtype")
     if bf16 and zero.get("stage") == 1 and accumulation == "fp32":

@@ -33,6 +33,9 @@ class SimulatedAccelerator(CPU_Accelerator):
     def handles_memory_backpressure(self) -> bool:
         return False
 
+    def is_fp16_supported(self) -> bool:
+        return True  # whatever the CPU has instructions for
+
     @property
     def Stream(self) -> type[device.Stream]:
         return device.Stream

@@ -156,8 +156,13 @@ def forget_backward(optimizer: Any) -> None:
 
 
 def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squares of all elements of at least one tensor, a scalar in fp64."""
-    return torch.stack([torch.linalg.vector_norm(shard).double() for shard in shards]).square().sum()
+    """Return the sum of the squares of all elements of at least one tensor, a scalar in fp64.
+
+    The norm of a shard may be no number of its own dtype: fp16 ends at 65,504.
+    """
+    wide = [(shard, torch.promote_types(shard.dtype, torch.float32)) for shard in shards]
+    norms = [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in wide]
+    return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 def offloads(optimizer: Any) -> bool:

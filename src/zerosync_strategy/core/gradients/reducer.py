@@ -284,9 +284,10 @@ class Reducer(ABC):
         if items is None:
             return
         for layout in self.layouts:
-            factor = torch.where(items > 0, layout.divisor / items, 0.0)
+            # It has a dimension, so that torch multiplies in fp32: in fp16, one over the items has few bits.
+            factor = torch.where(items > 0, layout.divisor / items, 0.0).view(1)
             for part in self.shard_parts(layout, 0, layout.shard_numel):
-                part.mul_(factor.to(part.device, part.dtype))
+                part.mul_(factor.to(part.device, torch.promote_types(part.dtype, torch.float32)))
 
     def end_window(self) -> None:
         """The step has used the shards."""

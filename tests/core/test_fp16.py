@@ -1,0 +1,157 @@
+"""fp16: losses are scaled, norms pass 65,504, and a step whose gradients overflow on one rank is skipped on all."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.copying import loss_of, network
+from tests.harness.engines import make_engine, rank
+from tests.harness.oracle import distance, full_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.releases import fp16_supported
+from zerosync_strategy import attach
+from zerosync_strategy.racecheck import simulate
+
+LARGEST = torch.finfo(torch.float16).max
+SCALE_POWER = 13
+LOSS = 28.0  # times the loss: the norm of its gradient is about 25
+BACKWARDS = 2
+OVERFLOWS = 2  # the backward in which a gradient of rank 1 alone is no number of fp16
+STEPS, RATE = 4, 5e-3
+
+
+def device() -> Any:
+    """One that does fp16: this CPU, or the simulated one."""
+    return contextlib.nullcontext() if fp16_supported() else simulate(backend=None)
+
+
+def scaled_loss(module: Any, k: int, of_rank: int, overflows: bool) -> torch.Tensor:
+    loss = LOSS * loss_of(lambda x: module(x.half()).float(), k, of_rank)
+    if overflows and k == OVERFLOWS and of_rank == 1:
+        loss = loss + 100 * getattr(module, "module", module)[2].bias[:1].float().sum()  # 819,200 with the scale
+    return loss
+
+
+class Masters:
+    """Plain torch in one process: parameters in fp16, gradients of a scaled loss, fp32 weights that are stepped."""
+
+    def __init__(self, overflows: bool, clip: float) -> None:
+        self.module = network().half()
+        self.masters = [torch.nn.Parameter(param.detach().float()) for param in self.module.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=RATE)
+        self.overflows, self.clip = overflows, clip
+        self.norms: list[float] = []
+
+    def step(self, first: int) -> None:
+        """`BACKWARDS` backwards of each rank, from the data `first` on, and a step unless a gradient overflows."""
+        shards = []
+        for of_rank in range(2):
+            self.module.zero_grad()
+            for k in range(first, first + BACKWARDS):
+                (scaled_loss(self.module, k, of_rank, self.overflows) / BACKWARDS * 2**SCALE_POWER).backward()
+            shards.append([param.grad for param in self.module.parameters()])
+        means = [((a.float() + b.float()) / 2).half().float() for a, b in zip(*shards, strict=True)]
+        if not all(mean.isfinite().all() for mean in means):
+            return
+        for master, mean in zip(self.masters, means, strict=True):
+            master.grad = mean / 2**SCALE_POWER
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.clip or torch.inf))
+        self.norms.append(norm)
+        assert norm * 2**SCALE_POWER / 2 > LARGEST > max(float(mean.abs().max()) for mean in means)
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(self.module.parameters(), self.masters, strict=True):
+                param.copy_(master)
+
+
+STATIC, DYNAMIC = {"loss_scale": 2**SCALE_POWER}, {"initial_scale_power": SCALE_POWER, "hysteresis": 1}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+HELD = {"param_memory_budget": "all"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "zero", "scale", "clip", "overflows"),
+    [
+        (1, {}, {}, STATIC, 0.0, False),
+        (1, {"coalesce": False}, {}, DYNAMIC, 1.0, True),
+        (2, {}, {}, DYNAMIC, 0.0, True),
+        (2, {"grad_memory_budget": 2_000}, OFFLOAD, STATIC, 1.0, True),
+        (2, {"overlap_gather": True}, {}, STATIC, 1.0, True),
+        (3, {}, {}, STATIC, 1.0, False),
+        (3, {"coalesce": False}, {}, DYNAMIC, 0.0, True),
+        (3, HELD, {}, DYNAMIC, 1.0, True),
+        (3, {**HELD, "grad_memory_budget": 2_000}, {}, STATIC, 1.0, True),
+        (3, HELD, OFFLOAD, DYNAMIC, 1.0, True),
+        (3, {}, {**OFFLOAD, "offload_param": {"device": "cpu"}}, STATIC, 0.0, True),
+    ],
+)  # fmt: skip
+def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, overflows: bool) -> None:
+    """As in plain torch, but for what rounds otherwise; a skipped step would be RATE off."""
+
+    def run() -> Any:
+        with device():
+            oracle, net = Masters(overflows, clip), network()
+            small = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0}
+            engine = make_engine(
+                net, torch.optim.AdamW(net.parameters(), lr=RATE), stage, {**small, **zero},
+                fp16={"enabled": True, **scale}, gradient_clipping=clip,
+            )  # fmt: skip
+            zerosync = attach(engine, **options)
+            errors, norms = [], []
+            for step in range(STEPS):
+                for k in range(BACKWARDS * step, BACKWARDS * (step + 1)):
+                    engine.backward(scaled_loss(engine, k, rank(), overflows) / BACKWARDS)
+                norms.append(float(zerosync.gradient_norm()))
+                engine.step()
+                oracle.step(BACKWARDS * step)
+                masters = dict(zip(dict(net.named_parameters()), (m.detach() for m in oracle.masters), strict=True))
+                errors.append(distance(full_parameters(net), masters))
+            finite = [norm for norm in norms if norm < torch.inf]
+            assert finite == pytest.approx(oracle.norms, rel=2e-3) and len(norms) - len(finite) == overflows
+            assert engine.skipped_steps == overflows
+            assert engine.optimizer.loss_scale == 2**SCALE_POWER / (2 if overflows and scale is DYNAMIC else 1)
+            return max(errors)
+
+    for error in run_ranks(run):
+        assert error < RATE / 10
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_mean_over_a_million_items(stage: int) -> None:
+    """Two ranks over a million is 2e-6, which fp16 knows to 1 %."""
+
+    def run() -> list[float]:
+        with device():
+            net = network()
+            engine = make_engine(
+                net, torch.optim.AdamW(net.parameters()), stage, fp16={"enabled": True, "loss_scale": 1}
+            )
+            zerosync = attach(engine, loss_reduction="sum")
+            seen = []
+            for items in (4, 1_000_000):
+                zerosync.mean_over(items / 2)
+                engine.backward(items * 1e-2 * loss_of(lambda x: engine(x.half()).float(), 0, rank()))
+                with zerosync.full_gradients():
+                    seen.append(torch.cat([param.grad.flatten().double() for param in net.parameters()]).norm())
+                engine.zero_grad()
+            return (seen[1] / seen[0]).item()
+
+    for ratio in run_ranks(run):
+        assert ratio == pytest.approx(1, rel=2e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_norms_in_bf16_are_those_of_the_gradients(stage: int) -> None:
+    def run() -> Any:
+        net = network()
+        engine = make_engine(net, torch.optim.AdamW(net.parameters()), stage, bf16={"enabled": True})
+        zerosync = attach(engine)
+        engine.backward(loss_of(lambda x: engine(x.bfloat16()).float(), 0, rank()))
+        with zerosync.full_gradients():
+            norm = torch.cat([param.grad.flatten().double() for param in net.parameters()]).norm()
+        return float(zerosync.gradient_norm()), float(norm)
+
+    for found, norm in run_ranks(run):
+        assert found == pytest.approx(norm, rel=1e-6)
