@@ -6,8 +6,7 @@ import functools
 from typing import Any
 
 import torch
-
-from zerosync_strategy.core.engine import zero3
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 @functools.cache
@@ -23,9 +22,13 @@ def use_quick_linear() -> None:
     in_zero3 = LinearFunctionForZeroStage3.apply
 
     def apply(input: torch.Tensor, weight: Any, bias: Any = None) -> Any:
-        # The same in a forward and where activation checkpointing runs it again.
-        if getattr(weight, "_zerosync_kept", False) and zero3.is_gathered(weight) and not torch.compiler.is_compiling():
-            return torch._C._nn.linear(input, weight, bias)
+        # The same in a forward and where activation checkpointing runs it again, which has to save as many tensors:
+        # also of a weight that is still on its way.
+        if not torch.compiler.is_compiling():
+            if getattr(weight, "_zerosync_kept", False):
+                return torch._C._nn.linear(input, weight, bias)
+            if has_torch_function((weight, bias)):  # the function would save it as it is, and checkpointing empty
+                return handle_torch_function(apply, (weight, bias), input, weight, bias)
         return in_zero3(input, weight, bias)
 
     LinearFunctionForZeroStage3.apply = staticmethod(apply)

@@ -81,10 +81,10 @@ class Users(set[Any]):
         """Give the parameter the class that is right for who uses it."""
         param = self._param
         attributes = param.__dict__
-        if self or param.ds_persist or zero3.CONTEXT_DEPTH in attributes:
+        if self or zero3.CONTEXT_DEPTH in attributes:
             return
-        is_held = "_zerosync_held" in attributes and attributes["_zerosync_held"] and zero3.is_gathered(param)
-        param.__class__ = self.own if is_held else self.at_rest
+        stays = param.ds_persist or ("_zerosync_held" in attributes and attributes["_zerosync_held"])
+        param.__class__ = self.own if stays and zero3.is_gathered(param) else self.at_rest
 
     def clear(self) -> None:
         set.clear(self)

@@ -163,7 +163,7 @@ class UnshardOnRead:
         if not (self._running or compilation.is_in_forward(module) or _in_backward()):
             return param
         memory = self._values.memory(param)
-        return unsharded(self._differentiable_read(param, memory), memory, Read)
+        return param if memory.in_place else unsharded(self._differentiable_read(param, memory), memory, Read)
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.

@@ -117,15 +117,17 @@ class ParameterValues:
 
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
-        if self.differentiable is None:
-            raise RuntimeError(
-                f"Parameter {self.name(param)} was read or written while ZeRO-3 had it sharded, which 'eager_frames':"
-                f" false does not let it be. {_REMEDY}"
-            )
         cache = self.cache()
         found = cache.get(param)
         if found is None or found.date != self.date(param):
             self._scheduler.wait_for(param)
+            if not _is_at_rest(param):  # it was on its way, and stays
+                return Memory(self, param, param.data, in_place=True)
+            if self.differentiable is None:
+                raise RuntimeError(
+                    f"Parameter {self.name(param)} was read or written while ZeRO-3 had it sharded, which"
+                    f" 'eager_frames': false does not let it be. {_REMEDY}"
+                )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 full = param.data if zero3.is_gathered(param) else self._scheduler.unshard(param)
             found = cache[param] = Memory(self, param, full)
@@ -176,13 +178,15 @@ class Memory:
     Attributes:
         param: the parameter.
         full: its values, in its shape.
+        in_place: this is the parameter's own memory, which it keeps for its readers' backward.
         date: when they were its values; see :meth:`ParameterValues.date`.
     """
 
-    def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor) -> None:
+    def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
         self._values = values
         self.param = param
         self.full = full
+        self.in_place = in_place
         self.date = values.date(param)
 
     def check(self) -> None:
@@ -196,6 +200,8 @@ class Memory:
     def for_use(self) -> torch.Tensor:
         """Return the values as autograd has to see the parameter now."""
         if self.param.requires_grad and torch.is_grad_enabled():
+            if self.in_place:
+                return self.param
             return self._values.differentiable(self.param, self)  # type: ignore[misc]
         return self.full
 
@@ -308,6 +314,10 @@ def _class_at_rest(stock: type) -> type:
     return _classes[stock]
 
 
+def _is_at_rest(param: Any) -> bool:
+    return isinstance(param, _AtRest)
+
+
 def _param_of(tensor: Any) -> Any:
     return tensor.zerosync_param if isinstance(tensor, Alias) else tensor
 
@@ -366,6 +376,8 @@ class _Operation:
         if param not in self._gathered:
             self._gathered[param] = values.memory(param)
         memory = self._gathered[param]
+        if memory.in_place and given is param:
+            return given, memory
         return memory.for_use() if given.requires_grad else memory.full, memory
 
     def write_back(self) -> None:
