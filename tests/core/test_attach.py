@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 import zerosync_strategy
@@ -22,6 +23,7 @@ from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.engine.contract import ContractError
 from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
+from zerosync_strategy.core.stage_options import check_backends
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -333,6 +335,28 @@ def test_refusals() -> None:
             attach(engines.make_engine(network(), None))
 
     run_ranks(run)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:
+    """It would be given addresses of the device as the host's. One rank sends nothing."""
+
+    def run() -> float:
+        engine = make_engine(stage)
+        engine.device = torch.device("cuda", 0)
+        if dist.get_world_size() > 1:
+            with pytest.raises(ValueError, match=r"ranks \[0, 1\] with .*cuda:gloo.* on cuda:0.*with 'nccl'"):
+                attach(engine)
+        else:
+            check_backends([dist.group.WORLD], engine.device)
+        engine.device = torch.device("cpu")
+        attach(engine)
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        return distance(full_parameters(engine.module), oracle(1, 1))
+
+    assert max(run_ranks(run)) < 1e-6
+    run_ranks(run, world_size=1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

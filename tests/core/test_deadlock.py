@@ -3,19 +3,23 @@
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers its backend
 
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.waits import Call
 from zerosync_strategy.core.failures import deadlock
 from zerosync_strategy.core.failures.deadlock import Waiting, deadlocked
@@ -138,3 +142,35 @@ def test_a_group_that_was_made_without_a_backend_is_watched() -> None:
     alone, other = run_ranks(run, expect="any", timeout=50)
     assert alone.error == "RuntimeError" and other.error == "RankError", str(other)
     assert "Verdict: rank 0 alone waits for torch.distributed.barrier(), window 2" in other.message, other.message
+
+
+def test_calls_of_a_backend_for_another_device_are_none_of_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `cpu:gloo,cuda:nccl`: ranks that wait for their device in different calls may have issued both."""
+
+    def run() -> tuple[int, dict[str, int], float]:
+        impatient()
+        dist.init_process_group("cpu:gloo,meta:fake")
+        engine = make_engine(2)
+        attach(engine)
+        given_up: list[Any] = []
+        monkeypatch.setattr(waits, "give_up", given_up.append)
+        on_device = torch.ones(2, device="meta")
+        slow = SimpleNamespace(wait=partial(time.sleep, 1.5))  # in no frame of Python's
+        with monkeypatch.context() as patch:
+            if rank() == 0:
+                patch.setattr(dist.ProcessGroup, "allreduce", lambda *_: slow)
+                dist.all_reduce(on_device)
+                dist.send(on_device, 1)  # is not gloo's either, whose numbers are the same on both ranks still
+            else:
+                dist.all_reduce(on_device, async_op=True)
+                patch.setattr(dist.ProcessGroup, "broadcast", lambda *_: slow)
+                dist.broadcast(on_device, 0)
+        numbers = waits.collectives()
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        return len(given_up), numbers, distance(full_parameters(engine.module), oracle(1, 1))
+
+    (given_up, numbers, error), of_other = run_ranks(run)
+    assert given_up == of_other[0] == 0
+    assert numbers == of_other[1] and numbers
+    assert max(error, of_other[2]) < 1e-6

@@ -104,18 +104,36 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By gloo in NCCL's place, whose numbers are the flight recorder's too where nothing is sent point to point."""
+    """By gloo in NCCL's place, whose entries stand for NCCL's: their state says whether they are complete.
 
-    def run() -> tuple[bool, list[Recorded]]:
+    gloo's own recorder knows none of them. It has a collective of the same group, with a number that NCCL's have too.
+    """
+
+    def run() -> list[Recorded]:
         start()
         monkeypatch.setattr(collectives, "backend_for", lambda *_: "nccl")
         for k in range(3):
             words = f"the reduction of the gradients of '{k}'"
             collectives.reduce_scatter(torch.ones(2, 4), dist.group.WORLD, False, words=words).finish()
-        return hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), list(recorded())
+        bindings: Any = torch._C._distributed_c10d
+        dump = pickle.loads(bindings._dump_fr_trace())
+        if "entries" not in dump:
+            return []
+        entries = [entry for entry in dump["entries"] if "reduce" in entry["profiling_name"]]
+        of_nccl = [
+            entry | {"profiling_name": "nccl:_reduce_scatter_base", "state": "scheduled" if is_last else "completed"}
+            for entry, is_last in zip(entries, (False, False, True), strict=True)
+        ]
+        of_gloo = [entries[1] | {"profiling_name": "gloo:broadcast"}]
+        nccls, others = dump | {"entries": of_nccl, "nccl_comm_state": {}}, dump | {"entries": of_gloo}
+        monkeypatch.setattr(bindings, "_dump_nccl_trace", lambda: pickle.dumps(nccls, 2), raising=False)
+        monkeypatch.setattr(bindings, "_dump_fr_trace", lambda: pickle.dumps(others, 2), raising=False)
+        return list(recorded())
 
-    for can_record, found in run_ranks(run):
-        if not can_record or not found:
+    for found in run_ranks(run):
+        if not found:
             pytest.skip("this release of torch records no collectives of gloo")
-        assert found[0].words == "the reduction of the gradients of '2'"
-        assert found[0].text.startswith("the reduction of the gradients of '2' (collective ")
+        last, of_gloo = found
+        assert last.words == "the reduction of the gradients of '2'" and not last.complete
+        assert last.text.startswith("the reduction of the gradients of '2' (collective ")
+        assert of_gloo.name == "gloo:broadcast" and of_gloo.words == "" and of_gloo.complete

@@ -62,7 +62,7 @@ from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.progress import EngineProgress
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.required_gradients import RequiredGradients
-from zerosync_strategy.core.stage_options import check_stage
+from zerosync_strategy.core.stage_options import check_backends, check_stage
 from zerosync_strategy.core.states import StripedStates
 from zerosync_strategy.core.stepping import can_step_by_part
 from zerosync_strategy.core.transformers import nothing_is_sharded
@@ -94,7 +94,7 @@ class AttachedEngine:
         gradient_ready: the window's, without a step between unless gradients are noted down.
 
     Raises:
-        ValueError: an option needs another stage.
+        ValueError: an option needs another stage, or a process group another backend.
     """
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
@@ -105,6 +105,7 @@ class AttachedEngine:
         check_stage(engine, config)
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+        check_backends(zero.process_groups(engine), engine.device)
         zero.count_parameters_quickly()
         if engine.device.type == "cpu":
             keep_freed_memory()

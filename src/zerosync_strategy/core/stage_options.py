@@ -1,9 +1,14 @@
-"""Options that some stages or devices have no use for."""
+"""What some stages or devices have no use for: options, and backends of process groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
 
@@ -44,3 +49,20 @@ def check_stage(engine: Any, config: ZeroSyncConfig) -> None:
             f"ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage {stage}. Leave it out,"
             " or use stage 3."
         )
+
+
+def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
+    """Raise where the backend of one of ``process_groups`` cannot send what is on ``device`` point to point.
+
+    gloo would take an address of the device for one of the host.
+
+    Raises:
+        ValueError: naming the ranks, what was found, and what to do.
+    """
+    for group in process_groups:
+        if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
+            raise ValueError(
+                f"attach() found the process group of the ranks {dist.get_process_group_ranks(group)} with the backends"
+                f" {dist.get_backend_config(group)!r}, and parameters on {device}, which gloo cannot send. Make the"
+                " process group with 'nccl', or 'cpu:gloo,cuda:nccl', or train on the CPU."
+            )

@@ -97,8 +97,8 @@ def _answer(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...]
         return Answer(rank, "has a file of torch's flight recorder alone", state=RankState(rank, recorded=recorded))
     answer, state = snapshot.answer, snapshot.answer.state or RankState(rank)
     if recorded:
-        words = {(each.group, each.number): each.words for each in state.recorded}
-        named = (replace(each, words=words.get((each.group, each.number), "")) for each in recorded)
+        words = {(each.group, each.name, each.number): each.words for each in state.recorded}
+        named = (replace(each, words=words.get((each.group, each.name, each.number), "")) for each in recorded)
         state = replace(state, recorded=tuple(named))
     ended = bool(state.failure or state.verdict or state.has_finished)
     if not ended and snapshot.written < silent:

@@ -1,5 +1,7 @@
 """Which collective calls this process has issued, and in which it waits: for a thread that looks at both. On gloo.
 
+Of a process group that has another backend for another device (``cpu:gloo,cuda:nccl``), these are the calls on the CPU.
+
 A call has the same name on all ranks of its process group. What this package exchanges point to point has a tag, and a
 number among the exchanges with that tag. Torch numbers its collectives, but counts what is sent point to point with
 them, which may be more on one rank than on another: it is counted here and subtracted. Groups whose numbers are not
@@ -11,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,9 +147,10 @@ def count_point_to_point() -> None:
 
 def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def counted(group: Any, *args: Any, **kwargs: Any) -> Any:
-        _point_to_point[group.group_name] += 1
-        return stock(group, *args, **kwargs)
+    def counted(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if _are_gloos(group, tensors):
+            _point_to_point[group.group_name] += 1
+        return stock(group, tensors, *args, **kwargs)
 
     counted.zerosync = True  # type: ignore[attr-defined]
     return counted
@@ -164,6 +167,25 @@ def is_numbered(process_group: Any) -> bool:
     return on_cpu in process_group._device_types and process_group._get_backend(on_cpu).name() == "gloo"
 
 
+def _are_gloos(process_group: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether gloo sends ``tensors`` over ``process_group``, which has it for what is on the CPU."""
+    return all(
+        tensor.device.type == "cpu" or process_group._get_backend(tensor.device).name() == "gloo" for tensor in tensors
+    )
+
+
+def _calls_gloo(process_group: Any, frame: FrameType) -> bool:
+    """Whether the call of torch's in ``frame`` is gloo's: that of the group's only backend, or one on the CPU."""
+    if all(process_group._get_backend(device).name() == "gloo" for device in process_group._device_types):
+        return True
+    given = frame.f_locals
+    if "opts" in given and hasattr(given["opts"], "device"):  # a barrier has no tensor, and says on which device it is
+        return given["opts"].device == torch.device("cpu")
+    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in given.values())
+    tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
+    return bool(tensors) and _are_gloos(process_group, tensors)
+
+
 def collectives_over(process_group: Any) -> int:
     """Return how many of torch's collectives this rank has issued over ``process_group``, of gloo."""
     backend = process_group._get_backend(torch.device("cpu"))
@@ -178,7 +200,7 @@ def current_wait(thread: int, frame: FrameType | None) -> Wait | None:
     if frame is None or not name:
         return None
     group: Any = frame.f_locals.get("group") or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or group.group_name not in _alike:
+    if not isinstance(group, dist.ProcessGroup) or group.group_name not in _alike or not _calls_gloo(group, frame):
         return None
     return Wait(Call(group.group_name, name, 0, collectives_over(group)), group, thread)
 

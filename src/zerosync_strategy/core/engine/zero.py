@@ -114,6 +114,16 @@ def data_parallel_group(optimizer: Any) -> Any:
     return optimizer.dp_process_group
 
 
+def process_groups(engine: Any) -> list[Any]:
+    """Return the process groups that ``engine`` shards parameters, gradients or states over."""
+    optimizer = engine.optimizer
+    if stage(engine) == 3:
+        groups = [param.ds_process_group for param in engine.module.parameters() if hasattr(param, "ds_process_group")]
+    else:
+        groups = list(optimizer.real_dp_process_group)
+    return list(dict.fromkeys([data_parallel_group(optimizer), *groups]))
+
+
 def param_dtype(optimizer: Any) -> torch.dtype:
     """Return the dtype of the parameters and of the gradients that autograd accumulates."""
     return optimizer.dtype

@@ -1,7 +1,9 @@
 """Torch's flight recorder: the last collectives that this process has issued, or that a file of torch's has.
 
-Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 in memory
+Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 of each in memory
 (``TORCH_FR_BUFFER_SIZE``; 0 switches it off). It has the process group, the number, sizes and the Python stack of each.
+There is one recorder for NCCL and one for all other backends, with a function each (:data:`_RECORDERS`). A process
+group that has both backends has its name in both, and numbers of its own in each.
 What is sent point to point on gloo is not in it, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
 NCCL's watchdog writes a file per rank when a collective times out: ``TORCH_FR_DUMP_TEMP_FILE`` plus the rank.
 """
@@ -26,6 +28,8 @@ _LIBRARIES = (
 """In the path of a file that is not the user's own."""
 _GROUPS = 4
 """Of so many process groups the collectives are told, the last used first."""
+_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+"""Torch's functions that return what was recorded: NCCL's, which a build with NCCL has, and that of other backends."""
 
 
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
@@ -46,10 +50,9 @@ def recorded() -> tuple[Recorded, ...]:
     Takes some 20 ms, and the first time up to a second.
     """
     bindings: Any = torch._C._distributed_c10d
-    dump = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
-    if dump is None:
-        return ()
-    return _of_interest(_read(dump()), waits.words_of_launched())
+    entries = [entry for name in _RECORDERS if hasattr(bindings, name) for entry in _read(getattr(bindings, name)())]
+    entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: of one backend they stay in their order
+    return _of_interest(entries, waits.words_of_launched())
 
 
 def read_file(path: Path) -> tuple[Recorded, ...]:
@@ -77,12 +80,12 @@ def _read(pickled: bytes) -> list[Mapping[str, Any]]:
 
 
 def _of_interest(entries: Iterable[Mapping[str, Any]], words: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:
-    last: dict[str, Mapping[str, Any]] = {}
-    incomplete: dict[str, Mapping[str, Any]] = {}
+    last: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for entry in entries:
         if entry["is_p2p"]:
             continue
-        group = entry["process_group"][0]
+        group = entry["process_group"][0], _is_gloos(entry)
         last.pop(group, None)  # the last used comes last
         last[group] = entry
         if not _is_complete(entry):
@@ -95,16 +98,18 @@ def _of_interest(entries: Iterable[Mapping[str, Any]], words: Mapping[tuple[str,
     return tuple(found)
 
 
+def _is_gloos(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["profiling_name"].startswith("gloo"))
+
+
 def _is_complete(entry: Mapping[str, Any]) -> bool:
     # gloo's entries are "scheduled" for ever, and retired when the work is complete; NCCL's when it has timed out too.
-    is_gloo = entry["profiling_name"].startswith("gloo")
-    return bool(entry["retired"]) if is_gloo else entry["state"] == "completed"
+    return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
 
 
 def _named(entry: Mapping[str, Any], words: Mapping[tuple[str, int], str]) -> Recorded:
     group, number = entry["process_group"][0], entry["collective_seq_id"]
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
-    return Recorded(
-        group, number, entry["profiling_name"], sizes, line, _is_complete(entry), words.get((group, number), "")
-    )
+    said = "" if _is_gloos(entry) else words.get((group, number), "")  # of NCCL's, which alone are noted down
+    return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), said)
