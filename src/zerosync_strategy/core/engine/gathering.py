@@ -65,7 +65,9 @@ class ShardRows:
         self._work.wait()  # in no generator, which would hide from errors who waits
         values, begin = [], 0
         for param, columns in zip(self._params, self._columns, strict=True):
-            full = self._rows.narrow(1, begin, columns).reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+            # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
+            rows = self._rows.narrow(1, begin, columns).contiguous().view(-1)
+            full = rows.narrow(0, 0, param.ds_numel).view(param.ds_shape)
             values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
             begin += columns
         return values
@@ -119,6 +121,18 @@ class LocalGather:
             param.data = copy
             param.ds_status = type(param.ds_status).AVAILABLE
         self._copies = {}
+
+
+def gather_empty(param: Any) -> bool:
+    """Let ``param``, released, be gathered if it has no elements; return whether that is so.
+
+    DeepSpeed gathers none alone, and then misses it.
+    """
+    if param.ds_numel == 0:
+        with zero3.as_it_is():
+            param.data = param.data.new_empty(param.ds_shape)
+        param.ds_status = type(param.ds_status).AVAILABLE
+    return bool(param.ds_numel == 0)
 
 
 def gathers_plainly(engine: Any) -> bool:

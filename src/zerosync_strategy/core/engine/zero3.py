@@ -224,6 +224,8 @@ def write(param: Any, full: torch.Tensor) -> bool:
         Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
     """
     shard = param.ds_tensor
+    if full_numel(param) == 0:
+        return True
     if shard.numel() == 0 or hasattr(shard, "ds_quant_scale") or has_secondary_shard(param):
         return False
     count_write(param)

@@ -129,6 +129,7 @@ class ParameterCache:
         self._bucket_of: dict[int, _Bucket] = {}
         self._modules: dict[Any, _HeldModule] = {}
         self._hooks: list[compilation.ModuleHook] = []
+        self._has_empty = any(zero3.full_numel(param) == 0 for param in engine.module.parameters())
         self._coordinator = gathering.coordinator(engine.optimizer)
         self.release_memo = gathering.release_cache(self._coordinator)
         self._coordinator._zerosync_releases = self
@@ -493,6 +494,9 @@ class ParameterCache:
         self.release_memo.cache_clear()
 
     def fetching(self, module: Any) -> None:
+        for param in gathering.parameters_of(module) if self._has_empty else ():
+            if zero3.is_released(param):
+                gathering.gather_empty(param)
         if self._counts:
             self._gathers.update(param for param in gathering.parameters_of(module) if not zero3.is_gathered(param))
 

@@ -291,7 +291,7 @@ class GatherScheduler:
             for param in params:
                 if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
                     handle.wait()
-            released = [param for param in params if zero3.is_released(param)]
+            released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
             gathered = self._values_of_released(released, reader) if released else {}
             values = [gathered[param] if param in gathered else param.data.clone() for param in params]

@@ -61,7 +61,7 @@ class ParameterValues:
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
         self._writers: set[Any] = set()  # parameters that modules write to while they run
-        self._params = [param for param in engine.module.parameters() if zero3.full_numel(param) > 0]
+        self._params = list(engine.module.parameters())
         for param in self._params:
             param_class.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
             param.__dict__["_zerosync_values"] = self
@@ -199,7 +199,7 @@ class Memory:
 
     def for_use(self) -> torch.Tensor:
         """Return the values as autograd has to see the parameter now."""
-        if self.param.requires_grad and torch.is_grad_enabled():
+        if self.param.requires_grad and torch.is_grad_enabled() and self.full.numel():
             if self.in_place:
                 return self.param
             return self._values.differentiable(self.param, self)  # type: ignore[misc]
