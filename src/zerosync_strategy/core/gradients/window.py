@@ -190,7 +190,8 @@ class Window:
     def _graph_done(self, graph: int) -> None:
         self._graphs.discard(graph)
         self._leave_backward()
-        self._end_backward()
+        with self._activity("a backward"):  # engine.backward() is one itself
+            self._end_backward()
 
     def _leave_backward(self) -> None:
         if not self._engine_backwards and not self._graphs:
