@@ -33,6 +33,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "bf16, fp32 sums": {
         "ours": {"coalesce": False}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
     },
+    # DeepSpeed looks for infinities in the gradients, on stage 3 on the stream of its own reductions.
+    "fp16": {"ours": {"coalesce": False}, "fp16": {"enabled": True, "initial_scale_power": 8}},
     "offload": {"ours": {"coalesce": False}, "zero": OFFLOAD},
     # It has no event to wait for, and may be given the memory of the last window's gradient shards.
     "a bucket without a gradient": {"ours": {"coalesce": False}, "unused": True, "sgd": True},

@@ -217,6 +217,8 @@ STAGE_3 = (
     Internal("reduction", "parameter", "partition_numel", ()),
     Internal("gradient norm", "optimizer", "_get_norm_groups", ()),
     Internal("gradient norm", "optimizer", "model_parallel_group"),
+    Internal("overflow check", "optimizer", "has_overflow", ("partition_gradients",)),
+    Internal("overflow check", "optimizer", "reduce_and_partition_stream"),
     Internal("step", "optimizer", "unscale_and_clip_grads", ("sub_group_id", "total_norm")),
     Internal("access to shards", "parameter", "_z3_optimizer", optional=True),
     Internal("access to shards", "optimizer", "get_local_fp32_param", ("param",)),

@@ -278,6 +278,10 @@ class Stage3Overrides(OptimizerOverrides):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_hooks.norm(super()._get_norm_groups)]  # type: ignore[misc]
 
+    def has_overflow(self, *args: Any, **kwargs: Any) -> Any:
+        with zero3_optimizer.overflow_check_on_callers_stream(self):
+            return super().has_overflow(*args, **kwargs)  # type: ignore[misc]
+
     def unscale_and_clip_grads(self, *args: Any) -> None:
         """Does nothing where there is nothing to multiply by."""
         optimizer: Any = self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,23 @@ def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
     if last.data_ptr() + last.nbytes != first.data_ptr() + numel * first.element_size():
         return None
     return first.as_strided((numel,), (1,))
+
+
+@contextmanager
+def overflow_check_on_callers_stream(optimizer: Any) -> Iterator[None]:
+    """While active, DeepSpeed looks for infinities in fp16 gradients on the current stream, which has waited for them.
+
+    The stream of its own reductions, on which it would look, waits for none of ours.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    stream = optimizer.reduce_and_partition_stream
+    if stream is not None:  # the device has streams
+        optimizer.reduce_and_partition_stream = get_accelerator().current_stream()
+    try:
+        yield
+    finally:
+        optimizer.reduce_and_partition_stream = stream
 
 
 def discard_gradients(optimizer: Any) -> None:
