@@ -89,7 +89,7 @@ def test_checked_steps_are_the_same_and_leave_no_trace(stage: int) -> None:
 
 @STAGES
 def test_what_is_not_ordered_is_found_and_reported_once(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = "gathers_wait_for_step" if stage == 3 else "wait_for_reductions"
+    method = "gathers_wait_for_writes" if stage == 3 else "wait_for_reductions"
     monkeypatch.setattr(Streams, method, lambda self, *args: None)
 
     def run() -> Any:

@@ -275,6 +275,8 @@ class AttachedEngine:
     def forward(self) -> Iterator[None]:
         if self.arriving is not None and self.arriving.is_waiting and compilation.is_compiled(self.engine.module):
             self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
+        if self.window.state is WindowState.CLOSED:
+            self._shards_written()  # by whatever the program has called since the step
         renewed = self.cache is not None and self.cache.renew_hooks()
         unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
         with self.activity("the forward"), unsharding:
@@ -374,8 +376,6 @@ class AttachedEngine:
                 raise
             finally:
                 self.coming.restore_clip_norm()
-                if self.scheduler is not None:
-                    self.scheduler.shards_written()
                 self._parameters_written()
             if self.states is not None:
                 self.states.check()
@@ -520,11 +520,17 @@ class AttachedEngine:
 
     def _parameters_written(self) -> None:
         self._times_written += 1
+        self._shards_written()
         if self.values is not None:
             self.values.stepped()
 
+    def _shards_written(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.shards_written()
+
     def _adopt_edits(self) -> None:
         """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
+        self._shards_written()
         optimizer, reducer = self.engine.optimizer, self.reducer
         concurrent = reducer.streams.concurrent
         if isinstance(reducer, Stage12Reducer) and self.states is not None:

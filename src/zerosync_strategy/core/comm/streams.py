@@ -16,7 +16,8 @@ to the gradient shards there. The rules, each with its method:
   after the step (S2).
 - **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
   completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
-- **S1** :meth:`Streams.gathers_wait_for_step`: ZeRO-3's gathers start after the step that wrote the shards they read.
+- **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
+  write leaves word of its stream by :meth:`Streams.record_write`.
 - **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
   for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
   memory they may be given.
@@ -47,6 +48,7 @@ class Streams:
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
+        self._writers: set[Any] = set()  # streams that no gather has waited for since they wrote shards
         self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
 
     def _make_stream(self) -> Any:
@@ -162,9 +164,17 @@ class Streams:
         """Let the caller's stream wait for one gather (U2)."""
         self._accelerator.current_stream().wait_event(event)
 
-    def gathers_wait_for_step(self, gather_stream: Any) -> None:
-        """Let ``gather_stream`` wait for the caller's stream, which has the step (S1)."""
-        gather_stream.wait_stream(self._accelerator.current_stream())
+    def record_write(self) -> None:
+        """The current stream writes shards of parameters, or is about to."""
+        if self._reduction is not None:
+            self._writers.add(self._accelerator.current_stream())
+
+    def gathers_wait_for_writes(self, gather_streams: Iterable[Any]) -> None:
+        """Before a gather, let all gather streams wait for what the writing streams have by now (S1)."""
+        while self._writers:
+            writer = self._writers.pop()
+            for stream in gather_streams:
+                stream.wait_stream(writer)
 
 
 class HostCopy:

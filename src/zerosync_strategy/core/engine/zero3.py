@@ -92,6 +92,7 @@ def is_released(param: Any) -> bool:
 
 
 _WRITES = "_zerosync_shard_writes"
+_WRITTEN = "_zerosync_shard_written"
 
 
 def shard_writes(param: Any) -> int:
@@ -101,8 +102,18 @@ def shard_writes(param: Any) -> int:
 
 
 def count_write(param: Any) -> None:
-    """Note that the shards of ``param`` were written."""
+    """Note that the shards of ``param`` are written now, on the current stream. Whoever writes one calls this."""
     param.__dict__[_WRITES] = shard_writes(param) + 1
+    if (written := param.__dict__.get(_WRITTEN)) is not None:
+        written()
+
+
+def tell_of_writes(params: Iterable[Any], written: Callable[[], None] | None) -> None:
+    """Let :func:`count_write` of ``params`` call ``written``; ``None``: nothing, as before."""
+    for param in params:
+        param.__dict__[_WRITTEN] = written
+        if written is None:
+            del param.__dict__[_WRITTEN]
 
 
 def mark_kept(params: Iterable[Any], kept: bool) -> None:

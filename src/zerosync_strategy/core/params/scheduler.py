@@ -82,6 +82,7 @@ class GatherScheduler:
         self._params = set(engine.module.parameters())
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
+        zero3.tell_of_writes(self._params, self.shards_written)
         self.coordinator._zerosync_gathers = self
         interpose(self.coordinator, GatherOverrides)
         gather_contexts.gather_contexts_by(self)
@@ -96,6 +97,7 @@ class GatherScheduler:
         """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
         if shared.release(self.coordinator, "scheduler"):
             gather_contexts.gather_no_context_by(self)
+            zero3.tell_of_writes(self._params, None)
             restore(self.coordinator, GatherOverrides)
             del self.coordinator._zerosync_gathers
 
@@ -103,6 +105,7 @@ class GatherScheduler:
         """The device has gained streams or lost them: make the gather streams anew."""
         stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
+        self.shards_written()  # by whoever made them
 
     # ---- the window ----------------------------------------------------------------------------------------------
 
@@ -117,9 +120,8 @@ class GatherScheduler:
             digest.check(self.name)
 
     def shards_written(self) -> None:
-        """The caller's stream has a step, or another change of shards; gathers read what it writes (S1)."""
-        for stream in self._gather_streams:
-            self.streams.gathers_wait_for_step(stream)
+        """The current stream writes shards, or may have: the next gather waits for it (S1)."""
+        self.streams.record_write()
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
@@ -217,6 +219,7 @@ class GatherScheduler:
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
         """
+        self.streams.gathers_wait_for_writes(self._gather_streams)
         process_group = zero3.process_group(params[0])
         gathering_by: AbstractContextManager[None] = nullcontext()
         if (digest := self._digests.get(id(process_group))) is not None:

@@ -101,7 +101,6 @@ class ParameterValues:
             return
         if zero3.stays(param):
             zero3.keep(param)
-            self._scheduler.shards_written()
         elif changed:
             self._check_alike(param, param)
             self.write_back(param, param.data)
@@ -109,7 +108,6 @@ class ParameterValues:
 
     def _written(self, param: Any) -> None:
         self._writes[param] = self._writes.get(param, 0) + 1
-        self._scheduler.shards_written()
 
     def date(self, param: Any) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
