@@ -8,6 +8,7 @@ from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach, shard_over
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.internals import Internal
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
@@ -66,7 +67,7 @@ def test_older_releases_are_refused_with_the_reason(
 
 
 def test_tables_are_by_release() -> None:
-    later = contract.Internal("a feature", "engine", "name", since="0.19.8")
-    earlier = contract.Internal("a feature", "engine", "name", until="0.19.8")
+    later = Internal("a feature", "engine", "name", since="0.19.8")
+    earlier = Internal("a feature", "engine", "name", until="0.19.8")
     for release, is_later in (("0.18.4", False), ("0.19.8+unknown", True), ("0.19.8", True), ("0.20.0", True)):
         assert later.applies_to(release) is is_later and earlier.applies_to(release) is not is_later

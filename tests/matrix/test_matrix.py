@@ -23,7 +23,7 @@ def test_lower_bounds_are_what_a_row_runs() -> None:
         oldest = min((row.pins[package] for row in ROWS if package in row.pins), key=number)
         assert number(oldest)[: len(number(bound))] == number(bound), package
     assert f'requires-python = ">={min((row.python for row in ROWS if row.python), key=number)}"' in text
-    assert f'"deepspeed>={contract.OLDEST_DEEPSPEED}"' in text
+    assert f'"deepspeed>={contract.DEEPSPEED.oldest}"' in text
 
 
 def test_a_row_takes_its_place_and_leaves_the_others(tmp_path: Path) -> None:

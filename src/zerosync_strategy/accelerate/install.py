@@ -14,6 +14,7 @@ from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.config import BLOCK
 from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.engine.internals import verify
 
 _stock: dict[str, Any] = {}
 _always = False  # every DeepSpeed configuration of this process, with a block or without
@@ -29,7 +30,7 @@ def install(always: bool = False) -> None:
     _always |= always
     if _stock:
         return
-    contract.verify()
+    verify(contract.INTERNALS)
     _stock["__post_init__"] = DeepSpeedPlugin.__post_init__
     _stock["_prepare_deepspeed"] = Accelerator._prepare_deepspeed
     _stock["_prepare_backend"] = PartialState._prepare_backend

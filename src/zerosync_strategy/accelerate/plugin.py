@@ -14,8 +14,9 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
-from zerosync_strategy.accelerate import trainer
+from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.zero import offloads_optimizer
@@ -56,6 +57,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
     Raises:
         TypeError, ValueError: an unknown option, a value of the wrong kind, or options that contradict each other.
+        ContractError: Accelerate's internals are not those that ZeroSync knows (C1).
     """
 
     used = False
@@ -67,6 +69,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     _filled: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, stage: int | None = None, **options: Any) -> None:
+        verify(contract.INTERNALS)
         ours = AccelerateConfig.option_names()
         for name in options:
             if name not in ours | _STOCK_FIELDS:

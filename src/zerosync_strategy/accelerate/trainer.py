@@ -11,12 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from zerosync_strategy.core.engine.contract import ContractError, Internal, problem
+from zerosync_strategy.accelerate import contract
+from zerosync_strategy.core.engine.internals import verify
 
-_INIT = Internal(
-    "training with the Trainer", "transformers.integrations.deepspeed", "deepspeed_init",
-    ("trainer", "num_training_steps", "inference"),
-)  # fmt: skip
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
 
 
@@ -26,14 +23,9 @@ def install(plugin_class: type[Any]) -> None:
     Raises:
         ContractError: the installed transformers has another one.
     """
-    import transformers
     from transformers.integrations import deepspeed
 
-    if found := problem(deepspeed, _INIT):
-        raise ContractError(
-            f"ZeroSync's {_INIT.feature} relies on {_INIT.owner}.{_INIT.name}, which {found}. Found transformers"
-            f" {transformers.__version__}. Install a version that constraints.txt names, or train without ZeroSync."
-        )
+    verify(contract.TRAINER)
     if not hasattr(deepspeed.deepspeed_init, "__wrapped__"):
         deepspeed.deepspeed_init = _replace(deepspeed.deepspeed_init, plugin_class)
     if (trainer := sys.modules.get("transformers.trainer")) is not None:

@@ -6,6 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
+from zerosync_strategy.core.engine import internals, torch_internals
+
 if TYPE_CHECKING:
     from zerosync_strategy.racecheck.checker import Finding
     from zerosync_strategy.racecheck.in_place import InPlaceCheck
@@ -70,6 +74,9 @@ def _check_for(steps: int) -> InPlaceCheck | None:
         return _check
     if not steps:
         return None
+    internals.verify(torch_internals.RACE_CHECK)
+    if torch.cuda.is_available():
+        internals.verify(torch_internals.RACE_CHECK_ON_CUDA)
     from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no other training needs it
 
     _check = InPlaceCheck()

@@ -9,6 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from zerosync_strategy.core.engine.internals import Internal, verify
+
+_MODULE = "transformers.integrations.deepspeed"
+CONFIGURATION = Internal("evaluation", _MODULE, "_hf_deepspeed_config_weak_ref")
+INTERNALS = (
+    CONFIGURATION,
+    Internal("evaluation", _MODULE, "set_hf_deepspeed_config"),
+    Internal("evaluation", _MODULE, "unset_hf_deepspeed_config", ()),
+)
+
 
 def tell_transformers(config: Any) -> Any:
     """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
@@ -24,9 +34,11 @@ def nothing_is_sharded() -> Iterator[None]:
 
     Else it exchanges after every token whether all ranks have ended, and goes on until they have (``synced_gpus``).
     """
-    deepspeed: Any = sys.modules.get("transformers.integrations.deepspeed")
-    config = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: None)
-    config = None if config is None else config()
+    deepspeed: Any = sys.modules.get(_MODULE)
+    if deepspeed is not None:
+        verify(INTERNALS)
+    known = getattr(deepspeed, CONFIGURATION.name, None)
+    config = None if known is None else known()
     if config is None:
         yield
         return

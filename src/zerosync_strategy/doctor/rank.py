@@ -82,9 +82,10 @@ def accelerate_verdict() -> dict[str, Any]:
     if find_spec("accelerate") is None:
         return {}
     try:
-        from zerosync_strategy.accelerate.contract import verify
+        from zerosync_strategy.accelerate.contract import INTERNALS
+        from zerosync_strategy.core.engine.internals import verify
 
-        verify()
+        verify(INTERNALS)
     except Exception as problem:
         return {"Accelerate": {"problem": f"{type(problem).__name__}: {problem}", "needs_newer": False}}
     return {"Accelerate": {"problem": "", "needs_newer": False}}

@@ -20,6 +20,7 @@ from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision
 from zerosync_strategy.core.engine import param_class
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
+from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
@@ -31,6 +32,7 @@ from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.transformers import tell_transformers
 from zerosync_strategy.names import represent
 
+from . import contract
 from .checkpoints import load, load_weights, save
 from .library import (
     PACKAGE,
@@ -68,10 +70,12 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     Raises:
         MisconfigurationException: an unsupported stage; options that contradict each other.
         TypeError, ValueError: an unknown option, or a value of the wrong kind.
+        ContractError: Fabric's internals are not those that ZeroSync knows (C1).
     """
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
+        verify(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         allow_any_output()

@@ -15,16 +15,17 @@ import torch
 from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.internals import fetch
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides, ModeOverrides
 from zerosync_strategy.core.engine.several import part_of
 from zerosync_strategy.core.optimizers import optimizer_problem
 
+from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException
 
 TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
-_NONE = "_MockOptimizer"  # Lightning's, where there is none
 
 
 def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.nn.Module]:
@@ -37,7 +38,7 @@ def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[tor
     owners: dict[torch.nn.Parameter, int] = {}
     shared: dict[torch.nn.Parameter, list[int]] = {}
     for index, optimizer in enumerate(optimizers):
-        if type(optimizer).__name__ == _NONE:
+        if isinstance(optimizer, fetch(NO_OPTIMIZER)):
             raise MisconfigurationException(
                 "configure_optimizers() returned no optimizer, and ZeRO shards what an optimizer trains. Return one, or"
                 " train with another strategy, such as 'ddp'."

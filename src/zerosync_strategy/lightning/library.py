@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -51,6 +50,5 @@ __all__ = [
     "StochasticWeightAveraging",
     "Timer",
     "Trainer",
-    "_init_optimizers_and_lr_schedulers",
     "reset_seed",
 ]

@@ -17,6 +17,7 @@ from typing_extensions import override
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import gathering, param_class, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.internals import fetch, verify
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.overrides import ModeOverrides
@@ -31,7 +32,7 @@ from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.transformers import tell_transformers
 from zerosync_strategy.names import represent
 
-from . import averages, callbacks
+from . import averages, callbacks, contract
 from .deepspeed import DeepSpeedAnyDeviceStrategy
 from .engines import (
     TAG,
@@ -53,7 +54,6 @@ from .library import (
     MisconfigurationException,
     Precision,
     Trainer,
-    _init_optimizers_and_lr_schedulers,
 )
 from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
@@ -83,12 +83,14 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     Raises:
         MisconfigurationException: an unsupported stage; options that contradict each other.
         TypeError, ValueError: an unknown option, or a value of the wrong kind.
+        ContractError: Lightning's internals are not those that ZeroSync knows (C1).
     """
 
     strategy_name = "zerosync"
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
+        verify(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
         allow_scalars()
         allow_any_output()
@@ -214,7 +216,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         if "optimizer" in self.config:
             super()._initialize_deepspeed_train(model)
         else:
-            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+            optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
             with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
                 self._parts = divide(model, optimizers)

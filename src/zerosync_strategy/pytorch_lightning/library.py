@@ -13,7 +13,6 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, Precision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from pytorch_lightning.utilities import GradClipAlgorithmType
@@ -47,6 +46,5 @@ __all__ = [
     "StochasticWeightAveraging",
     "Timer",
     "Trainer",
-    "_init_optimizers_and_lr_schedulers",
     "reset_seed",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, internals, torch_internals
 
 
 @functools.cache
@@ -22,6 +22,8 @@ def allow_linear_in_graphs() -> None:
     it saves when a graph runs eagerly: weights and inputs stay until Python collects garbage, one layer at a time.
     """
     from deepspeed.runtime.zero import linear
+
+    internals.verify(torch_internals.COMPILATION)
     from torch._dynamo.eval_frame import skip_code
 
     function = linear.LinearFunctionForZeroStage3

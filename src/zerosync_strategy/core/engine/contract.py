@@ -6,62 +6,11 @@ release that lacks one, or has changed it, is an error with a name before any tr
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-OLDEST_DEEPSPEED = "0.18.4"
-NEWEST_DEEPSPEED = "0.19.8"
-
-
-class ContractError(RuntimeError):
-    """The live DeepSpeed engine lacks an internal that a ZeroSync feature needs."""
-
-
-@dataclass(frozen=True)
-class Internal:
-    """An attribute of DeepSpeed that a feature of ZeroSync uses.
-
-    Attributes:
-        feature: the feature, for the error.
-        owner: what has the attribute: a key of :func:`_owner`, or the path of a module.
-        name: of the attribute.
-        parameters: of a method that is called or overridden: the names that must lead its own parameters, so that a
-            call by position keeps its meaning.
-        public: DeepSpeed documents the attribute, or torch has one of the same name; other files may use it too.
-        optional: the attribute may be absent; code asks for it with a default.
-        since: the first release that has it, or has it as it is needed; empty: the oldest that is supported.
-        until: the first release that no longer has it; empty: none.
-    """
-
-    feature: str
-    owner: str
-    name: str
-    parameters: tuple[str, ...] | None = None
-    public: bool = False
-    optional: bool = False
-    since: str = ""
-    until: str = ""
-
-    def applies_to(self, release: str) -> bool:
-        """Whether DeepSpeed ``release`` is one that should have it."""
-        return not (self.since and _is_before(release, self.since)) and not (
-            self.until and not _is_before(release, self.until)
-        )
-
-
-@functools.cache
-def _is_before(release: str, other: str) -> bool:
-    """Return whether ``release`` is older than ``other``; its own suffixes (``+unknown``, ``.dev0``) do not count."""
-    from packaging.version import Version
-
-    return Version(Version(release).base_version) < Version(other)
-
+from zerosync_strategy.core.engine import internals, torch_internals
+from zerosync_strategy.core.engine.internals import DEEPSPEED, ContractError, Internal, is_before, release_of
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 GRADIENT_SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -73,8 +22,12 @@ GATHERED_NUMEL = f"{_COORDINATOR}n_available_params"
 RELEASE_PARAM = f"{_COORDINATOR}release_param"
 OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 
+_ENGINE_MODULE = "deepspeed.runtime.engine"
+_LINKAGE = "deepspeed.utils.mixed_precision_linkage"
 _STAGE_1_2_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE_3_MODULE = "deepspeed.runtime.zero.stage3"
 _PARTITION_MODULE = "deepspeed.runtime.zero.partition_parameters"
+_INIT = f"{_PARTITION_MODULE}.Init"
 _COORDINATOR_MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _OFFLOAD_MODULE = "deepspeed.runtime.zero.parameter_offload"
 _LINEAR_MODULE = "deepspeed.runtime.zero.linear"
@@ -97,13 +50,15 @@ AVERAGES = Internal("reduction", "optimizer", "gradient_average", since="0.19.6"
 WHOLE_GATHER = Internal(
     "gathers", "parameter", "all_gather", ("param_list", "async_op", "hierarchy"), public=True, since="0.19.8"
 )
-MARKED_GRADIENT = Internal("access to shards", "parameter", "_hp_grad", optional=True, since="0.19.8")
-COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", optional=True)
+MARKED_GRADIENT = Internal(
+    "access to shards", "parameter", "_hp_grad", named_in="deepspeed.utils.tensor_fragment", since="0.19.8"
+)
+COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", named_in=_STAGE_1_2_MODULE)
 
 CONFIGURATION = (Internal("configuration", "engine", "_config"),)
 ALL_STAGES = (
     Internal("window", _STAGE_1_2_MODULE, "count_used_parameters_in_backward", ("parameters",)),
-    Internal("window", "deepspeed.runtime.zero.stage3", "count_used_parameters_in_backward", ("parameters",)),
+    Internal("window", _STAGE_3_MODULE, "count_used_parameters_in_backward", ("parameters",)),
     Internal("window", "engine", "backward", ("loss",), public=True),
     Internal("window", "engine", "step", public=True),
     Internal("window", "engine", "zero_grad", (), public=True),
@@ -148,7 +103,7 @@ ALL_STAGES = (
     Internal("reduction", "optimizer", "communication_data_type", public=True),
     Internal("reduction", "optimizer", "gradient_predivide_factor", public=True),
     Internal("reduction", "optimizer", "reduce_bucket_size", public=True),
-    Internal("reduction", "parameter", "grad_accum", optional=True),
+    Internal("reduction", "parameter", "grad_accum", named_in=_STAGE_1_2_MODULE),
     MARKED_GRADIENT,
     Internal("access to shards", "deepspeed.utils.tensor_fragment", "safe_get_full_grad", ("param",), public=True),
     Internal("gradient clipping", "optimizer", "clip_grad"),
@@ -184,13 +139,13 @@ STAGE_1_2 = (
     Internal("checkpoints", "optimizer", "load_state_dict", public=True),
     Internal("checkpoints", "optimizer", "refresh_fp32_params", ()),
     Internal("access to shards", "optimizer", "_link_all_hp_params", ()),
-    Internal("access to shards", "parameter", "get_full_hp_param", optional=True),
-    Internal("access to shards", "parameter", "get_full_hp_grad", optional=True),
-    Internal("access to shards", "parameter", "set_full_hp_grad", optional=True),
-    Internal("access to shards", "parameter", "set_full_hp_param", optional=True),
+    Internal("access to shards", "parameter", "get_full_hp_param", named_in=_LINKAGE),
+    Internal("access to shards", "parameter", "get_full_hp_grad", named_in=_LINKAGE),
+    Internal("access to shards", "parameter", "set_full_hp_grad", named_in=_LINKAGE),
+    Internal("access to shards", "parameter", "set_full_hp_param", named_in=_LINKAGE),
     Internal("edited parameters", "optimizer", "parallel_partitioned_bit16_groups"),
     Internal("edited parameters", "optimizer", "single_partition_of_fp32_groups"),
-    Internal("frozen parameters", "optimizer", "_hp_optimizer_states_linked", optional=True),
+    Internal("frozen parameters", "optimizer", "_hp_optimizer_states_linked", named_in=_STAGE_1_2_MODULE),
     Internal(
         "parameter gather", _STAGE_1_2_MODULE, "all_gather_dp_groups",
         ("groups_flat", "partitioned_param_groups", "dp_process_group"),
@@ -207,7 +162,7 @@ STAGE_3 = (
     Internal("window", "optimizer", "reduce_ready_partitions_and_remove_grads", ("param",)),
     Internal("reduction", "optimizer", "fp16_groups"),
     Internal("reduction", "optimizer", "offload_optimizer"),
-    Internal("reduction", "optimizer", "swap_optimizer", optional=True),
+    Internal("reduction", "optimizer", "swap_optimizer", named_in=_STAGE_3_MODULE),
     STEPPED_OFFLOADED,
     PARAM_GROUP,
     AVERAGED_RANKS,
@@ -220,7 +175,7 @@ STAGE_3 = (
     Internal("overflow check", "optimizer", "has_overflow", ("partition_gradients",)),
     Internal("overflow check", "optimizer", "reduce_and_partition_stream"),
     Internal("step", "optimizer", "unscale_and_clip_grads", ("sub_group_id", "total_norm")),
-    Internal("access to shards", "parameter", "_z3_optimizer", optional=True),
+    Internal("access to shards", "parameter", "_z3_optimizer", named_in=_STAGE_3_MODULE),
     Internal("access to shards", "optimizer", "get_local_fp32_param", ("param",)),
     Internal("access to shards", "optimizer", "get_fp32_grad_for_param", ("param",)),
     Internal("access to shards", "optimizer", "set_fp32_grad_for_param", ("value", "param")),
@@ -232,7 +187,7 @@ STAGE_3 = (
     Internal("edited parameters", "optimizer", "fp16_partitioned_groups_flat"),
     Internal("edited parameters", "optimizer", "fp32_partitioned_groups_flat"),
     Internal("edited parameters", "parameter", "ds_tensor"),
-    Internal("frozen parameters", "optimizer", "backup_optimizer", optional=True),
+    Internal("frozen parameters", "optimizer", "backup_optimizer", named_in=_STAGE_3_MODULE),
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
@@ -254,11 +209,11 @@ STAGE_3 = (
     Internal("gathers", "parameter", "ds_persist"),
     Internal("gathers", _PARTITION_MODULE, "_dist_allgather_fn", ("input_tensor", "output_tensor", "group")),
     Internal("gathers", _PARTITION_MODULE, "GatheredParameters", ("params",), public=True),
-    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "enabled", public=True, optional=True),
-    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "params", public=True, optional=True),
-    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "src_rank", public=True, optional=True),
+    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "enabled", public=True, named_in=_PARTITION_MODULE),
+    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "params", public=True, named_in=_PARTITION_MODULE),
+    Internal("gathers", f"{_PARTITION_MODULE}.GatheredParameters", "src_rank", public=True, named_in=_PARTITION_MODULE),
     Internal("gathers", "parameter", "all_gather_coalesced", ("params",), public=True),
-    Internal("gathers", "parameter", "ds_quant_scale", optional=True),
+    Internal("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION_MODULE),
     Internal("held parameters", "coordinator", "reset_step", ()),
     Internal("held parameters", "optimizer", "_partition_all_parameters", ()),
     Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
@@ -272,14 +227,14 @@ STAGE_3 = (
     Internal("held parameters", "zero config", "prefetch_bucket_size", public=True),
     Internal("held parameters", _PARTITION_MODULE, "free_param", ("param",)),
     Internal("held parameters", _LINEAR_MODULE, "LinearFunctionForZeroStage3"),
-    Internal("held parameters", "module", "pre_bwd_fn", optional=True),
-    Internal("held parameters", "module", "post_bwd_fn", optional=True),
+    Internal("held parameters", "module", "pre_bwd_fn", named_in=_OFFLOAD_MODULE),
+    Internal("held parameters", "module", "post_bwd_fn", named_in=_OFFLOAD_MODULE),
     Internal("held parameters", "coordinator", "_invalidate_trace", ()),
     Internal("held parameters", "coordinator", RELEASES),
     Internal("held parameters", "parameter", "ds_active_sub_modules"),
     Internal("held parameters", _COORDINATOR_MODULE, "iter_params", ("module", "recurse")),
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
-    Internal("held parameters", "module", "ds_recompute_parameters", optional=True),
+    Internal("held parameters", "module", "ds_recompute_parameters", named_in=_OFFLOAD_MODULE),
     WHOLE_GATHER,
     Internal(
         "values of sharded parameters",
@@ -288,10 +243,12 @@ STAGE_3 = (
         ("param_list", "hierarchy", "has_been_updated"),
         public=True,
     ),
-    Internal("values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", optional=True),
-    Internal("shard_over", "parameter", "ds_zero_partition_process_group", optional=True),
-    Internal("shard_over", "parameter", "ds_zero_param_process_group", optional=True),
-    Internal("shard_over", "parameter", "ds_optim_param", optional=True),
+    Internal(
+        "values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", named_in=_PARTITION_MODULE
+    ),
+    Internal("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION_MODULE),
+    Internal("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION_MODULE),
+    Internal("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE_MODULE),
 )
 STAGE_3_OFFLOAD = (
     Internal("reduction with an offloaded optimizer", "optimizer", "get_param_id", ("param",), until="0.19.5"),
@@ -309,7 +266,7 @@ UNSHARD_ON_READ = (
     Internal("unsharding on read", "parameter", "all_gather_coalesced", ("params",), public=True),
     Internal("unsharding on read", "parameter", "partition", ("param_list",), public=True),
     Internal("unsharding on read", _OFFLOAD_MODULE, "ZeROOrderedDict"),
-    Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", optional=True),
+    Internal("unsharding on read", f"{_OFFLOAD_MODULE}.ZeROOrderedDict", "_in_forward", named_in=_OFFLOAD_MODULE),
     Internal("unsharding on read", _OFFLOAD_MODULE, "FWD_MODULE_STACK"),
     ORDERED_DICT,
     Internal("unsharding on read", _LINEAR_MODULE, "zero3_linear_wrap"),
@@ -325,16 +282,16 @@ SEVERAL_ENGINES = (
 )
 NESTED_ZERO_INIT = (
     Internal("zero.Init inside another one", _PARTITION_MODULE, "top_level_context"),
-    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "ds_process_group", optional=True),
-    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "dp_world_size", optional=True),
-    Internal("zero.Init inside another one", f"{_PARTITION_MODULE}.Init", "enabled", public=True, optional=True),
+    Internal("zero.Init inside another one", _INIT, "ds_process_group", named_in=_PARTITION_MODULE),
+    Internal("zero.Init inside another one", _INIT, "dp_world_size", named_in=_PARTITION_MODULE),
+    Internal("zero.Init inside another one", _INIT, "enabled", named_in=_PARTITION_MODULE, public=True),
 )
 SCALARS = (
-    Internal("parameters without dimensions", "engine", "_broadcast_model", (), optional=True),
-    Internal("parameters without dimensions", f"{_PARTITION_MODULE}.Init", "_zero_init_param", optional=True),
+    Internal("parameters without dimensions", f"{_ENGINE_MODULE}.DeepSpeedEngine", "_broadcast_model", ()),
+    Internal("parameters without dimensions", _INIT, "_zero_init_param", ("param",)),
 )
 UNIVERSAL = (Internal("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size"),)
-EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", optional=True),)
+EVALUATION = (Internal("evaluation", "offload", "_restore_from_bit16_weights", named_in=_ENGINE_MODULE),)
 DEEPCOMPILE = (
     Internal("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
     Internal("DeepCompile", "deepspeed.compile.backend", "remaining_schedule"),
@@ -348,10 +305,10 @@ RACE_CHECK_STAGE_3 = (
 )
 # Marks of configurations that ZeroSync refuses; an engine that lacks one is not so configured.
 _REFUSED = (
-    Internal("window", "engine", "zenflow", optional=True),
-    Internal("window", "engine", "zero_quantized_gradients", (), optional=True),
+    Internal("window", "engine", "zenflow", named_in=_ENGINE_MODULE),
+    Internal("window", "engine", "zero_quantized_gradients", (), named_in=_ENGINE_MODULE),
     Internal("window", "engine", "_autoep_folding_spec", optional=True),
-    Internal("window", "parameter", "use_muon", optional=True),
+    Internal("window", "parameter", "use_muon", named_in=_ENGINE_MODULE),
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
@@ -360,7 +317,7 @@ EVERY_TABLE = (
 )  # fmt: skip
 
 
-def internals(engine: Any) -> tuple[Internal, ...]:
+def internals_of(engine: Any) -> tuple[Internal, ...]:
     """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
@@ -374,9 +331,7 @@ def internals(engine: Any) -> tuple[Internal, ...]:
 
 def has(internal: Internal) -> bool:
     """Return whether the installed DeepSpeed is of a release that has ``internal``."""
-    import deepspeed
-
-    return internal.applies_to(deepspeed.__version__)
+    return internal.applies_to(release_of("deepspeed"))
 
 
 def need(internal: Internal, remedy: str) -> None:
@@ -389,12 +344,10 @@ def need(internal: Internal, remedy: str) -> None:
     Raises:
         ContractError: the release is older.
     """
-    import deepspeed
-
     if not has(internal):
         raise ContractError(
             f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
-            f" {internal.name!r}; found {deepspeed.__version__}. Install a newer DeepSpeed, or {remedy}."
+            f" {internal.name!r}; found {release_of('deepspeed')}. Install a newer DeepSpeed, or {remedy}."
         )
 
 
@@ -404,11 +357,10 @@ def check_release() -> None:
     Raises:
         ContractError: it is.
     """
-    import deepspeed
-
-    if _is_before(deepspeed.__version__, OLDEST_DEEPSPEED):
+    found = release_of("deepspeed")
+    if is_before(found, DEEPSPEED.oldest):
         raise ContractError(
-            f"ZeroSync needs DeepSpeed {OLDEST_DEEPSPEED} or newer, found {deepspeed.__version__}. DeepSpeed 0.17 and"
+            f"ZeroSync needs DeepSpeed {DEEPSPEED.oldest} or newer, found {found}. DeepSpeed 0.17 and"
             " older reduce gradients inside of engine.backward() and do not notice a loss.backward() of the program;"
             " what later releases have for it changed until 0.18.4. Install a newer DeepSpeed, or train without"
             " ZeroSync."
@@ -424,16 +376,15 @@ def verify(engine: Any) -> None:
         ContractError: an internal is missing or has changed.
     """
     check_release()
+    internals.verify(torch_internals.TRAINING)
     _check_supported(engine)
-    require(internals(engine), engine)
+    require(internals_of(engine), engine)
     _check_needed(engine)
     if engine.is_deepcompile_active():
         raise ValueError(
             "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
             " themselves. Call engine.compile() after attach()."
         )
-    if not hasattr(torch._C, "_current_graph_task_id"):
-        raise changed("window", f"torch._C._current_graph_task_id is missing in torch {torch.__version__}")
 
 
 def require(table: Iterable[Internal], engine: Any = None) -> None:
@@ -442,21 +393,21 @@ def require(table: Iterable[Internal], engine: Any = None) -> None:
     Raises:
         ContractError: one is missing or has changed.
     """
-    import deepspeed
-
     for internal in table:
-        if internal.optional or not internal.applies_to(deepspeed.__version__):
+        if internal.optional or not internal.applies_to(release_of("deepspeed")):
             continue
-        owner = _owner(engine, internal.owner)
-        if owner is not None and (found := problem(owner, internal)):
-            where = internal.owner if internal.owner.startswith("deepspeed.") else type(owner).__name__
-            raise changed(internal.feature, f"{where}.{internal.name} {found}")
+        in_source = internal.named_in or _is_path(internal.owner)
+        owner = internal.owner if in_source else _owner(engine, internal.owner)
+        if owner is not None:
+            internals.check(internal, owner)
+
+
+def _is_path(owner: str) -> bool:
+    return owner.startswith("deepspeed.")
 
 
 def _owner(engine: Any, owner: str) -> Any:
     """Return the object that ``Internal.owner`` names; ``None`` where this engine has none."""
-    if owner.startswith("deepspeed."):
-        return importlib.import_module(owner)
     if owner == "engine":
         return engine
     if owner == "engine config":
@@ -473,29 +424,9 @@ def _owner(engine: Any, owner: str) -> Any:
     return offload if owner == "offload" else offload.get_param_coordinator()
 
 
-def problem(owner: Any, internal: Internal) -> str | None:
-    """Return what is wrong with ``internal`` on ``owner``, or ``None``."""
-    if not (hasattr(type(owner), internal.name) or internal.name in vars(owner)):  # computes no property
-        return "is missing"
-    if internal.parameters is None:
-        return None
-    parameters = tuple(inspect.signature(getattr(owner, internal.name)).parameters)
-    if parameters == ("args", "kwargs"):  # behind one of DeepSpeed's decorators, which hide the names
-        return None
-    if parameters[: len(internal.parameters)] != internal.parameters:
-        return f"takes {parameters}, expected {internal.parameters}"
-    return None
-
-
 def changed(feature: str, found: str) -> ContractError:
     """Return the error that says what ``feature`` found instead of the DeepSpeed internal that it uses."""
-    import deepspeed
-
-    return ContractError(
-        f"ZeroSync's {feature} relies on a DeepSpeed internal that has changed: {found}. Found DeepSpeed"
-        f" {deepspeed.__version__}; tested with {OLDEST_DEEPSPEED} to {NEWEST_DEEPSPEED}. Install a tested version, or"
-        " train without ZeroSync."
-    )
+    return internals.changed(feature, found, "deepspeed")
 
 
 def _check_needed(engine: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerosync_strategy.core.engine import contract
-from zerosync_strategy.core.engine.contract import Internal
+from zerosync_strategy.core.engine.internals import ContractError, Internal
 
 # Without these a feature is an error where it is used; without any other that a release lacks, ZeroSync does otherwise.
 _NEEDED = (contract.COMPILE_BACKEND, contract.PARAM_GROUP, contract.STEPPED_OFFLOADED)
@@ -49,7 +49,7 @@ def _tables(engine: Any) -> tuple[Internal, ...]:
         else contract.RACE_CHECK_STAGE_1_2
     )  # fmt: skip
     of_all = (*contract.CONFIGURATION, *contract.ACCUMULATION, *contract.SCALARS, *contract.UNIVERSAL)
-    return (*of_all, *contract.internals(engine), *of_stage, *contract.DEEPCOMPILE, *contract.RACE_CHECK)
+    return (*of_all, *contract.internals_of(engine), *of_stage, *contract.DEEPCOMPILE, *contract.RACE_CHECK)
 
 
 def _verdict(internal: Internal, engine: Any) -> Verdict:
@@ -57,6 +57,6 @@ def _verdict(internal: Internal, engine: Any) -> Verdict:
         return Verdict(f"needs DeepSpeed {internal.since} or newer, the first with {internal.name!r}", True)
     try:
         contract.require((internal,), engine)
-    except (contract.ContractError, ImportError) as problem:
+    except ContractError as problem:
         return Verdict(str(problem))
     return Verdict()
