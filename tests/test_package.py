@@ -116,6 +116,7 @@ ROOMS = {  # each with those that it may import; any of them may import the opti
     "failures": {"engine", "comm"},
     "gradients": {"engine", "comm", "failures"},
     "params": {"engine", "comm", "failures"},
+    "checkpoints": {"engine", "comm", "failures"},
 }
 
 

@@ -50,6 +50,9 @@ def doctor(
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="say why a run hangs or has ended, from ZEROSYNC_DUMP_DIR")
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="say which checkpoints in it are whole, by reading their files")
+    ] = None,
     link: Annotated[bool, typer.Option("--link", help="under torchrun: measure the links between the ranks")] = False,
     hosts: Annotated[
         str | None, typer.Option(metavar="HOST,HOST", help="measure the links between hosts; each NAME or NAME=ADDRESS")
@@ -64,7 +67,7 @@ def doctor(
     save: Annotated[Path | None, typer.Option(help="with --link: write what was measured, for plan --links")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what is wrong with the installation, the configurations, the links of a job, or a run that hangs.
+    """Say what is wrong with the installation, configurations, the links of a job, a run that hangs, or checkpoints.
 
     Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
     """
@@ -102,6 +105,14 @@ def doctor(
             findings = dumps.check(dump)
         except (ValueError, OSError) as problem:
             raise typer.BadParameter(str(problem), param_hint="--dump") from None
+    elif checkpoint is not None:
+        from zerosync_strategy.doctor import checkpoints
+
+        try:
+            with shown.status("reading checkpoints"):
+                findings = checkpoints.check(checkpoint)
+        except (ValueError, OSError) as problem:
+            raise typer.BadParameter(str(problem), param_hint="--checkpoint") from None
     else:
         findings = _examine(configurations or [], self_test, shown)
     examination = Examination(tuple(findings), strict)

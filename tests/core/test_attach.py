@@ -262,9 +262,9 @@ def test_a_checkpoint_that_is_not_there(stage: int, tmp_path: Path) -> None:
         engine = make_engine(stage)
         attach(engine)
         engine.save_checkpoint(tmp_path, tag="here", save_latest=False)
-        with pytest.raises(CheckpointError, match=rf"in {tmp_path}/nowhere: .*nowhere is no directory. Nothing was"):
+        with pytest.raises(CheckpointError, match=rf"in {tmp_path}/nowhere: .*nowhere is no directory. Give"):
             engine.load_checkpoint(tmp_path / "nowhere", "here")
-        with pytest.raises(CheckpointError, match=r"has no tag 'there'. Nothing .* tag= that it has \('here'\)"):
+        with pytest.raises(CheckpointError, match=r"has no tag 'there'. Give a tag= that it has \('here'\)"):
             engine.load_checkpoint(tmp_path, tag="there")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

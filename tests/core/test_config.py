@@ -21,7 +21,7 @@ def test_wrong_type(value: object) -> None:
     ("block", "keywords", "error", "message"),
     [
         ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
-        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: coalesce, eager_frames,"),
+        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: checkpoint_checksums, coalesce,"),
         ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
         (
             {"trace_gathers": True},

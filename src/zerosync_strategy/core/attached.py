@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.budgets_of_engine import automatic_budgets
+from zerosync_strategy.core.checkpoints.loads import Source, verify
+from zerosync_strategy.core.checkpoints.manifests import LATEST
+from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
+from zerosync_strategy.core.checkpoints.together import together
 from zerosync_strategy.core.coming_step import ComingStep
 from zerosync_strategy.core.comm.collectives import share_timeout
 from zerosync_strategy.core.comm.host_memory import keep_freed_memory
@@ -21,6 +25,7 @@ from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import (
+    checkpoint_files,
     compilation,
     contract,
     fragments,
@@ -35,12 +40,7 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.export import export
-from zerosync_strategy.core.failures.checkpoint_errors import (
-    UNREADABLE,
-    UNWRITABLE,
-    missing,
-    wrap_checkpoint_errors,
-)
+from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED, UNWRITABLE, as_checkpoint_errors
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
@@ -400,7 +400,8 @@ class AttachedEngine:
             self.reducer.norm = self.reducer.combine_norms(stock)
         return self.reducer.norm
 
-    def saving(self, path: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def saving(self, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
         if self.engine.global_rank == 0:
             self.window.warn_if_open("save_checkpoint() was called")
         if self.scheduler is not None:
@@ -408,23 +409,59 @@ class AttachedEngine:
         self._wait_for_parameters()
         with self._parameters_as_they_are():
             self._adopt_edits()  # a resumed run starts from the master weights
-        return self._checkpointing(f"write the checkpoint in {path}", UNWRITABLE)
+        steps, checksums = self.engine.global_steps, self.config.checkpoint_checksums
+        save = EngineSave(Path(path), tag, steps, checksums, save_latest)
+        verifiable = checkpoint_files.writes_at_once(self.engine)
+        with as_checkpoint_errors(save.what, UNWRITABLE), self._checkpointing(save.what), engine_save(save, verifiable):
+            if not verifiable:
+                yield save_latest
+                return
+            with checkpoint_files.writing(self.engine, save.writing):
+                yield False  # the save does, when all is written
 
-    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self, path: Any, tag: Any, optimizer_states: bool, module_only: bool) -> Iterator[str | None]:
+        is_universal, is_stage_3 = universal.loads_universal(self.engine), self.scheduler is not None
+        if is_universal and self._shards_over_groups:
+            raise ValueError(
+                "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
+                " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
+                " save_checkpoint() wrote, on as many ranks."
+            )
+        weights_in_shards = is_stage_3 and not module_only
+        source = Source(
+            Path(path), None if tag is None else str(tag), self.config.checkpoint_checksums,
+            shards=optimizer_states or weights_in_shards,
+            same_ranks=optimizer_states,
+            latest=universal.LATEST if is_universal else LATEST,
+            weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
+            files=lambda directory, tag: checkpoint_files.files_to_load(self.engine, directory, tag, optimizer_states),
+        )  # fmt: skip
+        what = f"read the checkpoint in {path}"
+        with self.activity(f"the attempt to {what}"):
+            tag = verify(source)
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        latest = "latest"
-        if universal.loads_universal(self.engine):
-            if self._shards_over_groups:
-                raise ValueError(
-                    "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
-                    " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
-                    " save_checkpoint() wrote, on as many ranks."
-                )
-            latest = universal.LATEST
-        return self._checkpointing(
-            f"read the checkpoint in {path}", missing(path, tag, latest) or UNREADABLE, writes=True
-        )
+        failed: list[Exception] = []
+        try:
+            with self._checkpointing(what):
+                yield tag
+        except RankError:
+            raise
+        except Exception as error:
+            failed.append(error)
+        finally:
+            self._parameters_written()
+            if self.cache is not None and self.cache.host is not None:
+                self.cache.host.expire()
+
+        def loaded() -> tuple[str, None]:
+            for error in failed:
+                raise error
+            return f"step {self.engine.global_steps}", None
+
+        with self.activity(f"the attempt to {what}"):
+            together(what, loaded, lambda: HALF_LOADED)
 
     def fragments_linked(self) -> None:
         fragments.intercept(self.reducer.params, self.coming)
@@ -458,21 +495,14 @@ class AttachedEngine:
             )
 
     @contextmanager
-    def _checkpointing(self, what: str, remedy: str, writes: bool = False) -> Iterator[None]:
+    def _checkpointing(self, what: str) -> Iterator[None]:
         # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
-        trained = as_trained(self.reducer.params)
-        with wrap_checkpoint_errors(what, remedy), self.activity(f"the attempt to {what}"), trained:
-            try:
-                self.in_stock_layout()
-                with self._parameters_as_they_are():
-                    if self.cache is not None:
-                        self.cache.release_kept()
-                    yield
-            finally:
-                if writes:
-                    self._parameters_written()
-                    if self.cache is not None and self.cache.host is not None:
-                        self.cache.host.expire()
+        with self.activity(f"the attempt to {what}"), as_trained(self.reducer.params):
+            self.in_stock_layout()
+            with self._parameters_as_they_are():
+                if self.cache is not None:
+                    self.cache.release_kept()
+                yield
 
     def check_gradients(self, function: str) -> None:
         self.coming.check_gradients(function)

@@ -46,6 +46,8 @@ class ZeroSyncConfig:
             which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
         trace_gathers: ZeRO-3 under ``torch.compile``: gather inside the compiled graphs, instead of breaking them at
             every module. All ranks must then compile alike.
+        checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
+            can be told without: that the save was completed, and that the files belong to it.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -62,9 +64,12 @@ class ZeroSyncConfig:
     racecheck: int = 0
     eager_frames: bool = True
     trace_gathers: bool = False
+    checkpoint_checksums: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers"):
+        for name in (
+            "coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers", "checkpoint_checksums",
+        ):  # fmt: skip
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if self.trace_gathers and not self.eager_frames:

@@ -95,7 +95,14 @@ ALL_STAGES = (
     ),
     Internal("checkpoints", "engine", "load_universal_checkpoint", ()),
     Internal("checkpoints", "engine", "global_rank", public=True),
-    Internal("checkpoints", "deepspeed.runtime.zero.utils", "ZeRORuntimeException"),
+    Internal("checkpoints", "engine", "global_steps", public=True),
+    Internal("checkpoints", "engine", "mp_world_size", public=True),
+    Internal("checkpoints", "engine", "checkpoint_engine", public=True),
+    Internal("checkpoints", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
+    Internal("checkpoints", "checkpoint engine", "save", ("state_dict", "path"), public=True),
+    Internal("checkpoints", "engine", "_copy_recovery_script", ("save_path",)),
+    Internal("checkpoints", "engine", "_get_ckpt_name", ("checkpoints_path", "tag")),
+    Internal("checkpoints", "engine", "_get_zero_ckpt_name", ("checkpoints_path", "tag")),
     Internal("reduction", "optimizer", "averaged_gradients"),
     Internal("reduction", "optimizer", "dtype", public=True),
     Internal("reduction", "optimizer", "dp_process_group"),
@@ -416,6 +423,8 @@ def _owner(engine: Any, owner: str) -> Any:
         return engine._config.zero_config
     if owner == "module":
         return engine.module
+    if owner == "checkpoint engine":
+        return engine.checkpoint_engine
     if owner == "parameter":
         return next(engine.module.parameters(), None)
     if owner == "optimizer":

@@ -48,11 +48,13 @@ class EngineHooks(Protocol):
     def step(self) -> AbstractContextManager[None]:
         """Around the ZeRO optimizer's own step."""
 
-    def saving(self, path: Any) -> AbstractContextManager[None]:
-        """Around ``save_checkpoint``."""
+    def saving(self, path: Any, tag: str, save_latest: bool) -> AbstractContextManager[bool]:
+        """Around ``save_checkpoint``; the value: whether DeepSpeed is to write the file ``latest``."""
 
-    def loading(self, path: Any, tag: Any) -> AbstractContextManager[None]:
-        """Around ``load_checkpoint``."""
+    def loading(
+        self, path: Any, tag: Any, optimizer_states: bool, module_only: bool
+    ) -> AbstractContextManager[str | None]:
+        """Around ``load_checkpoint``; the value: the tag to load."""
 
     def client_state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold beside the program's own state. Collective."""
@@ -163,25 +165,30 @@ class EngineOverrides(ModeOverrides):
         super().zero_grad()  # type: ignore[misc]
 
     def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kwargs: Any
     ) -> Any:
-        with self._zerosync_hooks.saving(save_dir):
+        engine: Any = self
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
+        with self._zerosync_hooks.saving(save_dir, tag, save_latest) as names_latest:
             state = {**(client_state or {}), **self._zerosync_hooks.client_state()}
-            return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
+            return super().save_checkpoint(save_dir, tag, state, names_latest, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        options = (tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with self._zerosync_hooks.loading(load_dir, tag):
-            loaded = super().load_checkpoint(load_dir, *options, **kwargs)  # type: ignore[misc]
+        states = load_optimizer_states and not load_module_only
+        options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        with self._zerosync_hooks.loading(load_dir, tag, states, load_module_only) as tag:
+            loaded = super().load_checkpoint(load_dir, tag, *options, **kwargs)  # type: ignore[misc]
             if loaded[0] is not None:
                 self._zerosync_hooks.restoring(loaded[0], load_module_strict, load_optimizer_states)
         if loaded[0] is None:
             self._zerosync_hooks.nothing_loaded(load_dir)
         else:
-            self._zerosync_hooks.loaded(loaded[1], load_optimizer_states and not load_module_only)
+            self._zerosync_hooks.loaded(loaded[1], states)
         return loaded
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:

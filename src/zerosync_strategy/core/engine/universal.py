@@ -23,14 +23,6 @@ def loads_universal(engine: Any) -> bool:
     return bool(engine.load_universal_checkpoint())
 
 
-def other_ranks_error() -> type[Exception]:
-    """Return what DeepSpeed raises where any other checkpoint was written by another number of ranks."""
-    from deepspeed.runtime.zero.utils import ZeRORuntimeException
-
-    found: type[Exception] = ZeRORuntimeException
-    return found
-
-
 @torch.no_grad()
 def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict: bool, optimizer_state: bool) -> None:
     """After DeepSpeed has loaded a universal checkpoint: restore what it has left out. Sends nothing.

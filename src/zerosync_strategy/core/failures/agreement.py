@@ -53,12 +53,26 @@ def _fact(param: Any) -> str:
     return f"{zero3.full_shape(param)} {param.dtype}{frozen}{persistent}{ranks}"
 
 
+def said_by_ranks(text: str, process_group: Any) -> dict[str, list[int]]:
+    """Return the texts of the first kinds of ranks, with their ranks. Collective: 64 bytes are reduced if all agree."""
+    own = digest(text)
+    if is_alike(own, process_group):
+        return {text: list(range(dist.get_world_size(process_group)))}
+    kinds = _kinds(own, process_group)[:_KINDS]
+    return {broadcast_object(text, ranks[0], process_group): ranks for ranks in kinds}
+
+
+def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
+    """Return the ranks of each kind, by the first of them: those with the same words. Collective."""
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank, words in enumerate(gather_words(own, process_group)):
+        kinds.setdefault(tuple(words), []).append(rank)
+    return list(kinds.values())
+
+
 def _differences(facts: Mapping[str, str], own: list[int], process_group: Any) -> dict[str, list[str]]:
     """Return, by name, the values of facts that differ between the first ranks of the first kinds. Collective."""
-    first_of_kind: dict[tuple[int, ...], int] = {}
-    for rank, words in enumerate(gather_words(own, process_group)):
-        first_of_kind.setdefault(tuple(words), rank)
-    first, *others = list(first_of_kind.values())[:_KINDS]
+    first, *others = [ranks[0] for ranks in _kinds(own, process_group)[:_KINDS]]
     reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
     different = {
         name: facts.get(name, _MISSING)

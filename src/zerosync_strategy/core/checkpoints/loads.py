@@ -1,0 +1,167 @@
+"""Loading: what a rank is about to read is verified on every rank, and agreed on, before anything is changed (K2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zerosync_strategy.core.checkpoints import manifests
+from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
+from zerosync_strategy.core.checkpoints.together import together
+from zerosync_strategy.core.comm.collectives import broadcast_object
+from zerosync_strategy.core.failures.checkpoint_errors import CONVERT, OTHER_SETUP
+from zerosync_strategy.core.failures.rank_status import rank_status
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an engine is to load.
+
+    Attributes:
+        directory, tag: as ``load_checkpoint`` has them; without a tag, the file ``latest`` names it.
+        checksums: read all files to verify them.
+        shards: of the optimizer are read, too.
+        same_ranks: only as many ranks as have written it can read it.
+        latest: the file that names the tag.
+        weights_of_latest: whatever the tag, DeepSpeed would load weights of the one that ``latest`` names.
+        files: returns which files this rank reads of a checkpoint, by directory and tag.
+    """
+
+    directory: Path
+    tag: str | None
+    checksums: bool
+    shards: bool = True
+    same_ranks: bool = False
+    latest: str = LATEST
+    weights_of_latest: bool = False
+    files: Callable[[Path, str], Sequence[Path]] | None = None
+
+
+_verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by what was asked for
+
+
+def verify(source: Source) -> str | None:
+    """Return the tag that all ranks are to load, or ``None`` where there is no checkpoint to choose. Collective.
+
+    Raises:
+        CheckpointError: on every rank: one cannot load it, or they would load different ones. Nothing was changed.
+    """
+    if (key := (source.directory, source.tag)) not in _verified:
+        return _agree([source])[0]
+    return _verified[key]
+
+
+@contextmanager
+def one_load(sources: Sequence[Source]) -> Iterator[None]:
+    """Around calls that load ``sources``, which one save has made: all are verified before the first. Collective.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
+        tags = _agree(sources)
+    _verified.update({(source.directory, source.tag): tag for source, tag in zip(sources, tags, strict=True)})
+    try:
+        yield
+    finally:
+        _verified.clear()
+
+
+def _agree(sources: Sequence[Source]) -> list[str | None]:
+    first = sources[0]
+
+    def examine() -> tuple[str, list[str | None]]:
+        found = [(tag := tag_of(source), _manifest_of(source, tag)) for source in sources]
+        saves = {manifest.save: source for source, (_, manifest) in zip(sources, found, strict=True) if manifest}
+        if len(saves) > 1:
+            raise DamageError(
+                "the parts of the checkpoint are of different saves: "
+                + ", ".join(f"{source.directory} of {save}" for save, source in saves.items())
+            )
+        facts = [
+            f"tag {tag!r}" + (f" of step {manifest.step} (save {manifest.save})" if manifest else " without manifests")
+            for tag, manifest in found
+        ]
+        return ", ".join(facts), [tag for tag, _ in found]
+
+    return together(f"read the checkpoint in {first.directory}", examine, lambda: _remedy(first))
+
+
+def _remedy(source: Source) -> str:
+    """Return what to load instead. Collective."""
+    text = ""
+    if dist.get_rank() == 0:
+        try:
+            tag = tag_of(source)
+        except DamageError:
+            tag = None
+        newest = manifests.newest_whole(source.directory, tag or "")
+        if newest is not None:
+            how = f"tag={newest.name!r}" if newest.parent == source.directory else str(newest.parent)
+            text = f" The newest checkpoint there that is whole: {how}."
+    return "Nothing was loaded: every rank has what it had." + str(broadcast_object(text, 0, None))
+
+
+def tag_of(source: Source) -> str | None:
+    """Return the tag to load; ``None`` where none is given and nothing names one.
+
+    Raises:
+        DamageError: it is not there.
+    """
+    directory, tag, latest = source.directory, source.tag, source.directory / source.latest
+    named = ""
+    if tag is None:
+        if not latest.is_file():
+            if source.latest == LATEST:
+                return None
+            raise DamageError(
+                f"it has no file {source.latest!r}, which DeepSpeed's ds_to_universal leaves there. Convert the"
+                " checkpoint, or give the tag= of the converted one"
+            )
+        tag = manifests.read_tag(latest)
+        named = f", which the file {str(latest)!r} names"
+    if (directory / tag).is_dir():
+        if source.weights_of_latest and (other := manifests.read_tag(latest)) != tag:
+            raise DamageError(
+                f"under ZeRO-3 without optimizer states, DeepSpeed loads the weights of the tag that the file"
+                f" {str(latest)!r} names, which is {other!r} and not {tag!r}. Name {tag!r} in it, or load the optimizer"
+                " states, too"
+            )
+        return tag
+    if not directory.is_dir():
+        raise DamageError(f"{directory} is no directory. Give the one that save_checkpoint() was called with")
+    tags = ", ".join(sorted(repr(entry.name) for entry in directory.iterdir() if entry.is_dir())) or "none"
+    raise DamageError(f"it has no tag {tag!r}{named}. Give a tag= that it has ({tags}), or another directory")
+
+
+def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
+    """Verify what this rank answers for; return a manifest of the checkpoint, or ``None`` where it has none.
+
+    That is what it has written itself, and so each file is read by one rank, however many load it. Another number of
+    ranks shares the files out.
+
+    Raises:
+        DamageError: the files are not whole, or not of one save.
+    """
+    if tag is None or source.latest != LATEST:
+        return None
+    folder, rank, ranks = source.directory / tag, dist.get_rank(), dist.get_world_size()
+    known = manifests.ranks_in(folder)
+    manifest = manifests.read(folder, rank if rank in known else known[0]) if known else None
+    if manifest is not None:
+        if source.same_ranks and manifest.ranks != ranks:
+            raise DamageError(
+                f"it was written by {manifest.ranks} ranks, and this run has {ranks}. For another number of ranks,"
+                f" {CONVERT}"
+            )
+        manifests.check(folder, range(rank, manifest.ranks, ranks), source.checksums, source.shards)
+    for path in source.files(source.directory, tag) if source.files is not None else ():
+        if not path.is_file():
+            raise DamageError(f"{path.name} is missing. {OTHER_SETUP}")
+        if manifest is None:
+            manifests.check_unlisted(path, source.checksums)
+    return manifest

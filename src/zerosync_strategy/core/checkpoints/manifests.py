@@ -1,0 +1,271 @@
+"""A manifest per rank in the directory of a tag: the save that it belongs to, and the files that the rank has written.
+
+While a checkpoint is written, the manifests say so; they are completed when all files are on the disk. So a save that
+was interrupted, files of two saves and files that have changed since are found, also without a run (K1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NAME = re.compile(r"zerosync_rank_(\d+)\.json")
+_CHUNK = 1 << 22
+_MAGIC = b"PK\x03\x04"
+LATEST = "latest"
+"""Name of the file that names the tag to load."""
+SHARDS = "*optim_states.pt"
+"""Files of a checkpoint that have the optimizer's shards."""
+MODULES = "*mp_rank_*_model_states.pt"
+"""Files of a checkpoint that have the module."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a file was when it had been written.
+
+    Attributes:
+        size: in bytes.
+        crc32: of the whole file; with ``of_records``, of the checksums of its records, which ``torch.save`` writes
+            into it; ``None``: not computed.
+        of_records: the file is an archive of ``torch.save``.
+    """
+
+    size: int
+    crc32: int | None
+    of_records: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one rank has written of a checkpoint.
+
+    Attributes:
+        save: the id of the save, the same on all ranks and another in each save.
+        rank, ranks: that has written it, and how many there were.
+        step: optimizer steps done.
+        time: of the save, in seconds since 1970.
+        is_complete: all files of this rank have been written.
+        files: by name, in the directory of the tag.
+    """
+
+    save: str
+    rank: int
+    ranks: int
+    step: int
+    time: float
+    is_complete: bool = False
+    files: dict[str, FileState] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        """Write it to the ``directory`` of a tag, in the place of an earlier one, which is there until then."""
+        path = path_of(directory, self.rank)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def path_of(directory: Path, rank: int) -> Path:
+    """Return where the manifest of ``rank`` is, in the ``directory`` of a tag."""
+    return directory / f"zerosync_rank_{rank}.json"
+
+
+def ranks_in(directory: Path) -> list[int]:
+    """Return the ranks that have a manifest in the ``directory`` of a tag."""
+    return sorted(int(found[1]) for entry in os.scandir(directory) if (found := _NAME.fullmatch(entry.name)))
+
+
+def read(directory: Path, rank: int) -> Manifest:
+    """Return the manifest of ``rank``.
+
+    Raises:
+        DamageError: it is missing or damaged, or of another rank.
+    """
+    path = path_of(directory, rank)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: FileState(**state) for name, state in content.pop("files").items()}
+        manifest = Manifest(**content, files=files)
+    except FileNotFoundError:
+        raise DamageError(f"{path.name} is missing") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamageError(f"{path.name} is damaged ({type(error).__name__}: {error})") from None
+    if manifest.rank != rank:
+        raise DamageError(f"{path.name} is that of rank {manifest.rank}")
+    return manifest
+
+
+class DamageError(Exception):
+    """Files of a checkpoint are not as they were saved, or not of one save; the text names them."""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _is_archive(path: Path) -> bool:
+    """Return whether ``path`` is of ``torch.save``'s format, or was.
+
+    Raises:
+        DamageError: it is empty.
+    """
+    with path.open("rb") as file:
+        magic = file.read(len(_MAGIC))
+    if not magic:
+        raise DamageError(f"{path.name} is empty")
+    return magic == _MAGIC
+
+
+def state_of(path: Path, checksums: bool) -> FileState:
+    """Return what ``path`` is, of which the content is read only with ``checksums`` and where it has none itself."""
+    size = path.stat().st_size
+    if _is_archive(path):
+        with zipfile.ZipFile(path) as archive:
+            if all(info.CRC or not info.file_size for info in archive.infolist()):  # see _check_archive
+                return FileState(size, _crc_of_records(archive), of_records=True)
+    return FileState(size, _crc_of(path) if checksums else None, of_records=False)
+
+
+def check_file(path: Path, saved: FileState, contents: bool) -> None:
+    """Compare ``path`` with what it was; ``contents``: all of it, else what can be told without reading it.
+
+    Raises:
+        DamageError: it differs.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DamageError(f"{path.name} cannot be read ({type(error).__name__})") from None
+    if size != saved.size:
+        raise DamageError(f"{path.name} has {size:,} bytes and had {saved.size:,} when it was saved")
+    if saved.of_records:
+        _check_archive(path, contents, saved.crc32)
+    elif contents and saved.crc32 is not None and _crc_of(path) != saved.crc32:
+        raise DamageError(f"{path.name} has another checksum than when it was saved")
+
+
+def check_unlisted(path: Path, contents: bool) -> None:
+    """Compare ``path``, of which no manifest is known, with its own checksums, if it has some.
+
+    Raises:
+        DamageError: it differs.
+    """
+    if _is_archive(path):
+        _check_archive(path, contents, None)
+
+
+def _check_archive(path: Path, contents: bool, saved: int | None) -> None:
+    """Compare an archive with its own checksums, and if ``saved`` is given, these with what they were."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if saved is not None and _crc_of_records(archive) != saved:
+                raise DamageError(f"{path.name} is another file than was saved under this name")
+            for info in archive.infolist() if contents else ():
+                if not info.CRC:  # torch.serialization.set_crc32_options(False)
+                    continue
+                with archive.open(info) as record:
+                    while record.read(_CHUNK):
+                        pass
+    except DamageError:
+        raise
+    except Exception as error:  # whatever zipfile says of bytes that are not its format
+        raise DamageError(f"{path.name} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _crc_of_records(archive: zipfile.ZipFile) -> int:
+    return zlib.crc32(repr([(info.filename, info.CRC, info.file_size) for info in archive.infolist()]).encode())
+
+
+def _crc_of(path: Path) -> int:
+    crc, buffer = 0, memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:size], crc)
+    return crc
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = True) -> None:
+    """Check what ``ranks`` have written to the ``directory`` of a tag.
+
+    Args:
+        contents: read the files; else what can be told without.
+        shards: the optimizer's, too.
+
+    Raises:
+        DamageError: the save was interrupted, or files are not as they were saved, or not of one save.
+    """
+    manifests = [read(directory, rank) for rank in ranks]
+    for manifest in manifests:
+        first, name = manifests[0], path_of(directory, manifest.rank).name
+        if not manifest.is_complete:
+            raise DamageError(f"the save was interrupted: {name} of step {manifest.step} is not complete")
+        if (manifest.save, manifest.ranks) != (first.save, first.ranks):
+            raise DamageError(
+                f"it has files of two saves: {path_of(directory, first.rank).name} is of step {first.step}, {name} of"
+                f" step {manifest.step} (saves {first.save} and {manifest.save})"
+            )
+    for manifest in manifests:
+        for name, state in manifest.files.items():
+            path = directory / name
+            if shards or not path.match(SHARDS):
+                check_file(path, state, contents)
+
+
+def check_whole(directory: Path, contents: bool) -> Manifest | None:
+    """Check what all ranks have written to the ``directory`` of a tag; ``None``: nobody has left a manifest.
+
+    Raises:
+        DamageError: as :func:`check`.
+    """
+    found = ranks_in(directory)
+    if not found:
+        return None
+    manifest = read(directory, found[0])
+    check(directory, range(manifest.ranks), contents)
+    return manifest
+
+
+def newest_whole(directory: Path, tag: str) -> Path | None:
+    """Return the newest whole checkpoint, files not read, beside ``tag`` in ``directory``, or beside ``directory``.
+
+    The latter under the same tag: where frameworks have a directory for each checkpoint.
+    """
+    beside = _folders(directory.absolute().parent) if tag else ()
+    places = [*_folders(directory), *(folder / tag for folder in beside)]
+    whole: dict[Path, float] = {}
+    for place in places:
+        try:
+            if place.is_dir() and (manifest := check_whole(place, contents=False)):
+                whole[place] = manifest.time
+        except (DamageError, OSError):
+            pass
+    return max(whole, key=lambda place: whole[place], default=None)
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (entry for entry in directory.iterdir() if entry.is_dir())
+
+
+def read_tag(file: Path) -> str:
+    """Return the tag that ``file``, such as ``latest``, names.
+
+    Raises:
+        DamageError: it is empty, or cannot be read.
+    """
+    try:
+        tag = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamageError(f"the file {str(file)!r} cannot be read ({type(error).__name__}: {error})") from None
+    if not tag:
+        raise DamageError(f"the file {str(file)!r}, which names the tag to load, is empty")
+    return tag

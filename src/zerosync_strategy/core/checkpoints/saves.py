@@ -1,0 +1,164 @@
+"""Saving: a checkpoint is marked as incomplete from before its first file until all ranks have written theirs (K1)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zerosync_strategy.core.checkpoints import manifests
+from zerosync_strategy.core.checkpoints.manifests import LATEST, Manifest
+from zerosync_strategy.core.checkpoints.together import together
+from zerosync_strategy.core.comm.collectives import broadcast_object
+from zerosync_strategy.core.failures.checkpoint_errors import UNWRITABLE
+from zerosync_strategy.core.failures.rank_status import rank_status
+
+
+class EngineSave:
+    """This rank's part in what one engine saves.
+
+    Args:
+        directory, tag: of the checkpoint.
+        step: optimizer steps done.
+        checksums: compute those of files that have none themselves.
+        names_latest: ``latest`` is to name the tag.
+    """
+
+    def __init__(self, directory: Path, tag: str, step: int, checksums: bool, names_latest: bool) -> None:
+        self.what = f"write the checkpoint in {directory}"
+        self._directory, self._tag, self._folder = directory, tag, directory / tag
+        self._step = step
+        self._checksums = checksums
+        self._names_latest = names_latest
+        self._manifest: Manifest | None = None
+        self._written: list[Path] = []
+        self._failed: Exception | None = None
+
+    def begin(self, save: str, verifiable: bool) -> None:
+        """Mark what this rank has under this tag as incomplete. Collective.
+
+        Args:
+            save: the id of the save.
+            verifiable: files are on the disk when they have been written; else they will belong to no save.
+        """
+        manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time())
+
+        def mark() -> tuple[str, None]:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if verifiable:
+                manifest.write(self._folder)
+            else:
+                manifests.path_of(self._folder, manifest.rank).unlink(missing_ok=True)
+            if manifest.rank == 0:  # of an earlier save by more ranks
+                for rank in manifests.ranks_in(self._folder):
+                    if rank >= manifest.ranks:
+                        manifests.path_of(self._folder, rank).unlink(missing_ok=True)
+            return f"tag {self._tag!r}", None
+
+        together(self.what, mark, lambda: UNWRITABLE)
+        if verifiable:
+            self._manifest = manifest
+
+    @contextmanager
+    def writing(self, path: str | None = None) -> Iterator[None]:
+        """Around the writing of a file. An error waits: the other ranks are on their way to DeepSpeed's barrier."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = self._failed or error
+        else:
+            if path is not None:
+                self._written.append(Path(path))
+
+    def check(self) -> None:
+        """Raise on every rank what went wrong in writing on one. Collective."""
+
+        def raise_failure() -> tuple[str, None]:
+            if self._failed is not None:
+                raise self._failed
+            return "", None
+
+        together(self.what, raise_failure, lambda: UNWRITABLE)
+
+    def complete(self) -> None:
+        """Say of this rank's files that they are whole, and then in ``latest`` of the checkpoint. Collective."""
+        manifest = self._manifest
+        if manifest is None:
+            return
+
+        def complete() -> tuple[str, None]:
+            files = {
+                path.relative_to(self._folder).as_posix(): manifests.state_of(path, self._checksums)
+                for path in self._written
+            }
+            replace(manifest, is_complete=True, files=files).write(self._folder)
+            return "", None
+
+        def name() -> tuple[str, None]:
+            if manifest.rank == 0:
+                temporary = self._directory / f"{LATEST}.tmp"
+                temporary.write_text(self._tag, encoding="utf-8")
+                os.replace(temporary, self._directory / LATEST)
+            return "", None
+
+        together(self.what, complete, lambda: UNWRITABLE)
+        if self._names_latest:
+            together(self.what, name, lambda: UNWRITABLE)
+
+
+@dataclass
+class _Save:
+    """One checkpoint: what one engine saves, or several in calls that belong together."""
+
+    id: str = ""
+    engines: list[EngineSave] = field(default_factory=list)
+
+
+_current: _Save | None = None
+
+
+@contextmanager
+def one_save() -> Iterator[None]:
+    """Around calls that save one checkpoint on all ranks, with all else that belongs to it. Collective.
+
+    It is whole at the end. Until then, and if anything is raised, loading it is refused.
+    """
+    global _current
+    if _current is not None:
+        yield
+        return
+    _current = _Save()
+    try:
+        yield
+        for engine in _current.engines:
+            with rank_status().activity(f"the attempt to {engine.what}"):
+                engine.complete()
+    finally:
+        _current = None
+
+
+@contextmanager
+def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
+    """Around what one engine saves. Collective.
+
+    Args:
+        engine: its part in it.
+        verifiable: see :meth:`EngineSave.begin`.
+
+    Raises:
+        CheckpointError: on every rank: one could not write.
+    """
+    with one_save():
+        assert _current is not None
+        if not _current.engines:
+            _current.id = broadcast_object(secrets.token_hex(8), 0, None)
+        _current.engines.append(engine)
+        engine.begin(_current.id, verifiable)
+        yield
+        engine.check()
