@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.accelerate.runs import DECAY, Run, oracle, start
+from tests.harness.experts import gathered_anew, routed_network
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw, loss_of, sgd
 from tests.harness.ranks import run_ranks
+from zerosync_strategy.core.comm import messages
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -66,6 +68,34 @@ def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, w
         assert distance(parameters, full_parameters(expected.module)) == 0.0
         assert reports == [(size, 1) for size in sizes]
         assert rate == scheduler.get_last_lr()
+
+
+def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 1))
+
+    def job() -> Any:
+        zero = {"stage": 3, **gathered_anew(), "reduce_bucket_size": 300}  # several buckets, as of a large model
+        config = {"zero_optimization": zero}
+        run = start(3, batches=8, accumulate=2, make=routed_network, hf_ds_config=config)
+        reports: list[tuple[int, int]] = []
+        for batch in run.loader:
+            with run.accelerator.accumulate(run.model):
+                run.accelerator.backward(loss_of(run.model, batch))
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            step_reports(run, reports)
+        return run.parameters(), reports
+
+    net = routed_network()
+    expected = Oracle(net, sgd(net.parameters()))
+    for index in range(8):
+        backward_of(expected, index, 2)
+        if index % 2:
+            expected.step()
+    for parameters, reports in run_ranks(job):
+        assert distance(parameters, full_parameters(net)) <= 2e-6
+        assert reports == [(2, 1)] * 4
 
 
 @STAGES

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
+from tests.harness.experts import gathered_anew, routed_network
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, loss_of, network, sgd
 from tests.harness.ranks import run_ranks
@@ -22,6 +23,7 @@ from tests.lightning.runs import (
     strategy,
 )
 from zerosync_strategy import ZeroSyncStrategy
+from zerosync_strategy.core.comm import messages
 
 # The clipping coefficient is computed from partial norms in another order than torch's: equal up to rounding.
 ROUNDING = 2e-6
@@ -47,6 +49,23 @@ def test_accumulation_scheduler(stage: int) -> None:
         return distance(recorder.parameters, accumulate(oracle(), 8, lambda epoch: 4 if epoch else 2, epochs=3))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 1))
+
+    def run() -> float:
+        module = Module()
+        module.net = routed_network()
+        zero = {"stage": 3, **gathered_anew(), "reduce_bucket_size": 300}  # several buckets, as of a large model
+        recorder, _ = fit(module, strategy(3, config={"zero_optimization": zero}), 8, accumulate_grad_batches=2)
+        assert_one_reduction_per_step(recorder, [2] * 4)
+        net = routed_network()
+        expected = accumulate(Oracle(net, sgd(net.parameters())), 8, 2)
+        return distance(recorder.parameters, expected)
+
+    assert max(run_ranks(run)) <= ROUNDING
 
 
 class MakesLoader(Module):

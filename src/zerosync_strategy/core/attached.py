@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class AttachedEngine:
             self.states = StripedStates(optimizer, stepping, self.reducer.layouts)
         changes = LocalChanges(self.reducer.params, self._names)
         self.window = Window(
-            self.reducer, config.overlap_last, self.traffic, self.activity, self.frozen.backward_begins, changes
+            self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes
         )
         self.coming = ComingStep(engine, self.reducer, self.window, changes, self.states, self.activity)
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
@@ -152,6 +152,8 @@ class AttachedEngine:
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
+            self.reducer.first_uses = self._first_uses
+            self.scheduler.in_backward.append(self.window.comes_to)
             self._restore_buffers = zero3_optimizer.free_reduction_buffers(optimizer)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
@@ -197,6 +199,8 @@ class AttachedEngine:
         self.race_check.detach()
         self.coming.restore_clip_norm()
         self.traffic.stop()
+        if self.scheduler is not None:
+            self.scheduler.in_backward.remove(self.window.comes_to)
         # The last that came goes first.
         for mechanism in (self.unshard_on_read, self.values, self.cache, self.scheduler):
             if mechanism is not None:
@@ -279,7 +283,8 @@ class AttachedEngine:
             self._shards_written()  # by whatever the program has called since the step
         renewed = self.cache is not None and self.cache.renew_hooks()
         unsharding = nullcontext() if self.unshard_on_read is None else self.unshard_on_read.forward(self._keeps)
-        with self.activity("the forward"), unsharding:
+        ordering = nullcontext() if self.scheduler is None else self.scheduler.order.forward()
+        with self.activity("the forward"), ordering, unsharding:
             if renewed and self.cache is not None:
                 self.cache.skip_backward_hooks()
             yield
@@ -312,6 +317,17 @@ class AttachedEngine:
             self.budgets.sample()  # a forward has left its activations
         if trains:  # else the loss only passes through
             self.window.enter_graph()
+
+    def _window_backward_begins(self, opens: bool) -> None:
+        self.frozen.backward_begins(opens)
+        if self.scheduler is not None:
+            self.scheduler.order.backward_begins()
+
+    def _first_uses(self) -> Mapping[int, int] | None:
+        """Return when the forward has used each parameter first, where the backward gathers some between others."""
+        if self._compiled is not None or self.cache is None or self.cache.holds_all or self.scheduler is None:
+            return None  # DeepCompile's graphs are the same on all ranks, and give every parameter a gradient
+        return self.scheduler.order.first_uses()
 
     def zero_grad(self) -> None:
         self.coming.dropped()

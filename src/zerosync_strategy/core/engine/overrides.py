@@ -330,11 +330,25 @@ class GatherHooks(Protocol):
     def issue(self, params: Iterable[Any], gather: Callable[[list[Any]], None]) -> None:
         """Call ``gather`` for parts of ``params``, each of one process group."""
 
+    def module_begins(self, module: Any, forward: bool) -> None:
+        """The forward of ``module`` begins, or a backward comes to it."""
+
+    def module_ends(self, module: Any) -> None:
+        """The forward of ``module`` has ended, or a backward has passed it."""
+
 
 class GatherOverrides:
     """Overrides of DeepSpeed's parameter coordinator: the order of gathers."""
 
     _zerosync_gathers: GatherHooks
+
+    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+        self._zerosync_gathers.module_begins(current_submodule, forward)
+        super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+
+    def release_sub_module(self, submodule: Any, *args: Any, **kwargs: Any) -> None:
+        super().release_sub_module(submodule, *args, **kwargs)  # type: ignore[misc]
+        self._zerosync_gathers.module_ends(submodule)
 
     # One leading underscore: a method that is private to DeepSpeed's class, under the name that Python gives it.
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:

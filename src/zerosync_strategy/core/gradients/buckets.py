@@ -60,7 +60,8 @@ class Bucket(ABC):
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
-        pending: in a backward that reduces it, the ids of parameters whose gradient it has not completed.
+        pending: in a backward that reduces it when it is complete, the ids of parameters whose gradient is not.
+        first_use: in one that reduces it by module, when the forward has used the first of its parameters.
         grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
             completed there (B1).
         spare_events: by stream, its event, recorded or not.
@@ -88,6 +89,7 @@ class Bucket(ABC):
         self.needs_reduce = False
         self.is_reduced = False
         self.pending: set[int] = set()
+        self.first_use = 0
         self.grad_ready: dict[Any, Any] = {}
         self.spare_events: dict[Any, Any] = {}
         self.numel = sum(map(zero3.full_numel, params))

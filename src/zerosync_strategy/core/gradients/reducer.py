@@ -77,6 +77,8 @@ class Reducer(ABC):
 
     Attributes:
         is_streaming: the running backward has buckets to reduce.
+        first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
+            the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
         items: that the coming gradients are the mean over.
         sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
@@ -113,6 +115,8 @@ class Reducer(ABC):
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[Bucket] = deque()  # in the running backward
         self.is_streaming = self._has_streamed = False
+        self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
+        self._reduces_by_module = False  # the running backward, and not by gradient
         self._in_flight: deque[_InFlight] = deque()
         self._abandoned: list[_InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
@@ -163,8 +167,8 @@ class Reducer(ABC):
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window.
+    def begin_backward(self, last: bool, midway: bool = False) -> None:
+        """A backward begins; ``last``: it is known to be the last of its window; ``midway``: by a gradient of it.
 
         Raises:
             RuntimeError: it is being captured into a CUDA graph.
@@ -174,13 +178,30 @@ class Reducer(ABC):
         for bucket in self.buckets:
             bucket.needs_reduce = True
         self._to_stream = deque(bucket for bucket in self.buckets if last or not bucket.deferred)
-        for bucket in self._to_stream:
-            bucket.pending = set(map(id, bucket.params))
         self.is_streaming = bool(self._to_stream)
         if self.is_streaming:
+            self._choose_when_to_reduce(midway)
             self._begun.expect()
             self._streaming_backwards += 1
             self.streams.reductions_wait_for_caller()
+
+    def _choose_when_to_reduce(self, midway: bool) -> None:
+        """Let the running backward reduce a bucket when it is complete, or when the modules that use it are behind.
+
+        Off ZeRO-3, and where all parameters are held, nothing else of this process group is sent meanwhile, so that the
+        order of the buckets is order enough. Else gathers come in between, in the order of the modules, and gradients
+        do not come alike on all ranks: one may not use what another does (W4).
+        """
+        first_uses = self.first_uses()
+        self._reduces_by_module = first_uses is not None
+        if first_uses is None:
+            for bucket in self._to_stream:
+                bucket.pending = set(map(id, bucket.params))
+            return
+        for bucket in self._to_stream:
+            # What no module has used, or is asked for too late, is reduced at the end.
+            bucket.first_use = 0 if midway else min(first_uses.get(id(param), 0) for param in bucket.params)
+        self._to_stream = deque(sorted(self._to_stream, key=lambda bucket: -bucket.first_use))
 
     def gradient_ready(self, param: Any) -> bool:
         """Autograd has added to ``param.grad``. Return whether :meth:`reduce_complete` has something to do."""
@@ -193,12 +214,28 @@ class Reducer(ABC):
         if not self.is_streaming:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
+        if self._reduces_by_module:
+            return False
         bucket.pending.discard(key)
         return not self._to_stream[0].pending
 
     def reduce_complete(self) -> None:
         """In a backward that streams, reduce the buckets that are complete, in their order."""
         while self._to_stream and not self._to_stream[0].pending:
+            self._reduce_bucket(self._to_stream.popleft())
+        self.is_streaming = bool(self._to_stream)
+
+    def is_due(self, behind: int) -> bool:
+        """Return whether :meth:`reduce_due` has something to do.
+
+        Args:
+            behind: everything that was used first after this is behind the running backward.
+        """
+        return self.is_streaming and self._reduces_by_module and self._to_stream[0].first_use > behind
+
+    def reduce_due(self, behind: int) -> None:
+        """In a backward that streams, reduce the buckets that are behind it, the same on every rank."""
+        while self._to_stream and self._to_stream[0].first_use > behind:
             self._reduce_bucket(self._to_stream.popleft())
         self.is_streaming = bool(self._to_stream)
 

@@ -182,6 +182,14 @@ class Window:
                 self._reducer.reduce_complete()
             self._traffic.attribute()  # what was reduced
 
+    def comes_to(self, behind: int) -> None:
+        """The backward comes to a module of ZeRO-3; see :meth:`Reducer.is_due`."""
+        if self._backward is _Backward.OURS and self._reducer.is_due(behind):
+            self._traffic.attribute()  # parameters that were gathered on the way
+            with self._activity("a backward"):
+                self._reducer.reduce_due(behind)
+            self._traffic.attribute()
+
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
         self._reducer.add_gradient(param, gradient)
@@ -205,7 +213,7 @@ class Window:
             )
         self._changes.check(but=ready)
         is_last = self._last is _Last.NEXT and self._overlap_last
-        self._reducer.begin_backward(last=is_last)  # may refuse; then nothing has begun
+        self._reducer.begin_backward(is_last, midway=ready is not None)  # may refuse; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS

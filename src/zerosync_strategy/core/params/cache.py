@@ -326,6 +326,14 @@ class ParameterCache:
             or (self._chosen is not None and zero3.param_id(param) in self._chosen)
         )
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether no module gathers anything between the first of a window and its step."""
+        return self._budget is None or all(
+            zero3.is_persistent(param) or self.holds(param)
+            for param in filter(zero3.is_sharded, self._engine.module.parameters())
+        )
+
     def gathers_in(self, param: Any, backwards: int) -> int:
         """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
         if param in self._were_kept or (self.host is not None and self.host.was_there(param)):
@@ -339,11 +347,16 @@ class ParameterCache:
         """From here on, DeepSpeed's hooks do not run for modules whose parameters are all held."""
         root = self._engine.module
         stays = {id(param) for param in root.parameters() if zero3.is_persistent(param) or self.holds(param)}
+        below_leaves = {
+            id(below) for leaf in root.modules() for below in gathering.modules_of(leaf) if below is not leaf
+        }
         held = {}
         for module in root.modules():
             params = [param for param in gathering.parameters_of(module) if zero3.is_sharded(param)]
             # DeepSpeed may come to gather for the model, or a module without parameters, what is in another's output.
-            if self._budget is None or (params and module is not root and all(id(param) in stays for param in params)):
+            # A module below a leaf has no hooks.
+            has_hooks = params and module is not root and id(module) not in below_leaves
+            if self._budget is None or (has_hooks and all(id(param) in stays for param in params)):
                 held[module] = sorted(params, key=zero3.param_id)
         by_id = {zero3.param_id(param): param for params in held.values() for param in params}
         if self._budget is None:  # else a weight may also be that of a module whose other parameters are not held
@@ -369,6 +382,8 @@ class ParameterCache:
                 held = self._modules[module]
             except KeyError:
                 return stock(module, *args)
+            if self._budget is not None:  # others gather in the backward
+                self._scheduler.order.begins(module)
             if held.window != self._window or not zero3.all_gathered(held.params):
                 self._gather(held)
             return None

@@ -32,6 +32,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.memory import UnshardedBytes
+from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 MAX_STREAMS = 8
@@ -50,7 +51,10 @@ class GatherScheduler:
     Attributes:
         names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
+        order: of the modules in the forward.
         before_read: called before a parameter is read that no hook has gathered.
+        in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
+            every rank before the same gathers.
         host: has parameters that need not be gathered again; ``None``: there are none.
     """
 
@@ -80,6 +84,8 @@ class GatherScheduler:
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
         self._params = set(engine.module.parameters())
+        self.order = ModuleOrder(gathering.parameters_of)
+        self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
         zero3.tell_of_writes(self._params, self.shards_written)
@@ -122,6 +128,19 @@ class GatherScheduler:
     def shards_written(self) -> None:
         """The current stream writes shards, or may have: the next gather waits for it (S1)."""
         self.streams.record_write()
+
+    def module_begins(self, module: Any, forward: bool) -> None:
+        """The forward of ``module`` begins, or a backward comes to it; what it gathers comes after this."""
+        if forward:
+            self.order.begins(module)
+            return
+        behind = self.order.comes_to(module)
+        for reach in self.in_backward:
+            reach(behind)
+
+    def module_ends(self, module: Any) -> None:
+        """The forward of ``module`` has ended."""
+        self.order.ends(module)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
@@ -292,6 +311,7 @@ class GatherScheduler:
         """
         with zero3.as_it_is():
             for param in params:
+                self.order.reads(param)
                 if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
                     handle.wait()
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
