@@ -53,7 +53,9 @@ WHOLE_GATHER = Internal(
 MARKED_GRADIENT = Internal(
     "access to shards", "parameter", "_hp_grad", named_in="deepspeed.utils.tensor_fragment", since="0.19.8"
 )
-COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", named_in=_STAGE_1_2_MODULE)
+COMPUTES_NORM = Internal(
+    "gradient clipping", "optimizer", "compute_grad_norm", named_in=_STAGE_1_2_MODULE, since="0.19.8"
+)
 
 CONFIGURATION = (Internal("configuration", "engine", "_config"),)
 ALL_STAGES = (
@@ -241,7 +243,7 @@ STAGE_3 = (
     Internal("held parameters", "parameter", "ds_active_sub_modules"),
     Internal("held parameters", _COORDINATOR_MODULE, "iter_params", ("module", "recurse")),
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
-    Internal("held parameters", "module", "ds_recompute_parameters", named_in=_OFFLOAD_MODULE),
+    Internal("held parameters", "module", "ds_recompute_parameters", named_in=_OFFLOAD_MODULE, since="0.19.3"),
     WHOLE_GATHER,
     Internal(
         "values of sharded parameters",
@@ -251,9 +253,13 @@ STAGE_3 = (
         public=True,
     ),
     Internal(
-        "values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", named_in=_PARTITION_MODULE
+        "values of sharded parameters",
+        "parameter",
+        "_ds_z3_gathered_param_context_depth",
+        named_in=_PARTITION_MODULE,
+        since="0.19.4",
     ),
-    Internal("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION_MODULE),
+    Internal("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION_MODULE, since="0.19.3"),
     Internal("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION_MODULE),
     Internal("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE_MODULE),
 )
