@@ -79,6 +79,21 @@ def test_a_wrong_configuration_is_an_error_that_names_it(make: Any, message: str
         make()
 
 
+def test_a_model_that_is_saved_under_zero_3_has_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saves(plugin: Any) -> Any:
+        return plugin.deepspeed_config["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save")
+
+    no = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    assert saves(ZeroSyncPlugin(stage=3)) and saves(ZeroSyncPlugin(hf_ds_config=config(3)))
+    assert saves(ZeroSyncPlugin(hf_ds_config=HfDeepSpeedConfig(config(3))))
+    assert not saves(ZeroSyncPlugin(stage=2)) and not saves(ZeroSyncPlugin(hf_ds_config=config(2)))
+    assert saves(ZeroSyncPlugin(hf_ds_config={"zero_optimization": no})) is False
+    assert saves(ZeroSyncPlugin(stage=3, zero3_save_16bit_model=False)) is False
+    assert saves(ZeroSyncPlugin(hf_ds_config=config(3), zero3_save_16bit_model=False)) is False
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "false")
+    assert saves(ZeroSyncPlugin(stage=3)) is False
+
+
 def test_the_launchers_stage_must_agree_with_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert ZeroSyncPlugin().zero_stage == ZeroSyncPlugin(stage=3).zero_stage == 3

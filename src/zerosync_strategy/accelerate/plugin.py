@@ -63,6 +63,8 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     used = False
     """Whether this process has made one: then it trains with DeepSpeed on CPU too."""
 
+    zero3_save_16bit_model: bool | None
+
     # For a plugin that Accelerate has made and install.py has given this class.
     _stage: int | None = None
     _options: dict[str, Any] = {}  # noqa: RUF012
@@ -83,11 +85,16 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         given = self.hf_ds_config
         self.hf_ds_config: HfDeepSpeedConfig | None = read_config(given)
         self.zero_stage = self._one_stage()
+        # Where nobody says otherwise, a model that is saved under ZeRO-3 has its weights; DeepSpeed writes none.
+        if self.zero3_save_16bit_model is None and "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
+            self.zero3_save_16bit_model = self.zero_stage == 3
         if self.hf_ds_config is not None:
             config = self.hf_ds_config.config
             zero = config.setdefault("zero_optimization", {})
             if zero.get("stage", "auto") == "auto":
                 zero["stage"] = self.zero_stage
+            if self.zero_stage == 3:
+                zero.setdefault("stage3_gather_16bit_weights_on_model_save", "auto")  # as the field says
         if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's has these
             # What the configuration leaves out, the Accelerator says.
             config.setdefault("gradient_accumulation_steps", "auto")

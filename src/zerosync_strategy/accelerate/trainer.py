@@ -32,6 +32,12 @@ def install(plugin_class: type[Any]) -> None:
         trainer.deepspeed_init = deepspeed.deepspeed_init  # type: ignore[attr-defined]
 
 
+def is_trainers(config: Any) -> bool:
+    """Return whether a Trainer has filled in ``config``, of a plugin; it divides losses itself."""
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    return deepspeed is not None and isinstance(config, deepspeed.HfTrainerDeepSpeedConfig)
+
+
 def divides_losses(accelerator: Any) -> bool:
     """Return whether a Trainer has ``accelerator``: it divides losses itself, and backwards take them as they are."""
     return getattr(accelerator, _TRAINER, None) is not None

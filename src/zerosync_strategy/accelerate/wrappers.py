@@ -19,10 +19,10 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
-from zerosync_strategy.accelerate.trainer import divides_losses, keeps_engine
+from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
-from zerosync_strategy.core.engine.zero import accumulate_outside
+from zerosync_strategy.core.engine.zero import accumulate_outside, building_engine
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync, attach
@@ -53,7 +53,10 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             raise ValueError(f"accelerator.prepare() found that {problem}")
     # As the Accelerator was made, before its first preparation, of a data loader it may be.
     num_steps = vars(accelerator).setdefault("_zerosync_num_steps", accelerator.gradient_accumulation_steps)
-    with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
+    configured = plugin.deepspeed_config.get("gradient_accumulation_steps")
+    if is_trainers(plugin.hf_ds_config) and isinstance(configured, int):
+        accelerator.gradient_accumulation_steps = configured  # as Accelerate does with a warning, which nobody needs
+    with plugin.filled_in(args), building_engine(), _not_compiled_yet(accelerator, plugin) as deepcompile:
         result = stock(accelerator, *args)
     if divides_losses(accelerator):  # Accelerate has taken the steps of the DeepSpeed configuration instead
         accelerator.gradient_accumulation_steps = num_steps

@@ -119,7 +119,8 @@ def _all_gather(nbytes: int, device: Any) -> float:
     world = dist.get_world_size()
     part = torch.zeros(max(1, nbytes // world), dtype=torch.uint8, device=device)
     whole = torch.zeros(world * len(part), dtype=torch.uint8, device=device)
-    seconds = _timed(lambda: dist.all_gather_into_tensor(whole, part), device, ROUNDS)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the latter
+    seconds = _timed(lambda: gather(whole, part), device, ROUNDS)
     return len(part) * (world - 1) / statistics.median(seconds)
 
 

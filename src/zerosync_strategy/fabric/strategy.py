@@ -25,6 +25,7 @@ from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.zero import building_engine
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizers import optimizer_problem
@@ -266,7 +267,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 module.to(dtype)
 
     def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
-        with indexed_devices(self):
+        with indexed_devices(self), building_engine():
             engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
         return engine, zero_optimizer
 

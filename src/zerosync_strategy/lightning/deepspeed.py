@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
+from zerosync_strategy.core.engine.zero import building_engine
 
 from .library import (
     CPUAccelerator,
@@ -46,12 +47,12 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with indexed_devices(self):
+        with indexed_devices(self), building_engine():
             return super()._setup_model_and_optimizer(*args, **kwargs)
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        with indexed_devices(self):
+        with indexed_devices(self), building_engine():
             super()._initialize_deepspeed_inference(model)
 
     @override

@@ -122,6 +122,8 @@ ALL_STAGES = (
     Internal("DeepCompile", "engine", "is_deepcompile_enabled", ()),
     Internal("DeepCompile", "engine", "is_deepcompile_active", ()),
     Internal("report", "deepspeed.comm.comm", "cdb"),
+    Internal("collectives", "comm backend", "all_gather_function", optional=True),
+    Internal("collectives", "comm backend", "reduce_scatter_function", optional=True),
     ASYNC_MESSAGES,
 )
 ACCUMULATION = (

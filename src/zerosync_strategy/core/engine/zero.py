@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
 
@@ -100,6 +103,37 @@ def comm_backend() -> Any:
     if found is None:
         raise contract.changed("report", "deepspeed.comm.comm.cdb is missing")
     return found
+
+
+def use_current_names(backend: Any) -> dict[str, Any]:
+    """Let DeepSpeed's backend call collectives by the names that torch 2.13 has given them; the old ones warn.
+
+    Returns:
+        What to give to :func:`restore_names`.
+    """
+    stock = {}
+    for name, current in (
+        ("all_gather_function", "all_gather_single"),
+        ("reduce_scatter_function", "reduce_scatter_single"),
+    ):
+        if name in vars(backend) and hasattr(dist, current):
+            stock[name] = vars(backend)[name]
+            setattr(backend, name, getattr(dist, current))
+    return stock
+
+
+def restore_names(backend: Any, stock: dict[str, Any]) -> None:
+    """Undo :func:`use_current_names`."""
+    vars(backend).update(stock)
+
+
+@contextmanager
+def building_engine() -> Iterator[None]:
+    """While a frontend builds an engine, before :func:`use_current_names`: no warning."""
+    with warnings.catch_warnings():
+        names = "(all_gather_into|reduce_scatter)_tensor"
+        warnings.filterwarnings("ignore", f".*torch.distributed.{names}. is deprecated", FutureWarning)
+        yield
 
 
 def messenger() -> Any:
