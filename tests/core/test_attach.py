@@ -16,7 +16,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
-from zerosync_strategy import StepReport, ZeroSyncConfig, attach
+from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
@@ -332,6 +332,60 @@ def test_refusals() -> None:
             attach(engines.make_engine(network(), None))
 
     run_ranks(run)
+
+
+STILL_THERE = {"report", "findings", "end_racecheck", "abort", "detach", "keeps_gradients", "clips_next_step"}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "mean_over": (1,),
+    "clip_next_step": (1.0,),
+    "load_full_state": ({},),
+    "export": ("x",),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_handle_is_of_no_use_twice_or_after_its_end(stage: int) -> None:
+    """Every public method of a handle: what it reports stays, what would act on the engine is an error."""
+
+    def use(zerosync: Any, name: str) -> Any:
+        member = getattr(zerosync, name)
+        result = (
+            member(*(("somewhere",) if name == "export" else ARGUMENTS.get(name, ()))) if callable(member) else None
+        )
+        if hasattr(result, "__enter__"):
+            with result:
+                return None
+        return result
+
+    def run() -> set[str]:
+        names = {name for name in dir(ZeroSync) if not name.startswith("_")}
+        detached, destroyed = make_engine(stage), make_engine(stage)
+        handles = [attach(detached), attach(destroyed)]
+        with pytest.raises(ValueError, match=r"attached already. Use its handle, or detach\(\) first"):
+            attach(detached)
+        for wrong in ({"coalesce": False}, "all", 1):
+            with pytest.raises(
+                TypeError, match=r"config=ZeroSyncConfig\(...\), got .*attach\(engine, coalesce=False\)"
+            ):
+                attach(make_engine(stage), wrong)
+        for wrong in ("1", None, -1, float("nan")):
+            with pytest.raises(ValueError, match=r"clip_next_step.* takes a norm of 0 or more, got max_norm="):
+                handles[0].clip_next_step(wrong)
+        handles[0].detach()
+        destroyed.destroy()
+        again = attach(detached)
+        for zerosync in handles:
+            for name in names & STILL_THERE:
+                use(zerosync, name)
+            for name in names - STILL_THERE:
+                with pytest.raises(RuntimeError, match=rf"{name}\(\) was called on the handle of an engine that is no"):
+                    use(zerosync, name)
+        again.clip_next_step(1.0)
+        assert again.clips_next_step and not handles[0].clips_next_step
+        return names
+
+    for names in run_ranks(run):
+        assert names > STILL_THERE, STILL_THERE - names
 
 
 @pytest.mark.parametrize("stage", [2, 3])

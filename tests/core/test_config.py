@@ -1,6 +1,9 @@
+import math
+import re
 from typing import Any
 
 import pytest
+import torch
 
 from zerosync_strategy import ZeroSyncConfig
 
@@ -30,6 +33,7 @@ def test_wrong_type(value: object) -> None:
             "with eager_frames=False. Leave one of them out",
         ),
         (["coalesce"], {}, TypeError, "takes a mapping"),
+        ({1: 2}, {}, ValueError, "Unknown ZeroSync option 1 in the 'zerosync' block. Known: coalesce, "),
     ],
 )
 def test_wrong_options(block: object, keywords: dict[str, bool], error: type[Exception], message: str) -> None:
@@ -91,6 +95,28 @@ def test_wrong_sizes_by_place(given: Any, message: str) -> None:
 def test_wrong_sizes(given: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"'param_memory_budget' takes a number of bytes, .* or \"all\", \"auto\", got"):
         ZeroSyncConfig(param_memory_budget=given)  # type: ignore[arg-type]
+
+
+NONSENSE: list[Any] = [
+    (), [], {}, {1: 2}, {"auto": None}, {"auto": "all"}, {"auto": -1}, {"device": 1, "auto": 2}, {"host": math.nan},
+    object(), -1, 1.5, math.nan, math.inf, b"1GB", "", "-1", "nan", "1e9", "1 GB/s", "None", "True",
+    torch.tensor([1, 2]), len, 1j,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", sorted(ZeroSyncConfig.option_names()))
+def test_nonsense_is_an_error_that_names_the_option(option: str) -> None:
+    """Of every option, also of those to come: True for a number and a number for True are other tests."""
+    for value in NONSENSE:
+        with pytest.raises((TypeError, ValueError), match=f"ZeroSync option .{option}") as raised:
+            ZeroSyncConfig(**{option: value})
+        assert re.search(r"got |takes ", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("given", [{"device": 1, "auto": 2}, {"auto": 1, "host": 2}, {"device": 1}])
+def test_a_budget_of_gradients_has_no_places(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"'grad_memory_budget' takes .* or None, .auto., {.auto.: size}, got {"):
+        ZeroSyncConfig(grad_memory_budget=given)
 
 
 @pytest.mark.parametrize(("given", "error"), [(True, TypeError), ("2", TypeError), (1.0, TypeError), (-1, ValueError)])

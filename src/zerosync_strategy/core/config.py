@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 BLOCK = "zerosync"
@@ -82,9 +83,9 @@ class ZeroSyncConfig:
             raise ValueError(
                 f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
             )
-        if self.grad_memory_budget is not None:
-            if not _is_auto(self.grad_memory_budget):
-                parse_bytes("grad_memory_budget", self.grad_memory_budget, 'or None, "auto", {"auto": size}')
+        if (given := self.grad_memory_budget) is not None:
+            if given != AUTO and not (isinstance(given, Mapping) and given.keys() == {AUTO}):
+                parse_bytes("grad_memory_budget", given, 'or None, "auto", {"auto": size}')
             if not self.coalesce:
                 raise ValueError(
                     f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
@@ -232,13 +233,13 @@ def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
         if match is None or match[2] not in _UNITS:
             raise ValueError(f"{takes}, got {value!r}.")
-        return int(float(match[1]) * _UNITS[match[2]])
+        return int(Fraction(match[1]) * _UNITS[match[2]])
     if value < 0:
         raise ValueError(f"{takes}, got {value!r}.")
     return value
 
 
-def suggest(name: str, known: frozenset[str]) -> str:
+def suggest(name: object, known: frozenset[str]) -> str:
     """Return the end of an error message about the unknown ``name``: the closest known name, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(known))}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +52,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             options are not alike.
         ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
     """
-    contract.verify(engine)
     if isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
+    contract.verify(engine)
     optimizer = zero.stepping_optimizer(engine)
     if problem := kind_problem(optimizer) or _parameters_problem(engine):
         raise ValueError(f"attach() found that {problem}")
@@ -61,6 +62,11 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
     elif options:
         raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
+    elif not isinstance(config, ZeroSyncConfig):
+        raise TypeError(
+            f"attach() takes config=ZeroSyncConfig(...), got {config!r}. Or give single options by name, as in"
+            " attach(engine, coalesce=False)."
+        )
     with rank_status().activity("attach()", lambda: "before the first optimizer step"):
         everyone = zero.data_parallel_group(engine.optimizer)
         problem = layout_problem(engine.module, everyone) if zero.stage(engine) == 3 else ""
@@ -118,6 +124,23 @@ class ZeroSync:
         engine._zerosync = engine.optimizer._zerosync = self
 
     @property
+    def _is_attached(self) -> bool:
+        return getattr(self.engine, "_zerosync", None) is self  # else detached, destroyed, or another's by now
+
+    def _while_attached(self, call: str) -> AttachedEngine:
+        """Return the mechanisms of the engine for ``call``, which would change nothing, or too much, without them.
+
+        Raises:
+            RuntimeError: they are detached.
+        """
+        if not self._is_attached:
+            raise RuntimeError(
+                f"{call} was called on the handle of an engine that is no longer attached by it: detach() was called,"
+                " or the engine was destroyed. Call it before that, or on the handle of another attach()."
+            )
+        return self._attached
+
+    @property
     def report(self) -> StepReport | None:
         """What the last optimizer step cost, or ``None`` before the first."""
         return self._attached.meter.report
@@ -133,7 +156,7 @@ class ZeroSync:
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
-        self._attached.coming.reduce()
+        self._while_attached("reduce()").coming.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
@@ -146,6 +169,7 @@ class ZeroSync:
         Without it, such a backward is one of this engine's window as well; but a graph that runs inside another one
         counts by itself, and an exception leaves the incomplete gradients in the window.
         """
+        self._while_attached("awaiting_backward()")
         with self.window.engine_backward(begins=False):
             yield
         self.counter.attribute()
@@ -157,7 +181,7 @@ class ZeroSync:
             A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
             backward ran since the last step. The coming step uses it and does not compute it again.
         """
-        return self._attached.coming.gradient_norm()
+        return self._while_attached("gradient_norm()").coming.gradient_norm()
 
     def mean_over(self, items: float | torch.Tensor) -> None:
         """Let the coming step be that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
@@ -175,7 +199,8 @@ class ZeroSync:
             ValueError: ``items`` is no number of items, or the option is not set.
             RuntimeError: the gradients are reduced already.
         """
-        self._attached.coming.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
+        coming = self._while_attached("mean_over()").coming
+        coming.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
@@ -187,7 +212,7 @@ class ZeroSync:
         them at once in here, and before where it was called before. Without a backward since the last step, there are
         none. Collective.
         """
-        with self._attached.coming.full_gradients():
+        with self._while_attached("full_gradients()").coming.full_gradients():
             yield
 
     @contextmanager
@@ -197,7 +222,7 @@ class ZeroSync:
         Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
         parameters of no shape, for which torch takes no new gradient.
         """
-        with self._attached.coming.local_gradients():
+        with self._while_attached("local_gradients()").coming.local_gradients():
             yield
 
     @property
@@ -213,10 +238,11 @@ class ZeroSync:
 
         Raises:
             ValueError: ``max_norm`` is negative or not a number.
+            RuntimeError: the engine is detached, as everywhere here.
         """
-        if not max_norm >= 0:
+        if not (isinstance(max_norm, (Real, torch.Tensor)) and max_norm >= 0):
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
-        self._attached.coming.clip(float(max_norm))
+        self._while_attached("clip_next_step()").coming.clip(float(max_norm))
 
     @property
     def clips_next_step(self) -> bool:
@@ -234,7 +260,8 @@ class ZeroSync:
         Args:
             parameters: which; by default all of the engine's module.
         """
-        with self._attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
+        attached = self._while_attached("full_parameters()")
+        with attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
             yield
 
     @contextmanager
@@ -249,7 +276,7 @@ class ZeroSync:
         Raises:
             RuntimeError: inside, from a backward or a step.
         """
-        with self._attached.gathered_for_inference():
+        with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
 
     def full_weights(
@@ -278,7 +305,7 @@ class ZeroSync:
                 ``state_dict()`` is no tensor.
             RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
         """
-        return iter(self._attached.full_weights(module, dtype))
+        return iter(self._while_attached("full_weights()").full_weights(module, dtype))
 
     def export(
         self,
@@ -307,7 +334,7 @@ class ZeroSync:
                 parameters under one name (:func:`~zerosync_strategy.shard_over`).
         """
         max_shard_bytes = parse_bytes("max_shard_size", max_shard_size)
-        self._attached.export(Path(directory), module, dtype, max_shard_bytes)
+        self._while_attached("export()").export(Path(directory), module, dtype, max_shard_bytes)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.
@@ -319,6 +346,7 @@ class ZeroSync:
         Raises:
             ValueError: the engine is not of stage 3.
         """
+        self._while_attached("full_state()")
         return full_state(self.engine)
 
     def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -327,6 +355,7 @@ class ZeroSync:
         Raises:
             ValueError: on every rank, if a parameter is missing or has another shape on some rank.
         """
+        self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
         load_full_state(self.engine, state)
 
@@ -336,7 +365,7 @@ class ZeroSync:
         Raises:
             RuntimeError: a window is open; its gradients would be lost silently.
         """
-        if not isinstance(self.engine, EngineOverrides):
+        if not self._is_attached:
             return
         if self.window.state is not WindowState.CLOSED:
             raise RuntimeError(
