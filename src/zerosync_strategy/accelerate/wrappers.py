@@ -47,7 +47,9 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         )
     optimizers = [item for item in args if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
     for model in (item for item in args if isinstance(item, torch.nn.Module)):
-        problem = next(filter(None, (optimizer_problem(model, optimizer) for optimizer in optimizers)), "")
+        elementwise = plugin.zerosync_config.elementwise_optimizer
+        problems = (optimizer_problem(model, optimizer, elementwise) for optimizer in optimizers)
+        problem = next(filter(None, problems), "")
         require_same("accelerator.prepare()", {"optimizer": problem or "as asked"} | model_facts(model))
         if problem:
             raise ValueError(f"accelerator.prepare() found that {problem}")

@@ -49,6 +49,8 @@ class ZeroSyncConfig:
             every module. All ranks must then compile alike.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
             can be told without: that the save was completed, and that the files belong to it.
+        elementwise_optimizer: ``False``: an optimizer is tried on small parameters, and one that does not update each
+            element by itself, as ZeRO's flat shards need, is an error. ``True``: it is taken to do so.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -66,10 +68,12 @@ class ZeroSyncConfig:
     eager_frames: bool = True
     trace_gathers: bool = False
     checkpoint_checksums: bool = True
+    elementwise_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name in (
             "coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers", "checkpoint_checksums",
+            "elementwise_optimizer",
         ):  # fmt: skip
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")

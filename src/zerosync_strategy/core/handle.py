@@ -55,9 +55,6 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     if isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
     contract.verify(engine)
-    optimizer = zero.stepping_optimizer(engine)
-    if problem := kind_problem(optimizer) or _parameters_problem(engine):
-        raise ValueError(f"attach() found that {problem}")
     if config is None:
         config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
     elif options:
@@ -67,6 +64,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             f"attach() takes config=ZeroSyncConfig(...), got {config!r}. Or give single options by name, as in"
             " attach(engine, coalesce=False)."
         )
+    optimizer = zero.stepping_optimizer(engine)
+    if problem := kind_problem(optimizer, config.elementwise_optimizer) or _parameters_problem(engine):
+        raise ValueError(f"attach() found that {problem}")
     with rank_status().activity("attach()", lambda: "before the first optimizer step"):
         everyone = zero.data_parallel_group(engine.optimizer)
         problem = layout_problem(engine.module, everyone) if zero.stage(engine) == 3 else ""

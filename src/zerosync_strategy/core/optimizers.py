@@ -12,46 +12,59 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.optimizer_probe import Scope, probe
+from zerosync_strategy.core.stepping import STEPPED_BY_TENSOR
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "lamb", "larc", "lars", "lomo",
-    "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam",
+    "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam", "swats",
 })  # fmt: skip
 _ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
 _REMEDY = "Use AdamW, SGD or another first-order optimizer that updates each element by itself."
+_OVERRIDE = "If you know that this one does, set ZeroSync's option elementwise_optimizer=True."
+_WRONG = "but ZeRO gives each rank flat shards, so that its steps would be wrong."
+_FOUND = {
+    Scope.PARAMETER: "computes with the shape or the norm of each parameter",
+    Scope.EVERYTHING: "computes with all parameters at once",
+    Scope.CHANCE: "draws random numbers, which ranks would draw alike for different elements",
+}
+# Right, and compiled for a GPU or when they are made, so that a trial on the host would tell nothing. By package.
+_ELEMENTWISE = {
+    "apex": r"Fused(Adam|SGD|Adagrad)",
+    "bitsandbytes": r"(Paged)?(Adam|AdamW|AdEMAMix|Lion|RMSprop|SGD)(8bit|32bit)?",
+    "deepspeed": r"FusedAdam|FusedLion|DeepSpeedCPU(Adam|Adagrad|Lion)",
+    "transformer_engine": r"Fused(Adam|SGD)",
+}
 # Those whose parameters are flat shards by now.
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def optimizer_problem(module: torch.nn.Module, optimizer: Any) -> str:
+def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool = False) -> str:
     """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
 
     Args:
         optimizer: a torch optimizer; anything else with parameters in ``params``, such as Accelerate's ``DummyOptim``,
             stands for one that DeepSpeed makes.
+        elementwise: the user says that it updates each element by itself.
     """
     if any(inner in _used for inner in _unwrapped(optimizer)):
         return (
             f"the optimizer {type(optimizer).__name__} has been given to an engine before, and has ZeRO's flat shards"
             " in place of its parameters. Make a new optimizer for each engine."
         )
-    return kind_problem(optimizer) or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
+    kind = kind_problem(optimizer, elementwise)
+    return kind or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
 
 
-def kind_problem(optimizer: Any) -> str:
-    """Return why an optimizer of this class cannot step flat shards, or would wrongly; empty if nothing is known."""
-    for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
-        words = _words(cls.__name__)
-        if words & _WHOLE_TENSORS:
-            return (
-                f"the optimizer {_named(optimizer, cls)} computes with the shape or the norm of each parameter, but"
-                f" ZeRO gives it flat shards of them, so that its steps would be wrong. {_REMEDY}"
-            )
-        if words & _ALL_PARAMETERS:
-            return (
-                f"the optimizer {_named(optimizer, cls)} computes with all parameters at once, of which ZeRO gives each"
-                f" rank a part, so that its steps would be wrong. {_REMEDY}"
-            )
+def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
+    """Return why this optimizer cannot step flat shards, or would wrongly; empty if it can.
+
+    Args:
+        elementwise: the user says that it updates each element by itself.
+    """
+    problem = "" if elementwise else _known_problem(optimizer)
+    if problem:
+        return problem
     for inner in _unwrapped(optimizer):
         if isinstance(inner, torch.optim.Adagrad):
             return (
@@ -66,7 +79,43 @@ def kind_problem(optimizer: Any) -> str:
                 f"the optimizer {type(inner).__name__} takes a closure in step(), but ZeRO steps it without one. Let"
                 " the closure be optional: 'def step(self, closure=None)'."
             )
+    return "" if elementwise or _is_elementwise(optimizer) else _found_problem(optimizer)
+
+
+def _known_problem(optimizer: Any) -> str:
+    for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
+        words = _words(cls.__name__)
+        for names, scope in ((_WHOLE_TENSORS, Scope.PARAMETER), (_ALL_PARAMETERS, Scope.EVERYTHING)):
+            if words & names:
+                return f"the optimizer {_named(optimizer, cls)} {_FOUND[scope]}, {_WRONG} {_REMEDY} {_OVERRIDE}"
     return ""
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    """Return whether this is known of the class, or DeepSpeed has still to make the optimizer."""
+    cls = type(optimizer)
+    names = _ELEMENTWISE.get(cls.__module__.partition(".")[0], "")
+    return (
+        cls in STEPPED_BY_TENSOR
+        or re.fullmatch(names, cls.__name__) is not None
+        or not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"))
+    )
+
+
+def _found_problem(optimizer: Any) -> str:
+    scope, detail = probe(optimizer)
+    if scope is Scope.ELEMENT:
+        return ""
+    name = type(optimizer).__name__
+    if scope is Scope.UNKNOWN:
+        return (
+            f"the optimizer {name} could not step a copy of itself on small parameters: {detail}. So nothing says"
+            f" whether it may step ZeRO's flat shards in place of the parameters. {_REMEDY} {_OVERRIDE}"
+        )
+    return (
+        f"the optimizer {name} {_FOUND[scope]}, {_WRONG} A copy that stepped small parameters as two flat pieces did"
+        f" otherwise than one that stepped them whole: {detail}. {_REMEDY} {_OVERRIDE}"
+    )
 
 
 def dtype_problem(module: torch.nn.Module) -> str:

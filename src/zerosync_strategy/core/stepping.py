@@ -21,7 +21,7 @@ State = dict[str, Any]
 Scalars = dict[int, State]
 """Of elements that were stepped together, by index of their master weights: the states that are not of their shape."""
 # What they do in a step is the sum of what they do to each tensor. Another class may count steps by group.
-_STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
+STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
 
 
 class Part(NamedTuple):
@@ -44,7 +44,7 @@ def can_step_by_part(optimizer: Any) -> bool:
     """Return whether nobody can tell from outside of ``optimizer`` that a step was made part by part."""
     own = vars(optimizer).get("step")
     return (
-        type(optimizer) in _STEPPED_BY_TENSOR
+        type(optimizer) in STEPPED_BY_TENSOR
         and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks

@@ -184,7 +184,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
         """Make an attached engine of ``module``, ``prepared`` or not, and return it with its optimizer."""
-        problem = optimizer_problem(module, optimizer) or self._problem_beside_others(module, prepared)
+        problem = optimizer_problem(module, optimizer, self.zerosync_config.elementwise_optimizer)
+        problem = problem or self._problem_beside_others(module, prepared)
         require_same(call, {"optimizer": problem or "as asked"} | model_facts(module))
         if problem:
             raise ValueError(f"{call} found that {problem}")

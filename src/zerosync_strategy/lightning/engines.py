@@ -28,8 +28,13 @@ TAG = "checkpoint"
 """The name of a checkpoint within its directory, Lightning's."""
 
 
-def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.nn.Module]:
+def divide(
+    module: torch.nn.Module, optimizers: Sequence[Optimizer], elementwise: bool = False
+) -> list[torch.nn.Module]:
     """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
+
+    Args:
+        elementwise: the user says that each optimizer updates each element by itself.
 
     Raises:
         MisconfigurationException: no optimizer, one that ZeRO cannot partition, one without a trainable parameter or
@@ -43,7 +48,7 @@ def divide(module: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[tor
                 "configure_optimizers() returned no optimizer, and ZeRO shards what an optimizer trains. Return one, or"
                 " train with another strategy, such as 'ddp'."
             )
-        if problem := optimizer_problem(module, optimizer):
+        if problem := optimizer_problem(module, optimizer, elementwise):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy cannot train with optimizer {index} of configure_optimizers(): {problem}"
             )

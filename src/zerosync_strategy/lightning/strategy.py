@@ -219,7 +219,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
             with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
-                self._parts = divide(model, optimizers)
+                self._parts = divide(model, optimizers, self.zerosync_config.elementwise_optimizer)
                 self._check_precision()
                 for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
                     self._setup_model_and_optimizer(module, optimizer)

@@ -36,6 +36,7 @@ TRAINING = (
     Internal("steps by part", "torch.optim.optimizer", "_global_optimizer_pre_hooks"),
     Internal("steps by part", "torch.optim.optimizer", "_global_optimizer_post_hooks"),
     Internal("steps by part", "torch.optim.Optimizer", "_wrapped_by_lr_sched", named_in="torch.optim.lr_scheduler"),
+    Internal("trial of an optimizer", "torch.utils._python_dispatch", "_disable_current_modes", ()),
     Internal("traces", "torch.autograd", "_profiler_enabled"),
     Internal("communication", "torch.distributed.ProcessGroup", "_device_types"),
     Internal("communication", "torch.distributed.ProcessGroup", "_get_backend"),

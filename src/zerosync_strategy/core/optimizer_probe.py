@@ -1,0 +1,308 @@
+"""Does an optimizer update each element by itself? Found out by stepping copies of it on the host, not looked up.
+
+ZeRO gives each rank flat pieces of the parameters. So one copy steps a few parameters as they are, and two more step
+the same elements with the same gradients as two ranks of ZeRO would: those of each group in a flat tensor, cut in two.
+Where the results differ by more than rounding, ZeRO would train wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import io
+import itertools
+import random
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class Scope(enum.Enum):
+    """What the update of an element depends on."""
+
+    ELEMENT = "its own values and gradients"
+    PARAMETER = "the parameter that it is in"
+    EVERYTHING = "all parameters"
+    CHANCE = "random numbers"
+    UNKNOWN = "unknown"
+
+
+class Finding(NamedTuple):
+    """What was found about an optimizer.
+
+    Attributes:
+        scope: of its updates.
+        detail: for an error: by how much they differ, or why nothing could be found.
+    """
+
+    scope: Scope
+    detail: str = ""
+
+
+# Where thresholds leave small tensors out: factors begin at 128 rows and columns, 8 bits at 4096 elements.
+_SHAPES = ((128, 160), (6, 4, 3, 3), (37,))
+_MATRICES = ((128, 160), (160, 128))  # for those that take nothing else
+_CUT = 9001  # elements that the first rank has: it ends in mid-row
+_SCALES = (1.0, 0.1, 10.0, 1.0, 100.0, 0.01, 1.0, 3.0)  # of the gradients in each step, across limits on their norm
+_LONGEST = 256  # steps at most, where something is done in every k-th
+_LEARNING_RATE = 1e-2  # where there is none
+_LARGEST_COPY = 1 << 20  # elements of a tensor that an optimizer has beside its states
+# Rounding: relative to the largest update of a tensor, 100 operations in fp32, which an optimizer may choose; and of a
+# parameter in its own dtype, a few in each step.
+_ROUNDING = 100 * torch.finfo(torch.float32).eps
+_ROUNDING_OF_PARAMETERS = 4
+# Of the elements of a tensor: where a sign or a clamp decides, the last bit may make a large difference.
+_OUTLIERS = 0.01
+
+
+class _CannotStep(Exception):
+    pass
+
+
+_found: dict[Any, Finding] = {}
+
+Tensors = list[Tensor]
+
+
+def probe(optimizer: Any) -> Finding:
+    """Return what the updates of ``optimizer`` depend on, with the options that each of its groups has.
+
+    It is neither changed nor stepped: copies without its parameters, states and hooks are. Nothing else that a program
+    can see changes either: random numbers, hooks on all optimizers, output. Learning rates do not count. What was found
+    for a class with the same options is remembered.
+    """
+    key = _key(optimizer)
+    found = _found.get(key)
+    if found is None:
+        with _unnoticed():
+            found = _probe(optimizer)
+        if key is not None:
+            _found[key] = found
+    return found
+
+
+def _probe(optimizer: Any) -> Finding:
+    problem = ""
+    for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
+        try:
+            return _try(optimizer, shapes, dtype)
+        except _CannotStep as error:
+            problem = problem or str(error)
+    return Finding(Scope.UNKNOWN, problem)
+
+
+def _try(optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Finding:
+    for steps in sorted({len(_SCALES), _steps(optimizer)}):
+        trial = _Trial(optimizer, shapes, dtype, steps)
+        try:
+            whole = trial.run(lambda tensors: [tensors])
+        except Exception as error:
+            raise _CannotStep(f"{type(error).__name__}: {error}") from error
+        try:
+            cut = trial.run(_ranks)
+        except Exception as error:
+            return Finding(Scope.PARAMETER, f"a step of flat pieces raises {type(error).__name__}: {error}")
+        if differs := trial.difference(whole, cut):
+            if trial.drew_random_numbers:
+                return Finding(Scope.CHANCE, differs)
+            apart = trial.run(lambda tensors: [[tensor] for tensor in tensors])
+            return Finding(Scope.EVERYTHING if trial.difference(whole, apart) else Scope.PARAMETER, differs)
+    return Finding(Scope.ELEMENT)
+
+
+# ---- a trial ---------------------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its groups.
+
+    Attributes:
+        drew_random_numbers: whether a step did.
+    """
+
+    def __init__(self, optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, steps: int) -> None:
+        self._optimizer = optimizer
+        self._shapes = shapes
+        self._dtype = dtype
+        self._steps = steps
+        self._groups = _groups(optimizer)
+        generator = torch.Generator().manual_seed(1)
+        self._start = self._values(generator)
+        self._slope = self._values(generator)  # of each step: what adapts to the distance covered gets on
+        self.drew_random_numbers = False
+
+    def run(self, divide: Callable[[Tensors], list[Tensors]]) -> Tensors:
+        """Step as many copies as ``divide`` divides the parameters among; return these as they end, by group, flat."""
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        generator = torch.Generator().manual_seed(2)
+        params = [[list(map(_parameter, part)) for part in divide(self._start)] for _ in self._groups]
+        copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
+        for each in copies:
+            if callable(getattr(each, "train", None)):
+                each.train()  # what averages its weights has another mode for their evaluation
+        for step in range(self._steps):
+            for parts in params:
+                for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
+                    for param, gradient in zip(part, gradients, strict=True):
+                        param.grad = gradient.clone()
+            for each in copies:
+                each.step()
+        self.drew_random_numbers |= not torch.equal(torch.get_rng_state(), before)
+        return [_flat([param for part in parts for param in part]) for parts in params]
+
+    def difference(self, one: Tensors, other: Tensors) -> str:
+        """Return by how much the updates of a parameter differ, more than by rounding; empty where none do."""
+        sizes = [start.numel() for start in self._start]
+        for ends, ends_other in zip(one, other, strict=True):
+            pieces = zip(self._start, ends.split(sizes), ends_other.split(sizes), strict=True)
+            for start, end, end_other in pieces:
+                update, off = (end - start.reshape(-1)).abs(), (end_other - end).abs()
+                rounding = _ROUNDING_OF_PARAMETERS * self._steps * torch.finfo(self._dtype).eps * (end.abs() + update)
+                if (~(off <= rounding + _ROUNDING * update.max())).float().mean() > _OUTLIERS:
+                    share = float(off.max() / update.max())
+                    return f"{share:.1g} times the largest update of a parameter of shape {tuple(start.shape)}"
+        return ""
+
+    def _gradients(self, step: int, generator: torch.Generator) -> Tensors:
+        scale = _SCALES[step % len(_SCALES)]
+        drawn = zip(self._values(generator), self._slope, self._start, strict=True)
+        gradients = [(scale * (noise + slope), start) for noise, slope, start in drawn]
+        # The first: where an optimizer projects its step onto the sphere that the parameter is on.
+        return [_orthogonal(gradient, start) if step == 0 else gradient for gradient, start in gradients]
+
+    def _values(self, generator: torch.Generator) -> Tensors:
+        """Return values that have another mean and another norm in each row."""
+        values = []
+        for shape in self._shapes:
+            rows = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=self._dtype).exp()
+            values.append(rows * (torch.randn(shape, generator=generator, dtype=self._dtype) + 0.5))
+        return values
+
+
+def _parameter(tensor: Tensor) -> Tensor:
+    return torch.nn.Parameter(tensor.clone())
+
+
+def _ranks(tensors: Tensors) -> list[Tensors]:
+    flat = _flat(tensors)
+    return [[flat[:_CUT]], [flat[_CUT:]]]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _orthogonal(tensor: Tensor, to: Tensor) -> Tensor:
+    """Return ``tensor`` without its part along ``to``, in each row of a kernel and elsewhere as a whole."""
+    rows, others = (each.flatten(1) if each.dim() > 2 else each.reshape(1, -1) for each in (tensor, to))
+    along = (rows * others).sum(1, keepdim=True) / others.square().sum(1, keepdim=True)
+    return (rows - along * others).view_as(tensor)
+
+
+def _steps(optimizer: Any) -> int:
+    """Return how many steps show all that ``optimizer`` does, options for every k-th step included."""
+    options = [value for group in optimizer.param_groups for value in group.values()] + list(vars(optimizer).values())
+    periods = [value for value in options if isinstance(value, int) and not isinstance(value, bool)]
+    return max([3 * len(_SCALES)] + [period + 2 for period in periods if period <= _LONGEST])
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the options of the groups that differ in more than the learning rate, and are as before a first step."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "step", "initial_lr")}
+        if "step" in optimizer.defaults:
+            options["step"] = optimizer.defaults["step"]
+        if "lr" in options:
+            rate = float(optimizer.defaults.get("lr") or _LEARNING_RATE)  # a scheduler may have set the group's to 0
+            options["lr"] = torch.tensor(rate) if isinstance(options["lr"], Tensor) else rate
+        if all(repr(options) != repr(other) for other in groups):
+            groups.append(options)
+    return groups
+
+
+class _CopySmallTensors(TorchFunctionMode):
+    """An optimizer may keep a model, which is not to be copied."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone) and args[0].numel() > _LARGEST_COPY:
+            raise ValueError(f"it keeps a tensor of shape {tuple(args[0].shape)} beside its parameters and states")
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(optimizer: Any, groups: Sequence[dict[str, Any]], params: Sequence[Tensors]) -> Any:
+    """Return a copy of ``optimizer`` with these options and parameters, and without states and hooks."""
+    memo: dict[int, Any] = {}
+    made = [copy.deepcopy(options) | {"params": list(own)} for options, own in zip(groups, params, strict=True)]
+    with _CopySmallTensors():
+        return _twin(optimizer, made, memo)
+
+
+def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
+    twin = object.__new__(type(optimizer))
+    own = dict(vars(optimizer))
+    own.pop("step", None)  # a scheduler has wrapped it
+    memo[id(optimizer)] = twin
+    replaced: list[tuple[Any, Any]] = [(own.get("param_groups"), groups), (own.get("state"), defaultdict(dict))]
+    for group, new in zip(own.get("param_groups", ()), groups, strict=False):
+        replaced += [(group, new), (group["params"], new["params"])]
+    replaced += [(value, OrderedDict()) for name, value in own.items() if name.endswith("_hooks")]
+    for old, new in replaced:
+        memo.setdefault(id(old), new)
+    for value in own.values():
+        if isinstance(value, Optimizer) and id(value) not in memo:
+            _twin(value, groups, memo)
+    memo.pop(id(None), None)
+    vars(twin).update(copy.deepcopy(own, memo))
+    return twin
+
+
+def _key(optimizer: Any) -> Any:
+    """Return the class and the options; ``None`` where it keeps more than can be compared."""
+    simple = (bool, int, float, str, tuple, type(None))
+    options = {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}
+    known = {"defaults", "state", "param_groups", "step", *options}
+    if any(name not in known and not name.endswith("_hooks") for name in vars(optimizer)):
+        return None
+    return type(optimizer), repr(options), repr(_groups(optimizer))
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Around a trial: what it does is seen by nothing else in this process."""
+    everyones: tuple[Any, ...] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    hooks = [dict(each) for each in everyones]
+    state = random.getstate()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_disable_current_modes())  # such as the one in which a plan's replay leaves computing out
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling takes longer than a trial
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        for each in everyones:
+            each.clear()
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            for each, saved in zip(everyones, hooks, strict=True):
+                each.update(saved)

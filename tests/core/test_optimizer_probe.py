@@ -1,0 +1,199 @@
+"""Optimizers on no list: whether they may step flat shards is found out by stepping copies of them."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.harness.engines import make_engine
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.optimizer_probe import Scope, probe
+from zerosync_strategy.core.optimizers import kind_problem
+
+
+class Plain(torch.optim.Optimizer):
+    """SGD with what a subclass does to each gradient; its constructor keeps an argument that no group has."""
+
+    def __init__(self, params: Any, period: int, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.period = period
+        print("an advertisement")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                param.add_(self.changed(param, grads, state["step"]), alpha=-group["lr"])
+
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad
+
+
+class Centralized(Plain):  # as Ranger
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad - param.grad.mean(-1, keepdim=True) if param.dim() > 1 else param.grad
+
+
+class LateNorm(Plain):  # as what projects in every period-th step
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad if step % self.period else param.grad / param.grad.norm()
+
+
+class Clipped(Plain):
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad * min(1.0, 500 / float(param.grad.norm()))
+
+
+class Projected(Plain):  # as AdamP: where the gradient is orthogonal to the weights
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        along = torch.nn.functional.cosine_similarity(param.flatten(), param.grad.flatten(), dim=0)
+        return param.grad * (0.5 if abs(along) < 1e-3 else 1)
+
+
+class GlobalNorm(Plain):
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad / torch.stack([grad.norm() for grad in grads]).norm()
+
+
+class Noisy(Plain):
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        random.random()
+        return param.grad + 0.1 * torch.randn_like(param)
+
+
+class MatricesOnly(Plain):  # as Muon
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        assert param.dim() == 2, "takes matrices"
+        return param.grad
+
+
+class MadeWithStates(Plain):  # states that the constructor makes are lost with the parameters
+    def __init__(self, params: Any, period: int) -> None:
+        super().__init__(params, period)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = torch.zeros_like(param)
+
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return self.state[param]["sum"].add_(param.grad)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper, as pytorch_optimizer has it: slow weights beside those of another optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = {param: {"slow": param.clone()} for group in self.param_groups for param in group["params"]}
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["slow"].lerp_(param, 0.5)
+
+
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params: Any, base: type) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = base(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "SAM requires a closure"
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8))
+
+
+def test_what_a_trial_finds() -> None:
+    params = list(network().parameters())
+    expected = {
+        Plain: Scope.ELEMENT, Centralized: Scope.PARAMETER, LateNorm: Scope.PARAMETER, Clipped: Scope.PARAMETER,
+        Projected: Scope.PARAMETER, MatricesOnly: Scope.PARAMETER, GlobalNorm: Scope.EVERYTHING, Noisy: Scope.CHANCE,
+        MadeWithStates: Scope.UNKNOWN,
+    }  # fmt: skip
+    assert {cls: probe(cls(params, 20)).scope for cls in expected} == expected
+    assert probe(LateNorm(params, 2000)).scope is Scope.ELEMENT  # not in the first 256 steps
+
+
+def test_its_own_options_count_and_the_learning_rate_does_not() -> None:
+    class Grouped(Plain):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                for param in group["params"] if group["normed"] else ():
+                    param.data /= 1 + param.data.norm()
+
+    weight, bias = torch.nn.Linear(4, 4).parameters()
+    groups = [{"params": [weight]}, {"params": [bias], "normed": True}]
+    assert probe(Grouped([weight, bias], 2, normed=False)).scope is Scope.ELEMENT
+    assert probe(Grouped(groups, 2, normed=False)).scope is Scope.PARAMETER
+    optimizer = Centralized([weight], 2)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
+    assert probe(optimizer).scope is Scope.PARAMETER
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True}])
+def test_torch_optimizers_that_are_elementwise(options: dict[str, bool]) -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert probe(Mine(network().parameters(), lr=1e-3, **options)).scope is Scope.ELEMENT
+
+
+def test_a_trial_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    params = list(network().parameters())
+    optimizer = Noisy(params, 3)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # it wraps step()
+    calls: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append("everyone's"))
+    values, states = [param.detach().clone() for param in params], repr(optimizer.state_dict())
+    before = torch.get_rng_state(), random.getstate()
+    capfd.readouterr()
+    assert probe(optimizer).scope is Scope.CHANCE
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert capfd.readouterr() == ("", "") and calls == []
+    assert all(map(torch.equal, values, params)) and repr(optimizer.state_dict()) == states
+    optimizer.step()
+    handle.remove()
+    assert calls == ["own", "everyone's"]
+
+
+def test_errors_say_what_was_found() -> None:
+    params = list(network().parameters())
+    problem = kind_problem(Centralized(params, 2))
+    assert "the optimizer Centralized computes with the shape or the norm of each parameter, but ZeRO" in problem
+    assert "times the largest update of a parameter of shape (128, 160)" in problem
+    assert "Use AdamW, SGD" in problem and "elementwise_optimizer=True" in problem
+    assert "GlobalNorm computes with all parameters at once" in kind_problem(GlobalNorm(params, 2))
+    assert "Noisy draws random numbers" in kind_problem(Noisy(params, 2))
+    assert "raises AssertionError: takes matrices" in kind_problem(MatricesOnly(params, 2))
+    assert "KeyError: 'sum'" in kind_problem(MadeWithStates(params, 2))
+    assert "Lookahead could not step a copy of itself" in kind_problem(Lookahead(torch.optim.SGD(params, lr=0.1)))
+    assert "SAM could not step" in kind_problem(SAM(params, torch.optim.SGD))
+    assert "SAM requires a closure" in kind_problem(SAM(params, torch.optim.SGD))
+    for cls in (Centralized, Noisy, MadeWithStates):
+        assert kind_problem(cls(params, 2), elementwise=True) == ""
+
+
+def test_attach_tries_it() -> None:
+    def run() -> None:
+        for stage in (1, 3):
+            engine = make_engine(module := network(), Centralized(module.parameters(), 2), stage)
+            with pytest.raises(ValueError, match="Centralized computes with the shape"):
+                attach(engine)
+            attach(engine, elementwise_optimizer=True)
+
+    run_ranks(run)
