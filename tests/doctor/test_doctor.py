@@ -58,6 +58,13 @@ TRAPS: list[tuple[dict[str, Any], str, str]] = [
     ({"train_micro_batch_size_per_gpu": "auto"}, "error", "'train_micro_batch_size_per_gpu' is 'auto'"),
     ({"zerosync": {"param_memory_budgets": 1}}, "error", "Did you mean 'param_memory_budget'"),
     ({"pipeline": {"stages": 2}}, "error", "pipeline"),
+    (with_zero(overlap_com=True), "error", "'zero_optimization.overlap_com': unknown key. Did you mean 'overlap_comm'?"),
+    (with_zero(offload_param={"devise": "cpu"}), "error", "'zero_optimization.offload_param.devise': unknown key. Did"),
+    (with_zero(offload_param={"device": "gpu"}), "error", "'zero_optimization.offload_param.device': Input should be"),
+    (with_zero(reduce_bucket_size="many"), "error", "'zero_optimization.reduce_bucket_size': Input should be a valid"),
+    ({"bf16": {"enable": True}}, "error", "'bf16.enable': unknown key. Did you mean 'enabled'?"),
+    ({"gradient_acumulation_steps": 4}, "error", "Did you mean 'gradient_accumulation_steps'?"),
+    ({"of_another_program": {}}, "warning", "'of_another_program' is no key"),
 ]  # fmt: skip
 
 
@@ -78,6 +85,18 @@ def test_each_trap_is_found(tmp_path: Path, change: dict[str, Any], level: str, 
     found = checked(tmp_path, {**FINE, **change})
     (trap,) = [each for each in found if word in each.found]
     assert trap.level.value == level and trap.remedy
+
+
+def test_what_deepspeed_takes_is_no_finding(tmp_path: Path) -> None:
+    """Aliases, nested blocks, numbers as texts write them, and blocks that are read as they are."""
+    config: dict[str, Any] = {
+        **FINE, **with_zero(stage3_max_live_parameters=1e9, sub_group_size=5e8, prefetch_bucket_size=1),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {}},
+        "activation_checkpointing": {"partition_activations": False}, "wandb": {"enabled": False},
+        "flops_profiler": {"enabled": False}, "steps_per_print": 10, "train_batch_size": 64,
+        "gradient_accumulation_steps": 4, "fp16": {"enabled": False}, "sequence_parallel_size": 2,
+    }  # fmt: skip
+    assert serious(checked(tmp_path, config)) == []
 
 
 def test_deepspeed_has_the_defaults_that_the_traps_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.doctor import deepspeed_keys
 from zerosync_strategy.doctor.findings import Finding, error, note, warning
 
 TOPIC = "configuration"
@@ -23,6 +24,7 @@ def find(config: Mapping[str, Any], framework: str = "") -> Iterator[Finding]:
             empty for plain DeepSpeed.
     """
     zero = config.get("zero_optimization") or {}
+    yield from deepspeed_keys.find(config)
     yield from _zero(zero, config, framework)
     yield from _clipping(config, framework)
     yield from _precision(config, zero)
