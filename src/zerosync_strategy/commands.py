@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +76,7 @@ def doctor(
     from zerosync_strategy.doctor import link as links
 
     shown = console(stderr=True)
+    findings: Iterable[Finding]
     assumed = _links(within, between, latency_within, latency_between)
     if hosts is not None:
         from zerosync_strategy.doctor import hosts as tests_of_hosts
@@ -115,42 +118,47 @@ def doctor(
             raise typer.BadParameter(str(problem), param_hint="--checkpoint") from None
     else:
         findings = _examine(configurations or [], self_test, shown)
-    examination = Examination(tuple(findings), strict)
+    made = []
+    for finding in findings:
+        made.append(finding)
+        if not as_json:
+            _print(finding)
+    examination = Examination(tuple(made), strict)
     if as_json:
         print(examination.to_json())
-    else:
-        _print(examination)
     raise typer.Exit(examination.exit_status)
 
 
-def _examine(configurations: list[Path], self_test: bool, shown: Any) -> list[Finding]:
+def _examine(configurations: list[Path], self_test: bool, shown: Any) -> Iterator[Finding]:
     from zerosync_strategy.doctor import configurations as files
     from zerosync_strategy.doctor import environment, releases, selftest
 
-    findings = [*releases.check(), *environment.check()]
+    yield from releases.check()
+    yield from environment.check()
     for path in configurations:
-        findings += files.check(path)
+        yield from files.check(path)
     if self_test:
         with shown.status("self-test: two ranks train on stages 1, 2 and 3"):
-            findings += selftest.check()
-    return findings
+            findings = selftest.check()
+        yield from findings
 
 
-def _print(examination: Examination) -> None:
+def _print(finding: Finding) -> None:
+    """Print one finding at once, in a file or a pipe too."""
     out = console()
-    for finding in examination.findings:
-        line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
-        line.append(f"{finding.topic:14}{finding.found}", style="default")
-        out.print(line)
-        if finding.remedy and finding.level is not Level.OK:
-            out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
+    line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
+    line.append(f"{finding.topic:14}{finding.found}", style="default")
+    out.print(line)
+    if finding.remedy and finding.level is not Level.OK:
+        out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
+    out.file.flush()
 
 
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="package.module:function, a transformers configuration, or layers=,...")],
-    ranks: Annotated[int, typer.Option(help="in all")] = 8,
-    ranks_per_node: Annotated[int, typer.Option(help="that share a node")] = 8,
+    ranks: Annotated[int, typer.Option(min=2, help="in all")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="that share a node")] = 8,
     stage: Annotated[list[int] | None, typer.Option(help="of ZeRO; several times for several; else all")] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed's configuration; its stage is the one planned")] = None,
     batch: Annotated[str, typer.Option(help="shape of a micro-batch of one rank")] = "1x2048",
@@ -171,14 +179,14 @@ def plan(
         str, typer.Option(help="seconds of a micro-batch, forward and backward; or measure: by training here")
     ] = "0",
     ranks_at_once: Annotated[
-        int | None, typer.Option(help="measured at once, which share this machine's cores; else those of a node")
+        int | None, typer.Option(min=1, help="measured at once, which share this machine's cores; else those of a node")
     ] = None,
-    threads: Annotated[int, typer.Option(help="of torch, of each rank that is measured")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="of torch, of each rank that is measured")] = 1,
     check: Annotated[Path | None, typer.Option(metavar="RUN.jsonl", help="compare with what a run has logged")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all as JSON")] = False,
     png: Annotated[Path | None, typer.Option(help="draw memory against bytes; needs matplotlib")] = None,
     yaml_file: Annotated[Path | None, typer.Option("--yaml", help="write what is recommended, for Accelerate")] = None,
-    processes: Annotated[int | None, typer.Option(help="replays at once; else one for each CPU")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="replays at once; else one for each CPU")] = None,
     timeout: Annotated[float, typer.Option(help="seconds for all replays")] = 600.0,
 ) -> None:
     """Say what a training step will send and hold, by a replay of the real engine as one of so many ranks.
@@ -189,7 +197,7 @@ def plan(
     from zerosync_strategy.core.config import parse_bytes
     from zerosync_strategy.planning import check as checks
     from zerosync_strategy.planning import jobs, output
-    from zerosync_strategy.planning.plan import MEASURE, PlanError
+    from zerosync_strategy.planning.plan import PlanError
     from zerosync_strategy.planning.plan import plan as make_plan
 
     try:
@@ -198,11 +206,14 @@ def plan(
         if links_file is not None:
             slow, links = read_links(links_file, links)
         memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
-        shape = tuple(int(size) for size in batch.split("x"))
+        shape = _shape(batch)
         workload = jobs.Workload(model, shape, micro_batches, dtype, optimizer, given)
         cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend, slow)
-        seconds = compute if compute == MEASURE else float(compute)
-        stages = tuple(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
+        seconds = _seconds(compute)
+        stages = _stages(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
+        for option, file in (("--png", png), ("--yaml", yaml_file)):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}.")
         if png is not None:
             output.require_matplotlib()
         with _replays() as show:
@@ -229,9 +240,12 @@ def plan(
 
 @contextmanager
 def _replays() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar of how many replays are done; in a file or a pipe, nothing."""
+    """Show a bar of how many replays are done; in a file or a pipe, a line for each."""
     shown = console(stderr=True)
-    with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
+    if not shown.is_terminal:
+        yield lambda done, of: print(f"{done} of {of} replays", file=sys.stderr, flush=True)
+        return
+    with Progress(console=shown, transient=True) as bar:
         task = bar.add_task("replays", total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 
@@ -243,6 +257,31 @@ def _read(config: Path | None) -> dict[str, Any]:
     if given and (given.get("zero_optimization") or {}).get("stage") not in (1, 2, 3):
         raise ValueError(f"--config {config}: 'zero_optimization.stage' takes 1, 2 or 3. Set it.")
     return given
+
+
+def _shape(batch: str) -> tuple[int, ...]:
+    sizes = batch.split("x")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--batch takes a shape of positive sizes, such as 1x2048, got {batch!r}.")
+    return tuple(map(int, sizes))
+
+
+def _seconds(compute: str) -> float | str:
+    from zerosync_strategy.planning.plan import MEASURE
+
+    try:
+        seconds = compute if compute == MEASURE else float(compute)
+    except ValueError:
+        seconds = -1
+    if seconds != MEASURE and not 0 <= float(seconds) < math.inf:
+        raise ValueError(f"--compute takes seconds, 0 or more, or {MEASURE!r}, got {compute!r}.")
+    return seconds
+
+
+def _stages(stages: Sequence[int]) -> tuple[int, ...]:
+    if wrong := [stage for stage in stages if stage not in (1, 2, 3)]:
+        raise ValueError(f"--stage takes 1, 2 or 3, got {wrong[0]}.")
+    return tuple(stages)
 
 
 def _links(within: str, between: str, latency_within: str, latency_between: str) -> Links:

@@ -34,7 +34,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     knows_memory, knows_work = cluster.memory is not None, all(each.work.most for each in plan.outcomes)
     out.print(
         f"{plan.parameters / 1e9:.3g} G parameters, {work.dtype}, {work.micro_batches} micro-batch(es)"
-        f" of {'x'.join(map(str, work.batch))}; {cluster.ranks} ranks, {cluster.per_node} per node, as on"
+        f" of {_batch(plan)}; {cluster.ranks} ranks, {cluster.per_node} per node, as on"
         f" {cluster.backend}. GB of one rank and step; peaks are of allocated memory.",
         markup=False,
     )
@@ -68,6 +68,11 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         out.print(f"seconds: of the rank's own work, measured by {plan.measured}, and of the links", markup=False)
     out.print("* on the front of memory against bytes; > recommended: of those that fit, it sends least", markup=False)
     out.print(_advice(best), markup=False)
+
+
+def _batch(plan: Plan) -> str:
+    own = "" if plan.batch == plan.workload.batch else " (the model's own; --batch is not used)"
+    return "x".join(map(str, plan.batch)) + own
 
 
 def _advice(best: Outcome | None) -> str:

@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, links
+from zerosync_strategy.commands import app
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.doctor import configurations
 from zerosync_strategy.doctor.findings import Level
@@ -194,7 +197,7 @@ def outcome(name: str, memory: int, sent: int) -> Outcome:
 def test_the_front_and_what_is_recommended() -> None:
     outcomes = (outcome("a", 10, 100), outcome("b", 20, 50), outcome("c", 30, 60), outcome("d", 40, 10),
                 outcome("stock", 1, 1))  # fmt: skip
-    made = Plan(WORKLOAD, Cluster(8, memory=25), 1, 0.0, outcomes)
+    made = Plan(WORKLOAD, Cluster(8, memory=25), 1, (2, 32), 0.0, outcomes)
     assert [each.memory for each in made.front] == [10, 20, 40]
     assert made.recommended is outcomes[1] and made.fits(outcomes[1]) == 5 and made.fits(outcomes[3]) == -15
     assert dataclasses.replace(made, cluster=Cluster(8, memory=5)).recommended is None
@@ -274,17 +277,57 @@ def test_a_plan_of_a_thousand_ranks(tmp_path: Path) -> None:
     assert configurations.read(tmp_path / "accelerate.yaml")["num_machines"] == 128
 
 
+def fails_inside() -> nn.Module:
+    return nn.Linear(8, 8).nowhere  # type: ignore[return-value]
+
+
 def test_what_cannot_be_planned_is_named() -> None:
-    with pytest.raises(PlanError, match=r"'zerosync 2'.*nowhere_at_all"):
-        plan(dataclasses.replace(WORKLOAD, model="nowhere_at_all:build"), Cluster(2), [OptionSet(ZEROSYNC, 2)])
+    def of(**change: Any) -> Any:
+        return plan(dataclasses.replace(WORKLOAD, **change), Cluster(2), [OptionSet(ZEROSYNC, 2)])
+
+    for change, found in (
+        ({"model": "nowhere_at_all:build"}, "nowhere_at_all"), ({"model": f"{__name__}:nothing"}, "'nothing'"),
+        ({"model": "layer=2,hidden=8"}, "'layer=2'"), ({"optimizer": "Adamw"}, "'Adamw' is no class of torch.optim"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=found):
+            of(**change)
+    with pytest.raises(PlanError, match=r"'zerosync 2' failed: AttributeError.*nowhere"):
+        of(model=f"{__name__}:fails_inside")
     with pytest.raises(PlanError, match=r"after 0\.1 s"):
         plan(WORKLOAD, Cluster(2), [OptionSet(ZEROSYNC, 2)], timeout=0.1)
-    for arguments, word in (
-        (["x", "--dtype", "fp8"], "fp8"), (["x", "--ranks", "12"], "divisor"), (["x", "--within", "fast"], "'fast'"),
-        (["x", "--links", __file__], "doctor --link --save"),
-    ):  # fmt: skip
-        done = command(*arguments)
-        assert done.returncode == 2 and word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--dtype", "fp8"], "fp8"), (["--ranks", "12"], "divisor"), (["--within", "fast"], "'fast'"),
+        (["--links", __file__], "doctor --link --save"), (["--stage", "4"], "--stage takes 1, 2 or 3, got 4"),
+        (["--batch", "4*8"], "--batch takes a shape"), (["--compute", "fast"], "--compute takes seconds"),
+        (["--compute", "nan"], "--compute takes seconds"), (["--yaml", "nowhere/at/all.yaml"], "--yaml nowhere"),
+        (["--processes", "0"], "--processes"), (["--no-such-option"], "--no-such-option"),
+        (["--check", "nowhere.jsonl"], "nowhere.jsonl"), (["--device-memory", "much"], "device-memory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_wrong_command_is_told_from_a_failed_replay(arguments: list[str], word: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "layers=1,hidden=8,heads=1", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2, done.output
+    assert word in " ".join(re.sub(r"[│╭╮╰╯─]", " ", click.unstyle(done.output)).split()), done.output
+
+
+def test_a_typo_in_the_model_is_a_wrong_command_too() -> None:
+    done = command("layer=2,hidden=8,heads=1", "--stage", "2", "--no-stock")
+    assert done.returncode == 2 and "sizes take layers" in " ".join(done.stderr.split()), done.stderr
+
+
+def own_batch() -> tuple[nn.Module, Any]:
+    return nn.Linear(8, 8), (torch.zeros(3, 8),)
+
+
+def test_the_batch_that_is_shown_is_the_models_own() -> None:
+    done = command(f"{__name__}:own_batch", "--stage", "2", "--no-stock", "--ranks", "2", "--batch", "5x8")
+    assert "1 micro-batch(es) of 3x8 (the model's own; --batch is not used)" in done.stdout, done.stdout + done.stderr
+    assert done.stderr.splitlines()[:3] == [f"{index} of 2 replays" for index in range(3)], done.stderr
 
 
 def test_a_plan_is_a_table_a_picture_and_a_configuration(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ LARGE_BYTES = 1 << 16
 """In a replay, tensors of at least so many bytes are not computed; the system gives memory for each, of zeros."""
 
 
+class UsageError(ValueError):
+    """What was asked for is not there: a model, a size of it, an optimizer. No fault of a replay."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One optimizer step of a model on one rank.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zerosync_strategy.planning.jobs import Workload
+from zerosync_strategy.planning.jobs import UsageError, Workload
 
 _SIZES = {"layers": 0, "hidden": 0, "heads": 0, "vocab": 32_000, "intermediate": 0}
 
@@ -21,7 +21,7 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
     """Return the model in the workload's dtype, and one micro-batch: a mapping, or a tuple of positional arguments.
 
     Raises:
-        ValueError: ``workload.model`` names nothing of that kind.
+        UsageError: ``workload.model`` names nothing of that kind.
     """
     text = workload.model
     if "=" in text:
@@ -46,18 +46,25 @@ def loss_of(module: Any, batch: Any) -> torch.Tensor:
     return output if output.dim() == 0 else output.float().mean()
 
 
+def shape_of(batch: Any) -> list[int]:
+    """Return the shape of the first tensor of a micro-batch; empty where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return next((list(value.shape) for value in values if isinstance(value, torch.Tensor)), [])
+
+
 def _imported(text: str) -> Any:
     module, _, name = text.partition(":")
     try:
-        return getattr(import_module(module), name)()
-    except (ImportError, AttributeError) as problem:
-        raise ValueError(f"model {text!r}: {problem}. Give package.module:function, found from here.") from problem
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise UsageError(f"model {text!r}: {problem}. Give package.module:function, found from here.") from problem
+    return function()
 
 
 def _of_transformers(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(
+        raise UsageError(
             f"model {str(path)!r} is neither package.module:function, nor a file or folder of a transformers"
             " configuration, nor sizes such as layers=32,hidden=4096,heads=32."
         )
@@ -93,12 +100,12 @@ def _sizes(text: str) -> dict[str, int]:
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         if name.strip() not in sizes or not value.strip().isdigit():
-            raise ValueError(f"sizes take {', '.join(_SIZES)} with whole numbers, got {pair!r}.")
+            raise UsageError(f"sizes take {', '.join(_SIZES)} with whole numbers, got {pair!r}.")
         sizes[name.strip()] = int(value)
     if missing := [name for name in ("layers", "hidden", "heads") if not sizes[name]]:
-        raise ValueError(f"sizes lack {', '.join(missing)}: give layers=32,hidden=4096,heads=32.")
+        raise UsageError(f"sizes lack {', '.join(missing)}: give layers=32,hidden=4096,heads=32.")
     if sizes["hidden"] % sizes["heads"]:
-        raise ValueError(f"hidden={sizes['hidden']} is no multiple of heads={sizes['heads']}.")
+        raise UsageError(f"hidden={sizes['hidden']} is no multiple of heads={sizes['heads']}.")
     sizes["intermediate"] = sizes["intermediate"] or 4 * sizes["hidden"]
     return sizes
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerosync_strategy.planning.jobs import STOCK, Cluster, OptionSet, Workload, usual_sets
+from zerosync_strategy.planning.jobs import STOCK, Cluster, OptionSet, UsageError, Workload, usual_sets
 from zerosync_strategy.planning.process import cores
 from zerosync_strategy.planning.replay import PREFIX, REPLAY, TIMED, describe
 from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing, own_work
@@ -75,6 +75,7 @@ class Plan:
 
     Attributes:
         parameters: number of elements of the model.
+        batch: shape of a micro-batch of one rank: the model's own, or as the workload says.
         compute: as it was given: seconds of a micro-batch's computation, 0 where it is not known, or ``"measure"``.
         measured: how the time of a rank's own work was measured, in words; ``None`` where it was given.
     """
@@ -82,6 +83,7 @@ class Plan:
     workload: Workload
     cluster: Cluster
     parameters: int
+    batch: tuple[int, ...]
     compute: float | str
     outcomes: tuple[Outcome, ...]
     measured: str | None = None
@@ -118,8 +120,8 @@ class Plan:
             for each in self.outcomes
         ]  # fmt: skip
         of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster")}
-        found = {"version": __version__, **of_plan, "parameters": self.parameters, "compute": self.compute,
-                 "measured": self.measured}  # fmt: skip
+        fields = {name: getattr(self, name) for name in ("parameters", "batch", "compute", "measured")}
+        found = {"version": __version__, **of_plan, **fields}
         return json.dumps({**found, "outcomes": outcomes}, indent=1)
 
 
@@ -148,7 +150,7 @@ def plan(
 
     Raises:
         PlanError: a replay failed or ran into the timeout.
-        ValueError: ``compute`` is neither.
+        ValueError: ``compute`` is neither, or the workload names a model or an optimizer that is not there.
     """
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
@@ -175,7 +177,8 @@ def plan(
     measured = None
     if timed is not None:
         measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {cores()} core(s)"
-    return Plan(workload, cluster, found[REPLAY, 0]["parameters"], compute, tuple(outcomes), measured)
+    first = found[REPLAY, 0]
+    return Plan(workload, cluster, first["parameters"], tuple(first["batch"]), compute, tuple(outcomes), measured)
 
 
 def _replay(
@@ -199,6 +202,8 @@ def _replay(
         try:
             for result in _results(process, job):
                 key = result["kind"], result["index"]
+                if result.get("usage"):
+                    raise UsageError(result["error"])
                 if "error" in result:
                     raise PlanError(f"The replay of {sets[key[1]].name!r} failed: {result['error']}")
                 found[key] = result

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from threading import BrokenBarrierError
 from typing import IO, Any
 
-from zerosync_strategy.planning.jobs import Cluster, OptionSet, Workload
+from zerosync_strategy.planning.jobs import Cluster, OptionSet, UsageError, Workload
 from zerosync_strategy.planning.process import import_all, map_large_blocks
 from zerosync_strategy.planning.timed import measure_steps
 from zerosync_strategy.planning.training import Training, join
@@ -114,7 +114,9 @@ def _described(job: Mapping[str, Any], index: int) -> tuple[Workload, OptionSet]
 
 
 def _failed(problem: BaseException) -> dict[str, Any]:
-    return {"error": f"{type(problem).__name__}: {problem}", "traceback": traceback.format_exc()}
+    is_usage = isinstance(problem, UsageError)
+    said = str(problem) if is_usage else f"{type(problem).__name__}: {problem}"
+    return {"error": said, "usage": is_usage, "traceback": traceback.format_exc()}
 
 
 def _write(out: IO[str], kind: str, index: int, found: Mapping[str, Any]) -> None:
@@ -126,7 +128,8 @@ def replay(workload: Workload, options: OptionSet, ranks: int, backend: str, on_
 
     Returns:
         ``collectives``: by kind ``[calls, bytes]``; ``peak``: allocated bytes by kind at the moment of the
-        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``options``: in force.
+        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``batch``: the shape
+        of a micro-batch; ``options``: in force.
     """
     from zerosync_strategy.planning.memory import Ledger
     from zerosync_strategy.planning.skipped import SkippedCompute
@@ -164,6 +167,7 @@ def _steps(training: Training, workload: Workload, ledger: Any) -> dict[str, Any
         "peak": ledger.allocated.peak,
         "resident": ledger.written.peak,
         "parameters": training.parameters,
+        "batch": training.batch,
         "options": training.options,
     }
 

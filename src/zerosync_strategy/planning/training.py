@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.planning.jobs import STOCK, OptionSet, Workload
+from zerosync_strategy.planning.jobs import STOCK, OptionSet, UsageError, Workload
 
 
 def join(ranks: int, backend: str, on_one_node: bool) -> None:
@@ -34,6 +34,7 @@ class Training:
     Attributes:
         module, engine, zerosync: ``zerosync`` is ``None`` for stock DeepSpeed.
         parameters: number of elements of the model.
+        batch: shape of a micro-batch.
         options: of ZeroSync, in force.
     """
 
@@ -42,16 +43,21 @@ class Training:
         import torch
 
         from zerosync_strategy import attach
-        from zerosync_strategy.planning.models import build
+        from zerosync_strategy.planning.models import build, shape_of
 
+        optimizer: Any = getattr(torch.optim, workload.optimizer, None)
+        is_one = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+        if not is_one:
+            raise UsageError(f"optimizer {workload.optimizer!r} is no class of torch.optim, such as AdamW or SGD.")
         self.backwards = backwards
         self.module, self._batch = build(workload)
+        self.batch = shape_of(self._batch)
         params = list(self.module.parameters())
         self.parameters = sum(param.numel() for param in params)
         nbytes = sum(param.numel() * param.element_size() for param in params)
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
-            optimizer=getattr(torch.optim, workload.optimizer)(params, lr=1e-4),
+            optimizer=optimizer(params, lr=1e-4),
             config=_configuration(workload, options, backwards),
             dist_init_required=False,
         )
