@@ -210,6 +210,29 @@ def test_the_file_latest(tmp_path: Path) -> None:
     run_ranks(run)
 
 
+def test_a_disk_for_each_rank(tmp_path: Path) -> None:
+    """Each sees its own files alone, as on nodes that share no file system; DeepSpeed leaves `latest` on the first."""
+
+    def run() -> float:
+        attach(engine := make_engine(3))
+        own = tmp_path / f"disk{rank()}"
+        train(engine, range(1))
+        engine.save_checkpoint(own, tag="last")
+        shutil.copytree(own, earlier := tmp_path / f"earlier{rank()}")
+        train(engine, range(1, 2))
+        engine.save_checkpoint(own, tag="last")
+        assert not (tmp_path / "disk0" / "last" / "zerosync_rank_1.json").exists()
+        text = error_of(engine.load_checkpoint, own)
+        assert "rank 0: tag 'last' of step 2" in text and "rank 1: no file 'latest', no manifest" in text
+        text = error_of(engine.load_checkpoint, earlier if rank() else own, tag="last")
+        assert "the ranks differ: rank 0: tag 'last' of step 2" in text and "rank 1: tag 'last' of step 1" in text
+        engine.load_checkpoint(own, tag="last")
+        train(engine, range(2, 3))
+        return distance(full_parameters(engine.module), oracle(3, 1))
+
+    assert run_ranks(run) == [0.0] * 2
+
+
 def test_without_checksums(tmp_path: Path) -> None:
     """What can be told without reading the files is told."""
 

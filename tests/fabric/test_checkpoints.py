@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from tests.fabric.runs import backward, losses, make_fabric, oracle, set_up, trained
+from tests.harness.checkpoints import die_in_file
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw, network
 from tests.harness.ranks import run_ranks
+from zerosync_strategy import CheckpointError
 
 
 class Spare(nn.Module):
@@ -163,3 +165,32 @@ def test_several_models(stage: int, tmp_path: Path) -> None:
         return max(*map(distance, got, expected), one), state["epoch"]
 
     assert run_ranks(run, timeout=60) == [(0.0, 7)] * WORLD
+
+
+def test_an_interrupted_save_of_several_models_is_refused(tmp_path: Path) -> None:
+    """The first was saved again, the second was not: neither is loaded, in training or for evaluation."""
+
+    def begin() -> tuple[Any, list[Any], dict[str, Any]]:
+        fabric = make_fabric(2)
+        pairs = [trained(fabric, adamw) for _ in range(2)]
+        return fabric, pairs, {"first": pairs[0][0], "second": pairs[1][0]}
+
+    def save() -> None:
+        fabric, pairs, state = begin()
+        fabric.save(tmp_path / "run", state)
+        for model, optimizer in pairs:
+            step(fabric, model, optimizer, range(2))
+        die_in_file("second/checkpoint")()
+        fabric.save(tmp_path / "run", state)
+
+    def load() -> float:
+        fabric, pairs, state = begin()
+        before = [full_parameters(model.module) for model, _ in pairs]
+        evaluated = fabric.setup_module(network())
+        for asked in (state, {"first": evaluated}):
+            with pytest.raises(CheckpointError, match=r"the save was interrupted: zerosync_rank_\d.json of step 1"):
+                fabric.load(tmp_path / "run", asked)
+        return max(distance(full_parameters(model.module), was) for (model, _), was in zip(pairs, before, strict=True))
+
+    run_ranks(save, expect="any")
+    assert run_ranks(load) == [0.0] * WORLD

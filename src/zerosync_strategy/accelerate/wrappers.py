@@ -20,6 +20,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimize
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
+from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside, building_engine
@@ -217,6 +218,10 @@ class _AcceleratorOverrides:
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
         wrapped.clip_grad_value(parameters, clip_value)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        with one_save():  # schedulers and the states of generators are part of it
+            return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None

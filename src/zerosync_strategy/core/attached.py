@@ -40,7 +40,7 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.export import export
-from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED, UNWRITABLE, as_checkpoint_errors
+from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
@@ -428,7 +428,7 @@ class AttachedEngine:
         steps, checksums = self.engine.global_steps, self.config.checkpoint_checksums
         save = EngineSave(Path(path), tag, steps, checksums, save_latest)
         verifiable = checkpoint_files.writes_at_once(self.engine)
-        with as_checkpoint_errors(save.what, UNWRITABLE), self._checkpointing(save.what), engine_save(save, verifiable):
+        with self._checkpointing(save.what), engine_save(save, verifiable):
             if not verifiable:
                 yield save_latest
                 return

@@ -7,13 +7,16 @@ folders that have their names in the state. What else is in the state lies besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
+from zerosync_strategy.core.checkpoints.loads import Source, one_load
+from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine.several import as_frozen
+from zerosync_strategy.core.engine.universal import loads_universal
 from zerosync_strategy.core.handle import ZeroSync
 
 from .prepared import PreparedModule, unwrap_prepared
@@ -43,12 +46,13 @@ def save(
         )
     optimizers = _optimizers_in(state, engines)
     rest = convert({name: value for name, value in state.items() if name not in engines | optimizers})
-    for name, engine in engines.items():
-        with _trained_alone(engine):
-            engine.save_checkpoint(
-                str(_directory(path, name, engines)), tag=TAG, client_state={_REST: rest},
-                exclude_frozen_parameters=exclude_frozen,
-            )  # fmt: skip
+    with one_save():
+        for name, engine in engines.items():
+            with _trained_alone(engine):
+                engine.save_checkpoint(
+                    str(_directory(path, name, engines)), tag=TAG, client_state={_REST: rest},
+                    exclude_frozen_parameters=exclude_frozen,
+                )  # fmt: skip
 
 
 def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -> dict[str, Any]:
@@ -64,24 +68,17 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
     models = _models_in(state if isinstance(state, dict) else {}, "fabric.load()")
     optimizers = _optimizers_in(state, models)
     saved: dict[str, Any] = {}
-    for name, model in models.items():
-        directory = _directory(path, name, models)
-        if not (directory / TAG).is_dir() and (Path(path) / name / TAG).is_dir():
-            directory = Path(path) / name  # one of several
-        if not (directory / TAG).is_dir():
-            raise FileNotFoundError(
-                f"fabric.load() found no checkpoint of the model {name!r} in {directory}: no folder {TAG!r}. Give the"
-                " path that fabric.save() was given, and the models under the names that they had there."
-            )
-        if isinstance(model, PreparedModule):
-            _load_for_evaluation(model, directory, strict)
-            continue
-        with _trained_alone(model):
-            _, client = model.load_checkpoint(
-                str(directory), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False,
-                load_optimizer_states=any(each is model.optimizer for each in optimizers.values()),
-            )  # fmt: skip
-        saved = client
+    directories = {name: _found(path, name, models) for name in models}
+    with _verified_together(directories, models, optimizers):
+        for name, model in models.items():
+            if isinstance(model, PreparedModule):
+                _load_for_evaluation(model, directories[name], strict)
+                continue
+            with _trained_alone(model):
+                _, saved = model.load_checkpoint(
+                    str(directories[name]), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False,
+                    load_optimizer_states=_is_loaded(model.optimizer, optimizers),
+                )  # fmt: skip
     # Under ZeRO-3 each rank has read what it saved itself. Without DeepSpeed, the first rank alone saves.
     rest: dict[str, Any] = broadcast(saved.get(_REST, saved))
     for name in state.keys() - models.keys() - optimizers.keys():
@@ -147,6 +144,39 @@ def _optimizers_in(state: dict[str, Any], models: dict[str, Any]) -> dict[str, A
                 " together: add the model that was set up with it."
             )
     return found
+
+
+def _found(path: Any, name: str, models: dict[str, Any]) -> Path:
+    """Return the directory of the checkpoint of the model ``name``."""
+    directory = _directory(path, name, models)
+    if not (directory / TAG).is_dir() and (Path(path) / name / TAG).is_dir():
+        directory = Path(path) / name  # one of several
+    if not (directory / TAG).is_dir():
+        raise FileNotFoundError(
+            f"fabric.load() found no checkpoint of the model {name!r} in {directory}: no folder {TAG!r}. Give the"
+            " path that fabric.save() was given, and the models under the names that they had there."
+        )
+    return directory
+
+
+def _verified_together(
+    directories: dict[str, Path], models: dict[str, Any], optimizers: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Around the loading of several models, or of one without an optimizer; another one verifies it by itself."""
+    trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
+    if len(models) == len(trained) == 1 or any(map(loads_universal, trained)):
+        return nullcontext()
+    sources = []
+    for name, model in models.items():
+        zerosync = _zerosync_of(model)
+        checksums = zerosync is None or zerosync.config.checkpoint_checksums
+        same_ranks = zerosync is not None and _is_loaded(model.optimizer, optimizers)
+        sources.append(Source(directories[name], TAG, checksums, shards=True, same_ranks=same_ranks))
+    return one_load(sources)
+
+
+def _is_loaded(optimizer: Any, optimizers: dict[str, Any]) -> bool:
+    return any(each is optimizer for each in optimizers.values())
 
 
 def _directory(path: Any, name: str, models: dict[str, Any]) -> Path:

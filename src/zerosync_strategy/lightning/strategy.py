@@ -6,7 +6,8 @@ import copy
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core.arguments import StrategyArguments
+from zerosync_strategy.core.checkpoints.loads import Source, one_load
+from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import gathering, param_class, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.internals import fetch, verify
@@ -304,17 +307,18 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         with rank_status().activity("the attempt to save a checkpoint"):
             filepath = self.broadcast(filepath)
         checkpoint, averaged = averages.divide(checkpoint)
-        with self._whole_checkpoint():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        for index, zerosync in enumerate(self.zerosyncs[1:], 1):
-            zerosync.engine.save_checkpoint(
-                str(directory(filepath, index)),
-                tag=TAG,
-                exclude_frozen_parameters=getattr(self, "exclude_frozen_parameters", False),  # Lightning 2.5.0 has none
-            )
-        if self.is_global_zero:
-            remove_others(filepath, len(self.zerosyncs))
-            averages.save(averaged, filepath)
+        with one_save():
+            with self._whole_checkpoint():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            for index, zerosync in enumerate(self.zerosyncs[1:], 1):
+                zerosync.engine.save_checkpoint(
+                    str(directory(filepath, index)),
+                    tag=TAG,
+                    exclude_frozen_parameters=getattr(self, "exclude_frozen_parameters", False),  # from Lightning 2.5.1
+                )
+            if self.is_global_zero:
+                remove_others(filepath, len(self.zerosyncs))
+                averages.save(averaged, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -328,14 +332,26 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 f"The checkpoint {checkpoint_path} has the state of {saved} optimizer(s), but configure_optimizers()"
                 f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
-        with self._whole_checkpoint():
-            client_state = super().load_checkpoint(checkpoint_path, **how)
-        for index, zerosync in enumerate(self.zerosyncs[1:], 1):
-            zerosync.engine.load_checkpoint(
-                str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,
-                load_module_strict=self.lightning_module.strict_loading,
-            )  # fmt: skip
+        with self._verified_together(checkpoint_path, saved):
+            with self._whole_checkpoint():
+                client_state = super().load_checkpoint(checkpoint_path, **how)
+            for index, zerosync in enumerate(self.zerosyncs[1:], 1):
+                zerosync.engine.load_checkpoint(
+                    str(directory(checkpoint_path, index)), load_lr_scheduler_states=False,
+                    load_module_strict=self.lightning_module.strict_loading,
+                )  # fmt: skip
         return client_state | averages.load(checkpoint_path)
+
+    def _verified_together(self, path: Any, saved: int) -> AbstractContextManager[None]:
+        """Around the loading of what ``saved`` engines have saved; a single one in training verifies it itself."""
+        assert isinstance(self.config, dict)
+        is_universal = (self.config.get("checkpoint") or {}).get("load_universal", False)
+        if len(self.zerosyncs) == 1 or is_universal or not Path(path).is_dir():
+            return nullcontext()
+        training = bool(self.zerosyncs)
+        checksums, shards = self.zerosync_config.checkpoint_checksums, training or self.stage == 3
+        places = [Path(path), *(directory(path, index) for index in range(1, saved))]
+        return one_load([Source(place, None, checksums, shards, same_ranks=training) for place in places])
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

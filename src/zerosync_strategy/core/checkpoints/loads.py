@@ -82,13 +82,15 @@ def _agree(sources: Sequence[Source]) -> list[str | None]:
                 "the parts of the checkpoint are of different saves: "
                 + ", ".join(f"{source.directory} of {save}" for save, source in saves.items())
             )
-        facts = [
-            f"tag {tag!r}" + (f" of step {manifest.step} (save {manifest.save})" if manifest else " without manifests")
-            for tag, manifest in found
-        ]
+        facts = [_in_words(tag, manifest) for tag, manifest in found]
         return ", ".join(facts), [tag for tag, _ in found]
 
     return together(f"read the checkpoint in {first.directory}", examine, lambda: _remedy(first))
+
+
+def _in_words(tag: str | None, manifest: Manifest | None) -> str:
+    name = f"no file {LATEST!r}" if tag is None else f"tag {tag!r}"
+    return f"{name}, no manifest" if manifest is None else f"{name} of step {manifest.step} (save {manifest.save})"
 
 
 def _remedy(source: Source) -> str:
@@ -150,8 +152,7 @@ def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
     if tag is None or source.latest != LATEST:
         return None
     folder, rank, ranks = source.directory / tag, dist.get_rank(), dist.get_world_size()
-    known = manifests.ranks_in(folder)
-    manifest = manifests.read(folder, rank if rank in known else known[0]) if known else None
+    manifest = manifests.read_any(folder, rank)
     if manifest is not None:
         if source.same_ranks and manifest.ranks != ranks:
             raise DamageError(

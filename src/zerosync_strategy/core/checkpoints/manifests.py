@@ -102,6 +102,20 @@ def read(directory: Path, rank: int) -> Manifest:
     return manifest
 
 
+def read_any(directory: Path, rank: int) -> Manifest | None:
+    """Return the manifest of ``rank``, or of another where it has left none; ``None``: nobody has.
+
+    Raises:
+        DamageError: as :func:`read`.
+    """
+    if not path_of(directory, rank).exists():
+        others = ranks_in(directory)
+        if not others:
+            return None
+        rank = others[0]
+    return read(directory, rank)
+
+
 class DamageError(Exception):
     """Files of a checkpoint are not as they were saved, or not of one save; the text names them."""
 
@@ -226,10 +240,9 @@ def check_whole(directory: Path, contents: bool) -> Manifest | None:
     Raises:
         DamageError: as :func:`check`.
     """
-    found = ranks_in(directory)
-    if not found:
+    manifest = read_any(directory, 0)
+    if manifest is None:
         return None
-    manifest = read(directory, found[0])
     check(directory, range(manifest.ranks), contents)
     return manifest
 

@@ -16,8 +16,8 @@ from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, Manifest
 from zerosync_strategy.core.checkpoints.together import together
 from zerosync_strategy.core.comm.collectives import broadcast_object
-from zerosync_strategy.core.failures.checkpoint_errors import UNWRITABLE
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.checkpoint_errors import UNWRITABLE, CheckpointError, as_checkpoint_errors
+from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 
 
 class EngineSave:
@@ -87,29 +87,22 @@ class EngineSave:
         together(self.what, raise_failure, lambda: UNWRITABLE)
 
     def complete(self) -> None:
-        """Say of this rank's files that they are whole, and then in ``latest`` of the checkpoint. Collective."""
-        manifest = self._manifest
-        if manifest is None:
+        """Say of this rank's files that they are whole."""
+        if self._manifest is None:
             return
+        files = {
+            path.relative_to(self._folder).as_posix(): manifests.state_of(path, self._checksums)
+            for path in self._written
+        }
+        replace(self._manifest, is_complete=True, files=files).write(self._folder)
 
-        def complete() -> tuple[str, None]:
-            files = {
-                path.relative_to(self._folder).as_posix(): manifests.state_of(path, self._checksums)
-                for path in self._written
-            }
-            replace(manifest, is_complete=True, files=files).write(self._folder)
-            return "", None
-
-        def name() -> tuple[str, None]:
-            if manifest.rank == 0:
-                temporary = self._directory / f"{LATEST}.tmp"
-                temporary.write_text(self._tag, encoding="utf-8")
-                os.replace(temporary, self._directory / LATEST)
-            return "", None
-
-        together(self.what, complete, lambda: UNWRITABLE)
-        if self._names_latest:
-            together(self.what, name, lambda: UNWRITABLE)
+    def name_latest(self) -> None:
+        """Let ``latest`` name the checkpoint, which is whole; on the first rank."""
+        if self._manifest is None or self._manifest.rank or not self._names_latest:
+            return
+        temporary = self._directory / f"{LATEST}.tmp"
+        temporary.write_text(self._tag, encoding="utf-8")
+        os.replace(temporary, self._directory / LATEST)
 
 
 @dataclass
@@ -128,19 +121,45 @@ def one_save() -> Iterator[None]:
     """Around calls that save one checkpoint on all ranks, with all else that belongs to it. Collective.
 
     It is whole at the end. Until then, and if anything is raised, loading it is refused.
+
+    Raises:
+        CheckpointError: on every rank: one could not write.
     """
     global _current
     if _current is not None:
         yield
         return
     _current = _Save()
+    failed: Exception | None = None
     try:
         yield
-        for engine in _current.engines:
-            with rank_status().activity(f"the attempt to {engine.what}"):
-                engine.complete()
+    except (CheckpointError, RankError):  # so on the other ranks
+        raise
+    except Exception as error:
+        if not _current.engines:
+            raise
+        failed = error
     finally:
-        _current = None
+        engines, _current = _current.engines, None
+    if not engines:
+        return
+
+    def complete() -> tuple[str, None]:
+        if failed is not None:
+            raise failed
+        for engine in engines:
+            engine.complete()
+        return "", None
+
+    def name() -> tuple[str, None]:
+        for engine in engines:
+            engine.name_latest()
+        return "", None
+
+    what = engines[0].what
+    with rank_status().activity(f"the attempt to {what}"):
+        together(what, complete, lambda: UNWRITABLE)
+        together(what, name, lambda: UNWRITABLE)
 
 
 @contextmanager
@@ -152,7 +171,7 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
         verifiable: see :meth:`EngineSave.begin`.
 
     Raises:
-        CheckpointError: on every rank: one could not write.
+        CheckpointError: on every rank: one could not write. On this rank alone, for any other error.
     """
     with one_save():
         assert _current is not None
@@ -160,5 +179,6 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
             _current.id = broadcast_object(secrets.token_hex(8), 0, None)
         _current.engines.append(engine)
         engine.begin(_current.id, verifiable)
-        yield
+        with as_checkpoint_errors(engine.what, UNWRITABLE):
+            yield
         engine.check()

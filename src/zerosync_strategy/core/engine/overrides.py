@@ -165,15 +165,16 @@ class EngineOverrides(ModeOverrides):
         super().zero_grad()  # type: ignore[misc]
 
     def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kwargs: Any
-    ) -> Any:
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         engine: Any = self
         if not save_dir:
             raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
         with self._zerosync_hooks.saving(save_dir, tag, save_latest) as names_latest:
             state = {**(client_state or {}), **self._zerosync_hooks.client_state()}
-            return super().save_checkpoint(save_dir, tag, state, names_latest, **kwargs)  # type: ignore[misc]
+            return super().save_checkpoint(save_dir, tag, state, names_latest, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error
 
 UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
 CONVERT = "DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint': {'load_universal': true}"
@@ -36,6 +36,8 @@ def as_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
     except (RankError, CheckpointError):
         raise
     except Exception as error:
+        if is_communication_error(error):
+            raise
         raise CheckpointError(
             f"Cannot {what}: {type(error).__name__}: {error}".rstrip(":. ") + f". {remedy}"
         ) from error
