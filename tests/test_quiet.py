@@ -19,6 +19,7 @@ from tests.harness.ranks import run_ranks
 ROOT = Path(__file__).parent.parent
 LIBRARIES_OWN = re.compile(
     "isinstance.treespec, LeafSpec.|does not have many workers|'pin_memory' argument|Setting accelerator to CPU"
+    "|each worker will save a shard of the checkpoint"
 )
 
 
@@ -42,11 +43,16 @@ def heard(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("program", ["train_deepspeed", "train_lightning", "train_fabric", "train_accelerate"])
 def test_a_default_run_warns_of_nothing(program: str, tmp_path: Path) -> None:
+    """It saves its weights too, which load without DeepSpeed."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
     def rank() -> list[str]:
         os.chdir(tmp_path)
         return heard(lambda: runpy.run_path(str(ROOT / "docs" / "code" / f"{program}.py"), run_name="__main__"))[1]
 
     assert run_ranks(rank) == [[], []]
+    (saved,) = tmp_path.glob("out/**/model.safetensors")
+    assert set(safetensors.load_file(saved)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 def tiny() -> Any:
@@ -75,13 +81,17 @@ def test_the_launch_configuration_trains_quietly_and_saves_the_model(tmp_path: P
         trainer = Trainer(tiny(), arguments, train_dataset=[{"input_ids": tokens, "labels": tokens}] * 16)
         trainer.train()
         trainer.save_model(str(tmp_path / "model"))
+        accelerator, model = trainer.accelerator, trainer.model_wrapped
+        state = accelerator.get_state_dict(model)  # as docs/accelerate.md has it without a Trainer
+        plain = accelerator.unwrap_model(model)
+        plain.save_pretrained(tmp_path / "alone", is_main_process=accelerator.is_main_process, state_dict=state)
         return full_parameters(trainer.model)
 
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": inline}
     (trained, said), (_, said_too) = run_ranks(lambda: heard(train), env=env)
     assert (said, said_too) == ([], [])
     before = dict(tiny().named_parameters())
-    for folder in ("model", "run/checkpoint-2"):
+    for folder in ("model", "run/checkpoint-2", "alone"):
         saved = dict(LlamaForCausalLM.from_pretrained(tmp_path / folder).named_parameters())
         assert saved.keys() == trained.keys()
         for name, value in trained.items():

@@ -26,4 +26,9 @@ for batch in batches:
         optimizer.zero_grad()
 accelerator.print(f"loss {loss.item():.3f}, norm {norm:.3f}")
 accelerator.print(accelerator.deepspeed_engine_wrapped.zerosync.report)
+# --8<-- [start:saving]
+accelerator.save_state("out/docs-accelerate")  # to go on from
+accelerator.load_state("out/docs-accelerate")
+accelerator.save_model(model, "out/docs-accelerate/weights")  # weights in full, as model.safetensors
+# --8<-- [end:saving]
 accelerator.end_training()

@@ -51,6 +51,13 @@ with zerosync.full_parameters(), torch.no_grad():
         param.clamp_(-1, 1)
 # --8<-- [end:parameters]
 
+# --8<-- [start:saving]
+# Collective, each of them: call it on all ranks.
+engine.save_checkpoint("out/docs-deepspeed")  # to go on from
+engine.load_checkpoint("out/docs-deepspeed")
+zerosync.export("out/docs-deepspeed/weights")  # weights in full, as model.safetensors
+# --8<-- [end:saving]
+
 zerosync.detach()  # training on is bit-identical to never having attached
 engine.destroy()
 torch.distributed.destroy_process_group()

@@ -32,7 +32,10 @@ if __name__ == "__main__":
             optimizer.zero_grad()
     # --8<-- [end:loop]
     fabric.print(strategy.zerosync.report)
+    # --8<-- [start:saving]
     fabric.save("out/docs-fabric", {"model": model, "optimizer": optimizer, "number": number})
     state = {"model": model, "optimizer": optimizer, "number": 0}
     fabric.load("out/docs-fabric", state)
+    strategy.zerosync.export("out/docs-fabric/weights")  # weights in full, as model.safetensors
+    # --8<-- [end:saving]
     fabric.print("loaded, at batch", state["number"])

@@ -40,6 +40,11 @@ if __name__ == "__main__":
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(512, 16)), batch_size=8))
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(512, 16)), batch_size=8))
+    # --8<-- [start:saving]
+    trainer.save_checkpoint("out/docs-lightning.ckpt")  # to go on from: trainer.fit(..., ckpt_path=...)
+    trainer.strategy.zerosync.export("out/docs-lightning", module.net)  # weights in full, as model.safetensors
+    # --8<-- [end:saving]
     if trainer.is_global_zero:
         print(trainer.strategy.zerosync.report)

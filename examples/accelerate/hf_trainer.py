@@ -9,8 +9,6 @@ What to look at: the command. `zerosync_strategy.accelerate.run` runs any script
 and the options of ZeroSync are in the launch configuration.
 """
 
-import warnings
-
 import torch
 from llama import parse_options, pieces, small_llama
 from transformers import Trainer, TrainingArguments, set_seed
@@ -18,7 +16,6 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 def main() -> None:
     options = parse_options(__doc__, "hf_trainer")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     set_seed(0)
     training, validation = pieces(options.pieces, 128)

@@ -8,7 +8,6 @@ What to look at: the loop in `main` is an ordinary Accelerate loop. The import o
 "zerosync" block in the launch configuration make the backwards of an optimizer step one reduction of the gradients.
 """
 
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def sample(accelerator: Accelerator, model: Any) -> str:
 
 def main() -> None:
     options = parse_options(__doc__, "causal_lm")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     # With the seedable sampler, the order of the text depends on the epoch alone: a resumed run finds its place in it.
     in_order = DataLoaderConfiguration(use_seedable_sampler=True)
