@@ -1,5 +1,10 @@
 """What ZeroSync puts on live objects: layers that say whose they are, come off in order, and are shared by engines."""
 
+import abc
+import dataclasses
+import types
+from typing import Any, Generic, TypeVar
+
 import deepspeed
 import pytest
 import torch
@@ -13,6 +18,8 @@ from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, GatherOverrides, ReleaseOverrides
 from zerosync_strategy.core.engine.several import part_of, restrict
+
+T = TypeVar("T")
 
 
 class Stock:
@@ -43,6 +50,44 @@ def test_a_layer_is_named_and_only_the_outermost_comes_off() -> None:
     assert type(target) is Stock
     with pytest.raises(RuntimeError, match="take Inner off a Stock"):
         restore(target, Inner)
+
+
+class Mixin(abc.ABC):  # noqa: B024
+    """Like Generic and Protocol, its objects have no __dict__, which a class of Python's own gets from its bases."""
+
+
+class Slots:
+    __slots__ = ("own",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Mixin, Stock):
+    own: int = 1
+
+
+class Registry(type):
+    """A metaclass of a program."""
+
+
+class Registered(metaclass=Registry):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "bases", [(Mixin, Stock), (Generic[T], Stock), (Registered, Stock), (Slots, Stock), (Stock, Slots), (Frozen,)]
+)
+def test_layers_go_on_classes_with_any_bases(bases: tuple[Any, ...]) -> None:
+    cls = types.new_class("Program", bases)
+    target = cls()
+    for layer in (Inner, Outer):
+        interpose(target, layer)
+        assert isinstance(target, layer) and isinstance(target, cls)
+    assert target.call() == "outer inner stock" and type(target).__name__ == "ZeroSyncProgram"
+    layered = type(target)
+    assert types.new_class("Sub", (layered,)).__mro__[1:] == layered.__mro__
+    for layer in (Outer, Inner):
+        restore(target, layer)
+    assert type(target) is cls and target.call() == "stock"
 
 
 class Pair(nn.Module):

@@ -1,8 +1,10 @@
 """Lightning's finetuning callbacks: against Lightning in one process on the global batch, with plain torch (N1)."""
 
+import abc
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -37,8 +39,23 @@ class Tuned(Module):
         return torch.optim.AdamW(groups[: 1 + self.backbone_is_held], lr=0.01, weight_decay=0.1)
 
 
-class ByLayer(BaseFinetuning):
-    """Thaws the last layer of the backbone in the second epoch, and the first in the third."""
+Epoch = TypeVar("Epoch")
+
+
+class Scheduled(abc.ABC):
+    @abc.abstractmethod
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
+
+
+@dataclasses.dataclass
+class ByLayer(Scheduled, Generic[Epoch], BaseFinetuning):
+    """Thaws the last layer of the backbone in the second epoch, and the first in the third.
+
+    What comes before Lightning's class, and cannot be hashed, are as in finetuning-scheduler.
+    """
+
+    def __post_init__(self) -> None:
+        BaseFinetuning.__init__(self)
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)

@@ -21,7 +21,21 @@ def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
     """
     stock = type(target)
     name = f"{_PREFIX}{stock.__name__.removeprefix(_PREFIX)}"
-    target.__class__ = type(name, (layer, stock, *also), {"__module__": layer.__module__, "__doc__": stock.__doc__})
+    # With the layer as a base, objects would be laid out otherwise than those of a class whose first base has no
+    # __dict__, as abc.ABC, and Python would refuse.
+    kind = type(stock)
+    metaclass = kind if issubclass(kind, _Layered) else type("_Layered", (_Layered, kind), {})
+    members = {"__module__": layer.__module__, "__doc__": stock.__doc__, "__slots__": (), "_zerosync_layer": layer}
+    object.__setattr__(target, "__class__", metaclass(name, (stock, *also), members))
+
+
+class _Layered(type):
+    """Of classes in whose order of methods a layer, which is no base, comes before the bases."""
+
+    def mro(cls) -> list[type]:
+        stock = super().mro()
+        layer = vars(cls).get("_zerosync_layer")  # a subclass has it in its bases' order
+        return stock if layer is None else [cls, *(each for each in layer.__mro__ if each not in stock), *stock[1:]]
 
 
 def restore(target: Any, layer: type) -> None:
@@ -30,10 +44,10 @@ def restore(target: Any, layer: type) -> None:
     Raises:
         RuntimeError: ``layer`` is not the last that was interposed on ``target``.
     """
-    bases = type(target).__bases__
-    if bases[0] is not layer:
+    outermost = vars(type(target)).get("_zerosync_layer")
+    if outermost is not layer:
         raise RuntimeError(
             f"restore() was asked to take {layer.__name__} off a {type(target).__name__}, whose outermost layer is"
-            f" {bases[0].__name__}. Take layers off in the reverse order of interpose()."
+            f" {getattr(outermost, '__name__', None)}. Take layers off in the reverse order of interpose()."
         )
-    target.__class__ = bases[1]
+    object.__setattr__(target, "__class__", type(target).__bases__[0])
