@@ -57,6 +57,10 @@ class ByLayer(Scheduled, Generic[Epoch], BaseFinetuning):
     def __post_init__(self) -> None:
         BaseFinetuning.__init__(self)
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        trainer.epochs_at_setup = (trainer.max_epochs, trainer.strategy.root_device)
+
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)
 

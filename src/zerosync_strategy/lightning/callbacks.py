@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +24,24 @@ from .library import (
 )
 
 
+class _View:
+    """``target`` as it is, but for its class and for what ``replaced`` has."""
+
+    def __init__(self, target: Any, **replaced: Any) -> None:
+        vars(self).update(replaced, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)
+
+
+def _without_deepspeed(trainer: Trainer) -> Any:
+    """Return ``trainer`` with a strategy that does not look like DeepSpeed's to ``isinstance``."""
+    return _View(trainer, strategy=_View(trainer.strategy))
+
+
 class CallbackOverrides:
     """Overrides of a callback."""
 
@@ -39,8 +56,7 @@ class SchedulerOverrides(CallbackOverrides):
     """It refuses DeepSpeed, where the engine owns accumulation. Here Lightning does."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        view = SimpleNamespace(strategy=None, accumulate_grad_batches=trainer.accumulate_grad_batches)
-        super().on_train_start(view, pl_module)  # type: ignore[misc]
+        super().on_train_start(_without_deepspeed(trainer), pl_module)  # type: ignore[misc]
 
 
 class WeightAveragingOverrides(CallbackOverrides):
@@ -87,7 +103,7 @@ class StochasticWeightAveragingOverrides(CallbackOverrides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _check_copy(self, pl_module)
-            super().setup(SimpleNamespace(strategy=None), pl_module, stage)  # type: ignore[misc]
+            super().setup(_without_deepspeed(trainer), pl_module, stage)  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
@@ -109,7 +125,7 @@ class FinetuningOverrides(CallbackOverrides):
     _restarting: bool
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(SimpleNamespace(strategy=None), pl_module, stage)  # type: ignore[misc]
+        super().setup(_without_deepspeed(trainer), pl_module, stage)  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restarting = False  # the optimizer's groups are the engine's
