@@ -145,7 +145,7 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """U5, on one stream; on several, the first to read a parameter waits for all."""
+    """U5."""
     scenario: dict[str, Any] = {"ours": {"overlap_gather": True}, "last": True}
     assert findings(stage, 1, **scenario) == []
     monkeypatch.setattr(arriving._Gather, "wait", lambda self: None)

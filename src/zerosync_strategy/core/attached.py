@@ -119,7 +119,7 @@ class AttachedEngine:
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
         )
         self.states: StripedStates | None = None
-        self.arriving = ArrivingParameters(self.activity) if config.overlap_gather else None
+        self.arriving = ArrivingParameters(self.reducer.streams, self.activity) if config.overlap_gather else None
         if isinstance(self.reducer, Stage12Reducer):
             stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
             self.states = StripedStates(optimizer, stepping, self.reducer.layouts)
@@ -630,7 +630,10 @@ class AttachedEngine:
 
     def _device_changed(self) -> None:
         zero.renew_streams(self.engine)
+        self._wait_for_parameters()
         self.reducer.streams.renew()
+        if self.arriving is not None:
+            self.arriving.renew_stream()
         if self.scheduler is not None:
             self.scheduler.renew_streams()
 

@@ -21,8 +21,10 @@ to the gradient shards there. The rules, each with its method:
 - **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
   for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
   memory they may be given.
-- **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter starts after its gather, and waits for no
-  other.
+- **L3** :meth:`Streams.share_unshard`: DeepSpeed keeps the memory of a parameter for the stream that releases it. Where
+  several streams use one parameter, it is kept for each.
+- **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter, on whatever stream, starts after its gather,
+  and waits for no other.
 - **W4** :class:`HostCopy`: the host reads an answer after its copy, and waits for nothing else.
 
 On a device without streams, such as the CPU, none of them waits for anything.
@@ -30,7 +32,7 @@ On a device without streams, such as the CPU, none of them waits for anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -163,6 +165,21 @@ class Streams:
     def wait_for_unshard(self, event: Any) -> None:
         """Let the caller's stream wait for one gather (U2)."""
         self._accelerator.current_stream().wait_event(event)
+
+    def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Let the caller's stream wait for one gather, if it is none of its ``users`` yet (U2).
+
+        Where they are several, ``memory`` that one of them releases is kept until all have used it (L3).
+        """
+        current = self._accelerator.current_stream()
+        if current in users:
+            return
+        self.wait_for_unshard(event)
+        users.append(current)
+        if len(users) > 1:
+            for tensor in memory():
+                for user in users if len(users) == 2 else users[-1:]:
+                    tensor.record_stream(user)
 
     def record_write(self) -> None:
         """The current stream writes shards of parameters, or is about to."""

@@ -334,6 +334,9 @@ class GatherHooks(Protocol):
     def module_begins(self, module: Any, forward: bool) -> None:
         """The forward of ``module`` begins, or a backward comes to it."""
 
+    def module_fetched(self, module: Any) -> None:
+        """The parameters of ``module`` are there, for the current stream to use."""
+
     def module_ends(self, module: Any) -> None:
         """The forward of ``module`` has ended, or a backward has passed it."""
 
@@ -346,6 +349,7 @@ class GatherOverrides:
     def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
         self._zerosync_gathers.module_begins(current_submodule, forward)
         super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+        self._zerosync_gathers.module_fetched(current_submodule)
 
     def release_sub_module(self, submodule: Any, *args: Any, **kwargs: Any) -> None:
         super().release_sub_module(submodule, *args, **kwargs)  # type: ignore[misc]

@@ -1,8 +1,9 @@
 """Parameters of stages 1 and 2 that are on their way from other ranks while the program goes on (U5).
 
-With ``overlap_gather``, a step begins the gathers of what it has updated and returns. Until it is used, a parameter has
-another class: every use that needs values waits for the stripes that the parameter lies in, and gives it its own class
-back. So each layer of the next forward waits for its own parameters alone, and so does whatever else reads one:
+With ``overlap_gather``, a step begins the gathers of what it has updated and returns. Until it is there, a parameter
+has another class: every use that needs values waits, on the stream of the use, for the stripes that the parameter lies
+in. It gets its own class back when the host sees that they are there: until then, a use on another stream has to wait,
+too. So each layer of the next forward waits for its own parameters alone, and so does whatever else reads one:
 ``state_dict()``, an evaluation, a moving average, a parameter that a program has kept. Not seen is what holds a
 parameter's memory without the parameter: its ``.data``, taken before the step, and extensions in C++ that are given the
 parameter itself.
@@ -14,12 +15,13 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import Pending
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import Stripe
 
 _PROPERTIES = (
@@ -42,32 +44,60 @@ _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on 
 
 
 class _Gather:
-    """A gather in flight, which several parameters may wait for: a message can be waited for once."""
+    """A gather in flight, which several parameters and streams may wait for: a message can be waited for once.
 
-    def __init__(self, pending: Pending) -> None:
+    Args:
+        pending: the gather.
+        streams: of the engine.
+        stream: waits for the message, and others for its event; ``None`` on a device without streams.
+    """
+
+    def __init__(self, pending: Pending, streams: Streams, stream: Any) -> None:
         self._pending: Pending | None = pending
+        self._streams, self._stream = streams, stream
+        self._event: Any = None
 
     def wait(self) -> None:
+        """Order the current stream after it; on a device without streams, wait for it."""
         pending, self._pending = self._pending, None
+        if self._stream is None:
+            if pending is not None:
+                pending.wait()
+            return
         if pending is not None:
-            pending.wait()
+            with self._streams.on_gather_stream(self._stream):
+                pending.wait()
+            self._event = self._streams.record_unshard(self._stream)
+        self._streams.wait_for_unshard(self._event)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no stream has to wait for it any more, where one has."""
+        return self._event is None or bool(self._event.query())
 
 
 class ArrivingParameters:
     """The gathers in flight of one engine.
 
     Args:
+        streams: of the engine.
         activity: a context around what may communicate (W4).
     """
 
-    def __init__(self, activity: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(self, streams: Streams, activity: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._streams = streams
         self._activity = activity
+        self.renew_stream()
         self._gathers: list[_Gather] = []
         self._of: dict[int, tuple[Any, list[_Gather]]] = {}  # by id of a parameter: itself, and what it waits for
 
+    def renew_stream(self) -> None:
+        """The device has gained streams or lost them. No parameter may be on its way."""
+        (self._stream,) = self._streams.make_gather_streams(1, None) or [None]
+
     def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, Pending]]) -> None:
         """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""
-        stripes = [(stripe, _Gather(pending)) for stripe, pending in gathers]
+        stripes = [(stripe, _Gather(pending, self._streams, self._stream)) for stripe, pending in gathers]
         self._gathers += [gather for _, gather in stripes]
         index = 0
         for param, begin in offsets.items():
@@ -80,27 +110,45 @@ class ArrivingParameters:
         """The step is over: who reads a parameter from here on waits for it."""
         for key, (param, _) in self._of.items():
             _awaited[key] = self
-            cls: Any = type(param)
-            param.__class__ = _class_on_the_way(cls)
+            self._give_class_on_the_way(param)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has waited for some parameter yet."""
+        """Whether some parameter may not be there on some stream."""
         return bool(self._of)
 
-    def wait(self, param: Any) -> None:
-        """Wait for one parameter."""
+    @contextmanager
+    def there(self, param: Any) -> Iterator[None]:
+        """While active, one parameter has its own class, and its values on the current stream."""
+        gathers = self._wait(param)
+        if all(gather.is_complete for gather in gathers):
+            yield
+            return
+        self._of[id(param)], _awaited[id(param)] = (param, gathers), self
+        try:
+            yield
+        finally:
+            if id(param) in self._of:
+                self._give_class_on_the_way(param)
+
+    def _give_class_on_the_way(self, param: Any) -> None:
+        cls: Any = type(param)
+        if not issubclass(cls, _OnTheWay):
+            param.__class__ = _class_on_the_way(cls)
+
+    def _wait(self, param: Any) -> list[_Gather]:
         param, gathers = self._of.pop(id(param))
-        if _awaited.pop(id(param), None) is not None:
+        if _awaited.pop(id(param), None) is not None and isinstance(param, _OnTheWay):
             param.__class__ = type(param).__mro__[2]
         with self._activity("the gather of the updated parameters"):
             for gather in gathers:
                 gather.wait()
+        return gathers
 
     def wait_for_all(self) -> None:
         """Wait for all parameters: DeepSpeed is about to read or write them."""
         for param, _ in list(self._of.values()):
-            self.wait(param)
+            self._wait(param)
         for gather in self._gathers:  # of padding alone
             gather.wait()
         self._gathers.clear()
@@ -115,24 +163,27 @@ class _OnTheWay:
         if func in _NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for param in list(_on_the_way_in([args, kwargs])):
-            _arrive(param)
-        return func(*args, **kwargs)
+        with _there(_on_the_way_in([args, kwargs])):
+            return func(*args, **kwargs)
 
     # Both look at the class before they read.
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _arrive(self)
-        return copy.deepcopy(self, memo)
+        with _there([self]):
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _arrive(self)
-        return self.__reduce_ex__(protocol)
+        with _there([self]):
+            return self.__reduce_ex__(protocol)
 
 
-def _arrive(param: Any) -> None:
-    if (engine := _awaited.get(id(param))) is not None:
-        engine.wait(param)
+@contextmanager
+def _there(params: Iterable[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for param in list(params):
+            if isinstance(param, _OnTheWay) and (engine := _awaited.get(id(param))) is not None:
+                stack.enter_context(engine.there(param))
+        yield
 
 
 @functools.cache

@@ -75,11 +75,13 @@ class _HeldModule:
         params: that it needs.
         buckets: that they are in, in their order.
         window: in which it has waited for them last.
+        arriving: they may not be there yet on a stream on which it has not run.
     """
 
     params: list[Any]
     buckets: list[_Bucket]
     window: int = -1
+    arriving: bool = False
 
 
 class ParameterCache:
@@ -274,6 +276,10 @@ class ParameterCache:
         return sum(zero3.full_bytes(param) for param in params if self.holds(param) and not zero3.is_persistent(param))
 
     @property
+    def _concurrent(self) -> bool:
+        return self._scheduler.streams.concurrent
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that are held now."""
         return self._held_bytes
@@ -386,6 +392,8 @@ class ParameterCache:
                 self._scheduler.order.begins(module)
             if held.window != self._window or not zero3.all_gathered(held.params):
                 self._gather(held)
+            elif held.arriving:
+                self._wait_on_this_stream(held)
             return None
 
         return hook
@@ -437,6 +445,15 @@ class ParameterCache:
         for bucket in held.buckets:
             self._wait(bucket)
         held.window = self._window
+        held.arriving = self._concurrent
+
+    def _wait_on_this_stream(self, held: _HeldModule) -> None:
+        """Let a module that has run in this window run on any stream, as long as the host sees gathers in progress."""
+        held.arriving = False
+        for bucket in held.buckets:
+            if not all(handle.is_complete() for handle in bucket.handles):
+                held.arriving = True
+                self._wait(bucket)
 
     def _gather_all(self) -> None:
         """Let all buckets set out that did not in this window: on every rank the same, whatever it runs first (W6)."""

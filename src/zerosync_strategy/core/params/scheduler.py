@@ -84,6 +84,7 @@ class GatherScheduler:
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
         self._params = set(engine.module.parameters())
+        self._arrived: dict[int, _GatherHandle] = {}  # on a device with streams, the last gather by id of the parameter
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
@@ -137,6 +138,11 @@ class GatherScheduler:
         behind = self.order.comes_to(module)
         for reach in self.in_backward:
             reach(behind)
+
+    def module_fetched(self, module: Any) -> None:
+        """The parameters of ``module`` are there, for the current stream to use."""
+        if self._arrived:
+            self.join(gathering.parameters_of(module))
 
     def module_ends(self, module: Any) -> None:
         """The forward of ``module`` has ended."""
@@ -273,6 +279,14 @@ class GatherScheduler:
             self.before_read(param)
         if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
             handle.wait()
+        self.join((param,))
+
+    def join(self, params: Iterable[Any]) -> None:
+        """The current stream is about to use what is gathered of ``params``, whichever has waited for it (U2, L3)."""
+        for param in params if self._arrived else ():
+            handle = self._arrived.get(zero3.param_id(param))
+            if handle is not None and zero3.is_gathered(param):
+                handle.join()
 
     def gather_for_context(self, params: Iterable[Any]) -> None:
         """Gather those of ``params`` that this schedules, for a ``GatheredParameters`` context. Collective.
@@ -314,6 +328,7 @@ class GatherScheduler:
                 self.order.reads(param)
                 if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
                     handle.wait()
+            self.join(params)
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
             gathered = self._values_of_released(released, reader) if released else {}
@@ -409,6 +424,7 @@ class _GatherHandle:
         self._scheduler = scheduler
         self._waited_for = False
         self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
+        self._users: list[Any] = []  # the streams that compute with them
         self.params = params
         self.keeper = keeper
         self.counted: list[tuple[Any, int]] = []
@@ -435,6 +451,7 @@ class _GatherHandle:
                     with streams.on_gather_stream(stream):
                         self._handle.wait(*args, **kwargs)
                     self._unsharded = streams.record_unshard(stream)
+                    scheduler._arrived.update((zero3.param_id(param), self) for param in self.params)
                 if self.keeper is not None:
                     with scheduler._on(stream):  # behind the event: nobody waits for the copy
                         self.keeper.keep(self.params)
@@ -446,3 +463,15 @@ class _GatherHandle:
                     scheduler.unsharded.free_with(param.data, nbytes)
         if self._unsharded is not None:
             streams.wait_for_unshard(self._unsharded)
+
+    def join(self) -> None:
+        """The current stream is one of those that use the parameters, which are there (U2, L3)."""
+        self._scheduler.streams.share_unshard(self._unsharded, self._users, self._memory)
+
+    def _memory(self) -> list[torch.Tensor]:
+        with zero3.as_it_is():
+            return [param.data for param in self.params if zero3.is_gathered(param)]
+
+    def is_complete(self) -> bool:
+        """Return whether the host sees that the parameters are there, so that no stream need wait for them."""
+        return self._waited_for and (self._unsharded is None or bool(self._unsharded.query()))

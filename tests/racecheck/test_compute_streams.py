@@ -1,0 +1,92 @@
+"""A parameter that is used on several compute streams is there on each of them (U2, U5)."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.harness.engines import make_engine
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.racecheck import Stream, simulate
+
+WIDTH = 16
+
+
+class Shared(nn.Module):
+    """Layers of which each runs on every stream, and each on another one first. With gradients, on one stream."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        super().__init__()
+        self.streams = streams
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        caller, streams = get_accelerator().current_stream(), self.streams
+        if torch.is_grad_enabled():
+            streams = streams[:1]
+        values = [x for _ in streams]
+        for stream in streams:
+            stream.wait_stream(caller)
+            x.record_stream(stream)
+        for number, layer in enumerate(self.layers):
+            for turn in range(len(values)):
+                index = (number + self.forwards + turn) % len(values)
+                with get_accelerator().stream(streams[index]):
+                    values[index] = layer(values[index]).tanh()
+        self.forwards += 1
+        for stream, value in zip(streams, values, strict=True):
+            caller.wait_stream(stream)
+            value.record_stream(caller)
+        return torch.stack(values).sum(0)
+
+
+def findings(stage: int, zero: dict[str, Any], ours: dict[str, Any], steps: int = 5) -> list[str]:
+    with simulate() as simulation:
+        torch.manual_seed(0)
+        net = Shared([Stream(name=f"compute {index}") for index in range(3)])
+        small = {"overlap_comm": True, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0}
+        engine = make_engine(net, torch.optim.AdamW(net.parameters()), stage, {**small, **zero})
+        attach(engine, **ours)
+        for _ in range(steps):
+            for micro_batch in range(2):
+                if micro_batch == 0:
+                    with torch.no_grad():
+                        engine(torch.randn(2, WIDTH))
+                engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
+            engine.step()
+        return list(map(str, simulation.findings))
+
+
+FEW_HELD = {"param_memory_budget": 4 * WIDTH * WIDTH * 2 + 8 * WIDTH}
+HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
+
+
+@pytest.mark.parametrize(
+    ("ours", "zero"),
+    [
+        ({}, {}),
+        ({}, {"stage3_max_reuse_distance": 0}),
+        ({"param_memory_budget": "all"}, {}),
+        (FEW_HELD, {"stage3_param_persistence_threshold": 100}),
+        (HOST, {"stage3_param_persistence_threshold": 100}),
+    ],
+)
+def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
+    assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_arrive_while_the_forward_runs(stage: int) -> None:
+    assert run_ranks(lambda: findings(stage, {}, {"overlap_gather": True})) == [[], []]
+
+
+def test_memory_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L3, switched off."""
+    monkeypatch.setattr(Streams, "share_unshard", lambda self, *args: None)
+    for found in run_ranks(lambda: findings(3, {}, {})):
+        assert any(text.startswith("reuse") and "read by addmm" in text for text in found), found
