@@ -21,7 +21,14 @@ from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizers import dtype_problem, foreign_problem, kind_problem, mark_used, renormed_problem
+from zerosync_strategy.core.optimizers import (
+    dtype_problem,
+    foreign_problem,
+    kind_problem,
+    mark_used,
+    renormed_problem,
+    shared_memory_problem,
+)
 from zerosync_strategy.core.params.full_state import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
@@ -84,7 +91,8 @@ def _parameters_problem(engine: Any) -> str:
     """Return what is wrong with the parameters of the engine's module and ``deepspeed.initialize`` let pass."""
     trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
     module = engine.module
-    return dtype_problem(module) or renormed_problem(module) or foreign_problem(module, trained)
+    problem = dtype_problem(module) or renormed_problem(module) or shared_memory_problem(module)
+    return problem or foreign_problem(module, trained)
 
 
 def _one() -> float:

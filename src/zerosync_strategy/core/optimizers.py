@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import memory_layout, zero3
 from zerosync_strategy.core.optimizer_probe import Scope, probe
 from zerosync_strategy.core.stepping import STEPPED_BY_TENSOR
 
@@ -143,6 +143,21 @@ def renormed_problem(module: torch.nn.Module) -> str:
         f"embeddings have max_norm: {listed(names)}. In each forward it scales the rows that this rank's batch uses, so"
         " that ranks would come to differ. Leave max_norm out, and scale all rows alike between steps: 'with"
         " zerosync.full_parameters(): weight.data.copy_(weight.data.renorm(2, 0, max_norm))'."
+    )
+
+
+def shared_memory_problem(module: torch.nn.Module) -> str:
+    """Return which parameters of ``module`` shared memory when DeepSpeed was given them; empty if none are known."""
+    pairs = [
+        f"{first!r} and {second!r}" if first != second else f"{first!r} with itself"
+        for first, second in memory_layout.sharing(module)
+    ]
+    if not pairs:
+        return ""
+    return (
+        f"tensors share memory: {listed(pairs)}. ZeRO gives each parameter memory of its own, so that what is written"
+        " to one would not reach the other. Let the modules have one nn.Parameter ('b.weight = a.weight', not"
+        " 'b.weight.data = a.weight.data'), or give each a copy."
     )
 
 

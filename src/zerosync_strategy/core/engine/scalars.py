@@ -11,15 +11,26 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.engine import memory_layout
+
 
 @functools.cache
 def allow_scalars() -> None:
-    """Let the engines that are made in this process take parameters without dimensions; others are as they were."""
+    """Let the engines that are made in this process take parameters without dimensions, and in any memory layout."""
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
+    configure = getattr(DeepSpeedEngine, "_configure_distributed_model", None)
     broadcast_model = getattr(DeepSpeedEngine, "_broadcast_model", None)
     init_param = getattr(Init, "_zero_init_param", None)
+    if configure is not None:
+
+        @functools.wraps(configure)
+        def configure_model(engine: Any, model: Any) -> None:
+            memory_layout.prepare_to_broadcast(model)  # and before it is converted to another dtype
+            configure(engine, model)
+
+        DeepSpeedEngine._configure_distributed_model = configure_model
     if broadcast_model is not None:
 
         @functools.wraps(broadcast_model)
@@ -38,6 +49,7 @@ def allow_scalars() -> None:
 
         @functools.wraps(init_param)
         def shard(init: Any, param: Any) -> None:
+            memory_layout.prepare_to_shard(param)
             if param.dim():
                 return init_param(init, param)
             param.data = param.data.view(1)
