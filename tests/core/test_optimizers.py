@@ -26,6 +26,12 @@ class NeedsClosure(torch.optim.AdamW):
         return super().step(closure)
 
 
+class ScheduleFree(torch.optim.AdamW):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 def test_classes_that_need_whole_tensors() -> None:
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon, FusedLamb, torch.optim.LBFGS):
         problem = kind_problem(cls.__new__(cls))
@@ -36,6 +42,8 @@ def test_classes_that_need_whole_tensors() -> None:
     assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_problem(made("Mine", torch.optim.Adagrad))
     problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
     assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
+    problem = kind_problem(ScheduleFree.__new__(ScheduleFree), elementwise=True)
+    assert "ScheduleFree has train() and eval(), which exchange the weights" in problem and "AveragedModel" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
         assert kind_problem(made(name)) == ""
     assert kind_problem(DummyOptim([])) == ""  # stands for one that DeepSpeed makes, and has no step()

@@ -147,9 +147,6 @@ class _Trial:
         generator = torch.Generator().manual_seed(2)
         params = [[list(map(_parameter, part)) for part in divide(self._start)] for _ in self._groups]
         copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
-        for each in copies:
-            if callable(getattr(each, "train", None)):
-                each.train()  # what averages its weights has another mode for their evaluation
         for step in range(self._steps):
             for parts in params:
                 for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
