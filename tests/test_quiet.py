@@ -15,7 +15,9 @@ import yaml
 
 from tests.harness.oracle import full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 
+pytestmark = since("0.19.8", "and the libraries of that time, warnings of their own are others")
 ROOT = Path(__file__).parent.parent
 LIBRARIES_OWN = re.compile(
     "isinstance.treespec, LeafSpec.|does not have many workers|'pin_memory' argument|Setting accelerator to CPU"
