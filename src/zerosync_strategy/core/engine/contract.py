@@ -228,6 +228,7 @@ STAGE_3 = (
     Internal("held parameters", "coordinator", "reset_step", ()),
     Internal("held parameters", "optimizer", "_partition_all_parameters", ()),
     Internal("held parameters", "coordinator", "fetch_sub_module", ("current_submodule", "forward")),
+    Internal("gathers", "coordinator", "release_sub_module", ("submodule",)),
     Internal("held parameters", "coordinator", "release_and_reset_all", ("module",)),
     Internal("held parameters", "coordinator", RELEASE_PARAM, ("param", "free_data")),
     Internal("held parameters", "engine", "module_forward_pre_hook"),

@@ -54,12 +54,12 @@ class ModuleOrder:
             self._counts = before
 
     @property
-    def _in_forward(self) -> bool:
+    def _notes_forwards(self) -> bool:
         return self._counts and torch._C._current_graph_task_id() == -1
 
     def begins(self, module: Any) -> None:
         """A forward of ``module`` begins."""
-        if self._in_forward:
+        if self._notes_forwards:
             if self._is_over:
                 self._calls, self._is_over = 0, False
                 for of_last in (self._began, self._ended, self._read):
@@ -69,12 +69,12 @@ class ModuleOrder:
 
     def ends(self, module: Any) -> None:
         """It has ended."""
-        if self._in_forward:
+        if self._notes_forwards:
             self._ended.setdefault(module, []).append(self._calls)
 
     def reads(self, param: Any) -> None:
         """``param`` is read outside of the modules for which it is gathered."""
-        if self._in_forward and not self._is_over:
+        if self._notes_forwards and not self._is_over:
             self._read.setdefault(param, self._calls)
 
     # ---- in a backward ---------------------------------------------------------------------------------------------
