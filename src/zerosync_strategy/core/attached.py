@@ -40,7 +40,7 @@ from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.export import export
-from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
+from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED, CheckpointError
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
@@ -161,6 +161,7 @@ class AttachedEngine:
         self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._times_written = 0  # parameters, by steps and checkpoints
+        self._loading = ""  # a checkpoint: what, in words
         self._infers = False  # in gathered_for_inference()
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
@@ -458,26 +459,33 @@ class AttachedEngine:
             tag = verify(source)
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        failed: list[Exception] = []
+        self._loading, failed = what, None
         try:
             with self._checkpointing(what):
                 yield tag
-        except RankError:
+        except (CheckpointError, RankError):  # which the other ranks have, too
             raise
         except Exception as error:
-            failed.append(error)
+            failed = error
         finally:
+            self._loading = ""
             self._parameters_written()
             if self.cache is not None and self.cache.host is not None:
                 self.cache.host.expire()
+        with self.activity(f"the attempt to {what}"):
+            self._loaded_together(what, failed)
 
+    def before_epilogue(self) -> None:
+        if self._loading:  # a rank that could not load does not come here, and would be waited for
+            self._loaded_together(self._loading, None)
+
+    def _loaded_together(self, what: str, failed: Exception | None) -> None:
         def loaded() -> tuple[str, None]:
-            for error in failed:
-                raise error
+            if failed is not None:
+                raise failed
             return f"step {self.engine.global_steps}", None
 
-        with self.activity(f"the attempt to {what}"):
-            together(what, loaded, lambda: HALF_LOADED)
+        together(what, loaded, lambda: HALF_LOADED)
 
     def fragments_linked(self) -> None:
         fragments.intercept(self.reducer.params, self.coming)

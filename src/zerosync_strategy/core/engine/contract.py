@@ -202,6 +202,7 @@ STAGE_3 = (
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
+    Internal("checkpoints", "optimizer", "checkpoint_event_epilogue", ()),
     Internal("gathers", "optimizer", "parameter_offload"),
     Internal("gathers", "zero config", "use_all_reduce_for_fetch_params"),
     Internal("gathers", "offload", "get_param_coordinator", ()),

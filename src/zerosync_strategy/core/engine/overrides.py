@@ -56,6 +56,9 @@ class EngineHooks(Protocol):
     ) -> AbstractContextManager[str | None]:
         """Around ``load_checkpoint``; the value: the tag to load."""
 
+    def before_epilogue(self) -> None:
+        """At the end of saving or loading under ZeRO-3, DeepSpeed is about to gather parameters."""
+
     def client_state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold beside the program's own state. Collective."""
 
@@ -275,6 +278,10 @@ class Stage3Overrides(OptimizerOverrides):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
             super().zero_grad(*args, **kwargs)
+
+    def checkpoint_event_epilogue(self) -> None:
+        self._zerosync_hooks.before_epilogue()
+        super().checkpoint_event_epilogue()  # type: ignore[misc]
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync_hooks.gradient_ready(param)
