@@ -240,3 +240,49 @@ def test_a_step_that_raises_half_way(tmp_path: Path) -> None:
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+class CountsByGroup(torch.optim.Optimizer):
+    """As pytorch_optimizer has it: steps are counted in the groups, where the first one puts the number."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] / group["step"])
+
+
+class CountsByItself(CountsByGroup):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] / self.steps)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_optimizer_that_counts_steps_by_group_or_by_itself(frozen: bool) -> None:
+    """ZeRO steps group after group, and cohorts of parameters apart: that is one step."""
+
+    def run() -> list[float]:
+        distances = []
+        for stage, kind in itertools.product((1, 3), (CountsByGroup, CountsByItself)):
+            net, plain = network(), network()
+            optimizer = kind(groups_of(net), {"lr": 0.1})
+            attach(engine := make_engine(net, optimizer, stage))
+            oracle = Oracle(plain, kind(groups_of(plain), {"lr": 0.1}))
+            for k in range(4):
+                for module in (net, plain):
+                    module[1].requires_grad_(not (frozen and k == 1))
+                engine.backward(engine(data(k, rank())).square().mean())
+                oracle.backward(lambda r, k=k, plain=plain: plain(data(k, r)).square().mean())
+                engine.step()
+                oracle.step()
+            distances.append(distance(full_parameters(net), full_parameters(plain)))
+        return distances
+
+    assert max(run_ranks(run)[0]) < 1e-6

@@ -64,7 +64,7 @@ from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.required_gradients import RequiredGradients
 from zerosync_strategy.core.stage_options import check_backends, check_stage
 from zerosync_strategy.core.states import StripedStates
-from zerosync_strategy.core.stepping import can_step_by_part
+from zerosync_strategy.core.stepping import OneStep, can_step_by_part
 from zerosync_strategy.core.transformers import nothing_is_sharded
 from zerosync_strategy.version import __version__
 
@@ -164,6 +164,7 @@ class AttachedEngine:
         self._loading = ""  # a checkpoint: what, in words
         self._infers = False  # in gathered_for_inference()
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
+        self._one_step: OneStep | None = None  # while one is made
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._progress = EngineProgress(engine.module, self.meter, self.window, self.scheduler)
         self._rank_status = rank_status()
@@ -384,6 +385,7 @@ class AttachedEngine:
             self._adopt_edits()
             if self.values is not None:
                 self.values.begin_step(self.trained)
+            self._one_step = OneStep(zero.stepping_optimizer(self.engine))
             try:
                 releasing = nullcontext() if self.cache is None else self.cache.stepping()
                 with phase("step"), releasing, self.frozen.stepping(self._pieces()):
@@ -392,6 +394,8 @@ class AttachedEngine:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
                 raise
             finally:
+                self._one_step.end()
+                self._one_step = None
                 self.coming.restore_clip_norm()
                 self._parameters_written()
             if self.states is not None:
@@ -402,6 +406,9 @@ class AttachedEngine:
             if self.budgets is not None:
                 self.budgets.end_window()
             self.race_check.stepped()
+
+    def stepping_group(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._one_step is None else self._one_step.call()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
         reducer = self.reducer

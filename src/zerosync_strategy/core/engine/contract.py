@@ -76,6 +76,7 @@ ALL_STAGES = (
     Internal("window", "optimizer", "step", public=True),
     Internal("window", "optimizer", "optimizer", public=True),
     Internal("window", "optimizer", "add_param_group", public=True, optional=True),
+    Internal("window", "optimizer", "_optimizer_step"),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
     Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", (), since="0.19.4"),
     Internal("window", "optimizer", "_backward_active_depth"),

@@ -95,6 +95,9 @@ class EngineHooks(Protocol):
     def release_parameters(self) -> bool:
         """Release what a ZeRO-3 step changes, before it; return whether that is all that is to be released now."""
 
+    def stepping_group(self) -> AbstractContextManager[None]:
+        """Around what steps one flat group, within a step."""
+
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
 
@@ -216,6 +219,10 @@ class OptimizerOverrides:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_hooks.step():
             return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def _optimizer_step(self, number: int) -> None:
+        with self._zerosync_hooks.stepping_group():
+            super()._optimizer_step(number)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._zerosync_hooks.zero_grad()
