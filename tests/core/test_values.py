@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.params.values import WATCHED_STEPS
+from zerosync_strategy.racecheck import simulate
 
 SHARDED = {"stage3_param_persistence_threshold": 0}
 HOST = {"device": 0, "host": "1MiB"}
@@ -187,19 +189,25 @@ def without_grad(weight: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize(("write", "first"), [(scale, 0), (clear, 0), (replace, 2), (without_grad, WATCHED_STEPS + 1)])
-@pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}])
+@pytest.mark.parametrize("device", [nullcontext, simulate], ids=["cpu", "streams"])
+@pytest.mark.parametrize("budget", [0, "all", HOST], ids=["", "held", "host"])
 def test_what_a_module_writes_to_its_own_parameters_lasts(
-    write: Callable[[nn.Parameter], None], first: int, options: dict[str, Any]
+    write: Callable[[nn.Parameter], None], first: int, budget: Any, device: Callable[[], Any]
 ) -> None:
     """Without a trace but the values, where it begins within the first steps; else where torch counts the write."""
 
     def run() -> float:
+        with device():
+            return train()
+
+    def train() -> float:
+        start()
         torch.manual_seed(0)
         net = nn.Sequential(Writer(write, first), nn.Tanh(), nn.Linear(6, 3))
         plain = copy.deepcopy(net)
         engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.2)
-        attach(engine, **options)
+        attach(engine, param_memory_budget=budget)
         for k in range(WATCHED_STEPS + 3):
             x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
             engine.backward(engine(x[rank()]).square().mean())

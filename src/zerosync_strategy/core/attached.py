@@ -54,7 +54,13 @@ from zerosync_strategy.core.optimizers import listed
 from zerosync_strategy.core.params.arriving import ArrivingParameters
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
-from zerosync_strategy.core.params.edits import adopt_edits_of_stage_1_2, adopt_edits_of_stage_3
+from zerosync_strategy.core.params.edits import (
+    MasterWeights,
+    Weights,
+    restore_flat_parameters,
+    weights_of_stage_1_2,
+    write_gathered_to_shards,
+)
 from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
@@ -87,6 +93,7 @@ class AttachedEngine:
         coming: what a program does with them before the step.
         trained: the parameters of its optimizer.
         states: in which order the optimizer has its shards; ``None`` on stage 3.
+        masters: what the optimizer steps.
         arriving: the parameters that are on their way, with ``overlap_gather``.
         frozen: which parameters are not stepped.
         cache, scheduler, values, unshard_on_read: of the parameters; ``None`` where the stage or the options need none.
@@ -119,6 +126,7 @@ class AttachedEngine:
             lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
         )
         self.states: StripedStates | None = None
+        self.masters = MasterWeights(self.reducer.streams)
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity) if config.overlap_gather else None
         if isinstance(self.reducer, Stage12Reducer):
             stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
@@ -402,6 +410,8 @@ class AttachedEngine:
                 self.states.check()
             if self.arriving is not None:
                 self.arriving.begin()
+            else:
+                self.masters.stepped(self._weights())
             self.meter.step_done(None if self.budgets is None else self.budgets.choice)
             if self.budgets is not None:
                 self.budgets.end_window()
@@ -592,13 +602,19 @@ class AttachedEngine:
     def _adopt_edits(self) -> None:
         """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
         self._shards_written()
-        optimizer, reducer = self.engine.optimizer, self.reducer
-        concurrent = reducer.streams.concurrent
-        if isinstance(reducer, Stage12Reducer) and self.states is not None:
-            groups = zip(reducer.groups, map(self.states.own, reducer.layouts), strict=True)
-            adopt_edits_of_stage_1_2(optimizer, groups, self._names, concurrent)
+        reducer = self.reducer
+        if isinstance(reducer, Stage12Reducer):
+            restore_flat_parameters(self.engine.optimizer, reducer.groups, self._names)
         else:
-            adopt_edits_of_stage_3(optimizer, reducer.params, self._names, concurrent)
+            write_gathered_to_shards(reducer.params, self._names)
+        self.masters.adopt(self._weights())
+
+    def _weights(self) -> Iterator[Weights]:
+        reducer = self.reducer
+        if isinstance(reducer, Stage12Reducer) and self.states is not None:
+            own = map(self.states.own, reducer.layouts)
+            return weights_of_stage_1_2(self.engine.optimizer, zip(reducer.groups, own, strict=True))
+        return zero3_optimizer.weights(self.engine.optimizer)
 
     def _master_weights(self) -> list[zero.MasterWeights]:
         if self.states is not None:

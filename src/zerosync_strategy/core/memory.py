@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 _STATUS = Path("/proc/self/status")
+_TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics
 
 
 class Gauge(Protocol):
@@ -24,16 +25,24 @@ class Gauge(Protocol):
 
 
 class DeviceGauge:
-    """What torch's allocator has given out on a GPU."""
+    """What torch's allocator has taken of a GPU and cannot give back, or give out again whatever is asked for.
+
+    Of its reserved memory that is: the blocks in use, those that wait for a stream, and the free parts of segments that
+    are in use elsewhere. Segments that are free as a whole are not counted: they serve the next request, or go back to
+    the device before the allocator gives up.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def used(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        stats = torch.cuda.memory_stats(self._device)
+        return sum(stats.get(f"{kind}.all.current", 0) for kind in _TAKEN)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        # The two have had their peaks at different moments, perhaps; all that was reserved is more than both at any.
+        stats = torch.cuda.memory_stats(self._device)
+        return min(sum(stats.get(f"{kind}.all.peak", 0) for kind in _TAKEN), stats.get("reserved_bytes.all.peak", 0))
 
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

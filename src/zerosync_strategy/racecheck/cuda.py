@@ -88,16 +88,18 @@ class Follower(Recorder):
 
     def event_synchronized(self, event: int) -> None:
         with self._lock:
-            self.checker.host.wait(self._events.get(event, Clock()))
+            self.host_waits_for(self._events.get(event, Clock()), "event synchronize")
 
     def stream_synchronized(self, stream: int) -> None:
         with self._lock:
-            self.checker.synchronize(self.timeline(stream))
+            self.host_waits_for(self.timeline(stream).clock, "stream synchronize")
 
     def device_synchronized(self) -> None:
         with self._lock:
+            clock = Clock()
             for timeline in self._timelines.values():
-                self.checker.synchronize(timeline)
+                clock.join(timeline.clock)
+            self.host_waits_for(clock, "device synchronize")
 
     # ---- streams and memory ------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Stream(Timeline):
 
     def synchronize(self) -> None:
         if device := running_device():
-            device.checker.synchronize(self)
+            device.host_waits_for(self.clock, "Stream.synchronize")
 
     def query(self) -> bool:
         device = running_device()
@@ -68,7 +68,7 @@ class Event:
 
     def synchronize(self) -> None:
         if device := running_device():
-            device.checker.host.wait(self.clock)
+            device.host_waits_for(self.clock, "Event.synchronize")
 
     def query(self) -> bool:
         device = running_device()
@@ -114,8 +114,10 @@ class Device(Recorder):
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
+        clock = Clock()
         for stream in self.streams:
-            self.checker.synchronize(stream)
+            clock.join(stream.clock)
+        self.host_waits_for(clock, "synchronize")
 
     # ---- memory of the host ------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from zerosync_strategy.racecheck.clocks import Clock, Timeline
 # Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
 _ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
 _READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2"}
-_COPIES = {"copy_", "_to_copy"}
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
 # The paths of frames that a site leaves out: torch, and layers of communication and tracing.
 _LAYERS = re.compile(
@@ -52,11 +52,13 @@ class Recorder(ABC):
     Attributes:
         checker: holds the findings.
         operations: the operations in the order of their issue, each with its timeline's clock at that time.
+        host_waits: where the host waited for the device, in order: for what, and the line.
     """
 
     def __init__(self) -> None:
         self.checker = Checker()
         self.operations: list[tuple[Operation, Clock]] = []
+        self.host_waits: list[str] = []
         self._blocks: dict[int, tuple[Block, Any]] = {}  # by storage, with a weak reference to it
         self._silent = 0
         self._undo: list[Callable[[], Any]] = []
@@ -208,16 +210,21 @@ class Recorder(ABC):
                 host_waits = not asynchronous and any(self.is_host_memory(tensor) for tensor, _ in touched)
             elif not on_host and (written := [tensor for tensor, writes in touched if writes]):
                 on_host = all(map(self.is_host_memory, written))
-                if on_host:
-                    self.checker.synchronize(self.current_timeline)  # the host reads values of the device
+                if on_host:  # it reads values of the device
+                    self.host_waits_for(self.current_timeline.clock, name)
             for tensor in new:
                 self.block(tensor, new=True)
             if name in _ALLOCATES:
                 return
             timeline = self.checker.host if on_host else self.current_timeline
             self._issue(timeline, name, touched)
-            if host_waits:
-                self.checker.synchronize(timeline)
+            if host_waits and not on_host:
+                self.host_waits_for(timeline.clock, name)
+
+    def host_waits_for(self, clock: Clock, what: str) -> None:
+        """The host waits for the operations that ``clock`` counts, because of ``what``."""
+        self.host_waits.append(f"{what} at {_site()}")
+        self.checker.host.wait(clock)
 
     def collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and issue one of torch.distributed's operators, inside :meth:`silent` too."""

@@ -13,6 +13,7 @@ from zerosync_strategy.racecheck.autograd import NodeInfo, Nodes
 from zerosync_strategy.racecheck.clocks import Clock, Timeline
 from zerosync_strategy.racecheck.device import Device, Stream
 
+_TO_HOST = (torch.Tensor.tolist, torch.Tensor.cpu)  # no operators here, where all memory is the CPU's
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
@@ -63,6 +64,8 @@ class SimulatedNodes(Nodes):
         if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
             args = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **(kwargs or {})))
             kwargs = None
+        if func in _TO_HOST and not self._device.is_host_memory(args[0]):
+            self._device.host_waits_for(self._device.current.clock, func.__name__)
         if func in _FROM_NUMBERS and not isinstance(args[0], torch.Tensor) and _on_host(**(kwargs or {})):
             return self._device.in_host_memory(lambda: func(*args, **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)

@@ -9,7 +9,8 @@ to the gradient shards there. The rules, each with its method:
 - **B2** has no method: producers overwrite nothing that a reduction uses. Once a bucket is sent, its gradients leave
   their parameters, and what autograd accumulates next is in new memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
-  the reductions.
+  the reductions. Where an offloaded optimizer is to read them on the host, so does the host, once
+  (:meth:`Streams.host_waits_for_reductions`).
 - **L1** :meth:`Streams.record_stream_for_reduction`: a gradient, or the memory of a bucket of them, belongs to a
   producer's stream and is read by the reduction stream, so it is recorded there before it is freed. What the reduction
   stream allocates returns to it: packed chunks after the collective, which the backend keeps alive, and gradient shards
@@ -141,6 +142,13 @@ class Streams:
         if self._reduction is not None:
             self._accelerator.current_stream().wait_stream(self._reduction)
 
+    def host_waits_for_reductions(self) -> None:
+        """Let the host wait for all reductions, whose results are copied to its memory (B3)."""
+        if self._reduction is not None:
+            event = self._accelerator.Event()
+            event.record(self._reduction)
+            event.synchronize()
+
     # ---- gathers -------------------------------------------------------------------------------------------------
 
     def make_gather_streams(self, count: int, stock: Any) -> list[Any]:
@@ -192,6 +200,37 @@ class Streams:
             writer = self._writers.pop()
             for stream in gather_streams:
                 stream.wait_stream(writer)
+
+    # ---- memory of the host --------------------------------------------------------------------------------------
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is in memory of the host, and the device's is another."""
+        is_pinned: bool = self.concurrent and (
+            tensor.device.type != self._accelerator.device_name() or self._accelerator.is_pinned(tensor)
+        )
+        return is_pinned
+
+    def host_waits_for_caller(self) -> None:
+        """Let the host wait for the caller's stream, which has copied to its memory."""
+        if self._reduction is not None:
+            event = self._accelerator.Event()
+            event.record(self._accelerator.current_stream())
+            event.synchronize()
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of any values on the host, pinned on a device with streams.
+
+        torch rounds the bytes of pinned memory up to a power of two.
+        """
+        if not self.concurrent or self._accelerator.device_name() == "cuda":
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.concurrent)
+        pinned: torch.Tensor = self._accelerator.pin_memory(torch.empty(numel, dtype=dtype, device="cpu"))
+        return pinned
+
+    def give_host_memory_back(self) -> None:
+        """Give pinned memory that nobody has any more back to the system, which torch keeps else."""
+        if self.concurrent and self._accelerator.device_name() == "cuda":
+            torch._C._host_emptyCache()
 
 
 class HostCopy:

@@ -55,9 +55,7 @@ class ShardRows:
         self._columns = [shard.ds_numel for shard in shards]
         self._rows = torch.empty(dist.get_world_size(group), sum(self._columns), dtype=dtype, device=first.device)
         own = self._rows[dist.get_rank(group)]
-        if any(shard.device != own.device or shard.dtype is not dtype for shard in shards):
-            shards = [shard.to(own.device, dtype) for shard in shards]
-        torch.cat(shards, out=own)
+        torch._foreach_copy_(own.split(self._columns), shards, non_blocking=True)  # from the host, too
         self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
 
     def values(self) -> list[tuple[Any, torch.Tensor]]:
@@ -104,14 +102,17 @@ class LocalGather:
     """What a :class:`ShardGather` is, of parameters that this rank has in full elsewhere: nothing is sent.
 
     Args:
-        values: in full, by released parameter. They are copied, on the current stream.
+        values: in full, flat and in parts, by released parameter. They are copied, on the current stream.
     """
 
     @param_class.for_training
-    def __init__(self, values: Mapping[Any, torch.Tensor]) -> None:
+    def __init__(self, values: Mapping[Any, list[torch.Tensor]]) -> None:
         from deepspeed.runtime.zero import partition_parameters
 
-        self._copies = {param: full.to(param.device, non_blocking=True, copy=True) for param, full in values.items()}
+        self._copies = {}
+        for param, parts in values.items():
+            self._copies[param] = full = torch.empty(param.ds_shape, dtype=parts[0].dtype, device=param.device)
+            torch._foreach_copy_(full.view(-1).split([part.numel() for part in parts]), parts, non_blocking=True)
         for param in self._copies:
             param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
 

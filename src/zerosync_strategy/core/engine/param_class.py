@@ -54,10 +54,11 @@ class Users(set[Any]):
         set.add(self, user)
         self._param.__class__ = self.own
 
-    def changed_it(self) -> bool:
+    def changed_it(self) -> bool | torch.Tensor:
         """Return whether the gathered values are other than those that the users found; unseen if not watched.
 
-        What goes through ``.data`` leaves no trace but the values. All ranks' own parts are all of them.
+        What goes through ``.data`` leaves no trace but the values. All ranks' own parts are all of them, so each rank
+        has an answer of its own, in a tensor: the host need not wait for it.
         """
         param = self._param
         if param._version != self.version:
@@ -71,7 +72,10 @@ class Users(set[Any]):
         if param.shape != param.ds_shape:
             return True
         pair = zero3.own_part(param)
-        return pair is not None and not torch.equal(*pair)
+        if pair is None:
+            return param.new_zeros((), dtype=torch.bool)
+        shard, part = pair
+        return shard.to(part.device, non_blocking=True).ne(part).any()
 
     def discard(self, user: Any) -> None:
         set.discard(self, user)
@@ -166,12 +170,20 @@ def take_class_at_rest(param: Any) -> None:
     param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
 
 
-def changed_in_use(param: Any) -> bool:
-    """Return whether the modules that used a gathered ``param`` have written to it; to be asked once, at release."""
+def changed_in_use(param: Any) -> bool | torch.Tensor:
+    """Return whether the modules that used a gathered ``param`` have written to it; to be asked once, at release.
+
+    Where only the values say so, the answer is this rank's, on the device.
+    """
     users = param.ds_active_sub_modules
-    changed: bool = users.changed_it()
+    changed: bool | torch.Tensor = users.changed_it()
     users.version = param._version
     return changed
+
+
+def forget_changes(param: Any) -> None:
+    """What modules have written to a gathered ``param`` is taken care of."""
+    param.ds_active_sub_modules.version = param._version
 
 
 def watch(params: Iterable[Any], watched: bool) -> None:

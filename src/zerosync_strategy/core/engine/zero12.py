@@ -117,8 +117,8 @@ def hand_over_gradients(optimizer: Any) -> None:
         return
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
         shard = gradient_shard(optimizer, index)
-        master.grad.copy_(shard)
-        optimizer.update_offload_overflow_tracker(shard)
+        master.grad.copy_(shard, non_blocking=True)
+        optimizer.update_offload_overflow_tracker(shard)  # for whose answer the host waits, and so for the copy
 
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:

@@ -223,9 +223,14 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 def keep(param: Any) -> None:
     """Let this rank's shard of a gathered parameter have its present values."""
     count_write(param)
+    copy_to_shard(param)
+
+
+def copy_to_shard(param: Any) -> None:
+    """As :func:`keep`, but not counted as a write: the values are probably those that the shard has."""
     if (pair := own_part(param)) is not None:
         shard, part = pair
-        shard.copy_(part)
+        shard.copy_(part, non_blocking=True)
 
 
 def write(param: Any, full: torch.Tensor) -> bool:

@@ -295,6 +295,8 @@ class Reducer(ABC):
     def close(self) -> None:
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
+        if not self._shards_on_device:
+            self.streams.host_waits_for_reductions()
         self._ready_shards()
         for bucket in self.buckets:
             if not bucket.is_reduced:
@@ -320,11 +322,13 @@ class Reducer(ABC):
         self.items.forget()
         if items is None:
             return
+        if not self._shards_on_device:
+            items = items.cpu()
         for layout in self.layouts:
             # It has a dimension, so that torch multiplies in fp32: in fp16, one over the items has few bits.
             factor = torch.where(items > 0, layout.divisor / items, 0.0).view(1)
             for part in self.shard_parts(layout, 0, layout.shard_numel):
-                part.mul_(factor.to(part.device, torch.promote_types(part.dtype, torch.float32)))
+                part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def end_window(self) -> None:
         """The step has used the shards."""
@@ -373,10 +377,15 @@ class Reducer(ABC):
                 for target in flight.targets:
                     part = average[done : done + target.numel()]
                     done += target.numel()
-                    if flight.adds:
-                        target.add_(part.to(target.device, target.dtype))
+                    if flight.adds and not self._shards_on_device and self.streams.concurrent:
+                        # Summed on the device: the host would have to wait for each part.
+                        before = torch.empty(len(target), dtype=target.dtype, device=part.device)
+                        before.copy_(target, non_blocking=True)
+                        target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
+                    elif flight.adds:
+                        target.add_(part.to(target.dtype))
                     elif part.data_ptr() != target.data_ptr():
-                        target.copy_(part)
+                        target.copy_(part, non_blocking=True)
 
     def _scales(self, layout: ShardLayout) -> tuple[float, float]:
         """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""

@@ -108,7 +108,7 @@ class ParameterCache:
     ) -> None:  # fmt: skip
         self._engine = engine
         self._untraced = untraced
-        self.host = scheduler.host = None if host_budget == 0 else HostCache(host_budget)
+        self.host = scheduler.host = None if host_budget == 0 else HostCache(host_budget, scheduler.streams)
         self._budget = budget
         self._scheduler = scheduler
         self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
@@ -243,7 +243,7 @@ class ParameterCache:
         self._chosen = set(map(zero3.param_id, held))
         if self.host is not None:
             others = (param for param in saving if not self.holds(param) and self._scheduler.gathers_plainly(param))
-            self.host.choose(set(fitting(others, self.host.limit)), (param for param in held if param in constants))
+            self.host.choose(set(self.host.fitting(others)), (param for param in held if param in constants))
 
     def set_budget(self, budget: int) -> int:
         """Hold what fits into ``budget`` bytes from the coming window on, and return how many it takes.

@@ -4,57 +4,71 @@ ZeRO steps weights of its own, the *master weights* of this rank's shard, and th
 So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
 shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
 edit must be made alike on all ranks, as in plain data parallelism.
+
+It is done piece by piece, so that what it needs of memory does not grow with the shard. Where the device has the shard
+and the host the master weights (an offloaded optimizer), the two are compared only if the shard is another than after
+the last step. A digest on the device says so, and the host waits for that answer once per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.comm.stripes import OwnSlice
-from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
+from zerosync_strategy.core.engine import zero3, zero12
+
+PIECE_NUMEL = 2**22
+"""Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""A flat part of this rank's shard of the parameters, and its master weights."""
 
 
-@torch.no_grad()
-def adopt_edits_of_stage_1_2(
-    optimizer: Any,
-    groups: Iterable[tuple[zero12.FlatGroup, Sequence[OwnSlice]]],
-    names: Mapping[Any, str],
-    concurrent: bool,
-) -> None:
-    """Adopt edits into the master weights of ZeRO-1 or ZeRO-2. All parameters lie in the flat buffers afterwards.
+def weights_of_stage_1_2(
+    optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[OwnSlice]]]
+) -> Iterator[Weights]:
+    """Yield this rank's weights of ZeRO-1 or ZeRO-2.
 
     Args:
         groups: of the optimizer, each with the elements that this rank has of it.
+    """
+    for group, slices in groups:
+        flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
+        for own in slices:
+            yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
+
+
+@torch.no_grad()
+def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
+    """Let all parameters of ZeRO-1 or ZeRO-2 lie in the flat buffers, where ``param.data = ...`` has replaced them.
+
+    Args:
+        groups: of the optimizer.
         names: of the parameters, for errors.
-        concurrent: the device runs beside the host, which must not wait for it.
 
     Raises:
         ValueError: a parameter was given data of another shape.
     """
-    for group, slices in groups:
-        flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
+    for group in groups:
+        flat = zero12.flat_parameters(optimizer, group.index)
         begin, itemsize = flat.data_ptr(), flat.element_size()
         for param, offset, shape in zip(group.params, group.offsets, group.shapes, strict=True):
-            if param.data_ptr() != begin + offset * itemsize or param.shape != shape:  # param.data = ...
+            if param.data_ptr() != begin + offset * itemsize or param.shape != shape:
                 _check_shape(param, shape, names)
                 place = flat.narrow(0, offset, param.numel()).view(shape)
                 param.data = place.copy_(param.data)
-        for own in slices:
-            part = master.narrow(0, own.offset, own.stop - own.start)
-            _adopt(flat[own.start : own.stop], part, concurrent)
 
 
 @torch.no_grad()
-def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping[Any, str], concurrent: bool) -> None:
-    """Adopt edits into the shards and the master weights of ZeRO-3.
+def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) -> None:
+    """Let the shards of ZeRO-3 have the values of those ``params`` that are gathered, which may have been edited.
 
     Args:
-        params: of the optimizer; those that are gathered may have been edited in full, the others in their shards.
+        params: of the optimizer; those that are not gathered may have been edited in their shards.
         names: of the parameters, for errors.
-        concurrent: the device runs beside the host, which must not wait for it.
 
     Raises:
         ValueError: a parameter was given data of another shape, or any while it was not gathered.
@@ -72,9 +86,73 @@ def adopt_edits_of_stage_3(optimizer: Any, params: Iterable[Any], names: Mapping
             )
     pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
     if pairs:
-        torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
-    for shard, master in zero3_optimizer.weights(optimizer):
-        _adopt(shard, master, concurrent)
+        torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs], non_blocking=True)
+
+
+class MasterWeights:
+    """Adopts what a program has edited into the master weights of one engine.
+
+    Args:
+        streams: of the engine.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._factors: torch.Tensor | None = None
+        self._answer: tuple[int, HostCopy] | None = None  # with the number of its elements
+        self._digests: list[torch.Tensor] = []  # after the last step, of the shards whose master weights are elsewhere
+
+    @torch.no_grad()
+    def adopt(self, weights: Iterable[Weights]) -> None:
+        """Adopt edits of the shards into the master weights."""
+        weights = list(weights)
+        elsewhere, concurrent = self._elsewhere(weights), self._streams.concurrent
+        if any(self._streams.is_on_host(shard) for shard, _ in weights):
+            self._streams.host_waits_for_caller()
+        changed = self._changed([shard for shard, _ in elsewhere])
+        edited = {id(master) for (_, master), is_changed in zip(elsewhere, changed, strict=True) if is_changed}
+        kept = {id(master) for _, master in elsewhere} - edited
+        for shard, master in weights:
+            if id(master) not in kept:
+                _adopt(shard, master, concurrent and not self._streams.is_on_host(master))
+
+    @torch.no_grad()
+    def stepped(self, weights: Iterable[Weights]) -> None:
+        """A step has written the master weights to the shards."""
+        if self._streams.concurrent:
+            self._digests = [self._digest(shard) for shard, _ in self._elsewhere(weights)]
+
+    def _elsewhere(self, weights: Iterable[Weights]) -> list[Weights]:
+        on_host = self._streams.is_on_host
+        return [(shard, master) for shard, master in weights if on_host(master) and not on_host(shard)]
+
+    def _changed(self, shards: list[torch.Tensor]) -> list[bool]:
+        """Return which of ``shards`` are others than after the last step, as far as that is known."""
+        before, self._digests = self._digests, []
+        now = [self._digest(shard) for shard in shards]
+        if not now or [digest.shape for digest in now] != [digest.shape for digest in before]:
+            return [True] * len(now)
+        if self._answer is None or self._answer[0] != len(now):
+            self._answer = len(now), HostCopy(self._streams, len(now))
+        self._digests, answer = before, self._answer[1]
+        answer.begin(torch.stack([old.ne(new).any() for old, new in zip(before, now, strict=True)]).long())
+        return [found != 0 for found in answer.read()]
+
+    def _digest(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a number for each piece of ``shard``.
+
+        It is the sum of all elements' bits, each times a random number of 64 bits, modulo 2**64: of two different
+        shards it is the same by a chance of 2**-32 at most.
+        """
+        bits = shard.view(_INTEGERS[shard.element_size()])
+        numel = min(bits.numel(), PIECE_NUMEL)
+        if self._factors is None or self._factors.numel() < numel:
+            self._factors = torch.empty(numel, dtype=torch.int64, device=shard.device)
+            self._factors.random_(-(2**63), None, generator=torch.Generator(shard.device).manual_seed(0))
+        return torch.stack([(piece * self._factors[: piece.numel()]).sum() for piece in bits.split(PIECE_NUMEL)])
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int32}  # of fewer bits than a factor has
 
 
 def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
@@ -82,10 +160,11 @@ def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
     if shard.dtype == master.dtype:
         master.copy_(shard)
         return
-    shard = shard.to(master.device)
-    written = master.to(shard.dtype)
-    if concurrent or not torch.equal(shard, written):  # on the host, a look is cheaper than a copy
-        master.copy_(torch.where(shard == written, master, shard.to(master.dtype)))
+    for piece, of_master in zip(shard.split(PIECE_NUMEL), master.split(PIECE_NUMEL), strict=True):
+        piece = piece.to(of_master.device)
+        written = of_master.to(piece.dtype)
+        if concurrent or not torch.equal(piece, written):  # on the host, a look is cheaper than a copy
+            of_master.copy_(torch.where(piece == written, of_master, piece.to(of_master.dtype)))
 
 
 def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -> None:

@@ -148,6 +148,17 @@ class GatherScheduler:
         """The forward of ``module`` has ended."""
         self.order.ends(module)
 
+    def values_in_shards(self, param: Any) -> None:
+        """The caller's stream has written the values of a gathered ``param`` to its shards, new or not.
+
+        So a copy of it on the host, which no rank is told is out of date, is made anew.
+        """
+        self.shards_written()
+        if self.host is not None and self.host.get(param) is not None:
+            self.streams.gathers_wait_for_writes(self._gather_streams)
+            with self._on(self.stream_of(zero3.process_group(param))):
+                self.host.renew(param)
+
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
@@ -184,7 +195,7 @@ class GatherScheduler:
         gathering.in_flight(self.coordinator).update(dict.fromkeys(loaded, handle))
         handle.count()
         gathering.count_gathered(self.coordinator, loaded)
-        host.count_loaded(values.values())
+        host.count_loaded(loaded)
         return [param for param in params if param not in values]
 
     def _on(self, stream: Any) -> AbstractContextManager[None]:

@@ -60,6 +60,7 @@ class ParameterValues:
         self.steps = 0
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
+        self._unknown: dict[Any, torch.Tensor] = {}  # of parameters, on the device: whether modules have written to it
         self._writers: set[Any] = set()  # parameters that modules write to while they run
         self._params = list(engine.module.parameters())
         for param in self._params:
@@ -92,25 +93,43 @@ class ParameterValues:
         self.steps += 1
         self._in_shards = frozenset()
         if self.steps == WATCHED_STEPS:
+            self._ask_device()
             param_class.watch((param for param in self._params if param not in self._writers), False)
 
     def _releasing(self, param: Any) -> None:
         """Carry what was written to a gathered ``param`` to the shards, if those are not newer."""
-        changed = param_class.changed_in_use(param)
         if param in self._in_shards:
-            return
-        if zero3.stays(param):
+            param_class.forget_changes(param)
+        elif zero3.stays(param):
+            param_class.forget_changes(param)
             zero3.keep(param)
-        elif changed:
-            self._check_alike(param, param)
-            self.write_back(param, param.data)
-            self._writers.add(param)
+        else:
+            changed = param_class.changed_in_use(param)
+            if isinstance(changed, torch.Tensor):
+                zero3.copy_to_shard(param)
+                self._scheduler.values_in_shards(param)
+                self._unknown[param] = self._unknown[param] | changed if param in self._unknown else changed
+            elif changed:
+                self._check_alike(param, param)
+                self.write_back(param, param.data)
+                self._writers.add(param)
+
+    def _ask_device(self) -> None:
+        """Wait for what the device knows of writes to parameters."""
+        unknown, self._unknown = self._unknown, {}
+        answers = torch.stack(list(unknown.values())).tolist() if unknown else []
+        for param, changed in zip(unknown, answers, strict=True):
+            if changed:
+                self._writes[param] = self._writes.get(param, 0) + 1
+                self._writers.add(param)
 
     def _written(self, param: Any) -> None:
         self._writes[param] = self._writes.get(param, 0) + 1
 
     def date(self, param: Any) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
+        if param in self._unknown:
+            self._ask_device()
         return self.steps + self._writes.get(param, 0)
 
     def memory(self, param: Any) -> Memory:
