@@ -1,4 +1,4 @@
-"""K1: how often the host waits for the device in a step, on the simulated one, and that nothing is lost for it."""
+"""H4: how often the host waits for the device in a step, on the simulated one, and that nothing is lost for it."""
 
 import copy
 from collections import Counter
