@@ -55,7 +55,7 @@ def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch
     ("method", "place", "backend"),
     [
         ("wait_for_unshard", "addmm", "nccl"),
-        ("gathers_wait_for_writes", "read by cat", "nccl"),
+        ("gathers_wait_for_writes", "read by _foreach_copy_", "nccl"),
         ("wait_for_unshard", "addmm", None),
     ],
 )
