@@ -14,6 +14,7 @@ INTERNALS = (
     Internal("preparation", _ACCELERATOR, "deepspeed_engine_wrapped", named_in="accelerate.accelerator"),
     Internal("gradient clipping", _ACCELERATOR, "clip_grad_norm_", ("parameters", "max_norm")),
     Internal("gradient clipping", _ACCELERATOR, "clip_grad_value_", ("parameters", "clip_value")),
+    Internal("checkpoints", _ACCELERATOR, "save_state", ("output_dir",)),
     Internal("end of training", _ACCELERATOR, "end_training", ()),
     Internal("a second training", _ACCELERATOR, "free_memory", ()),
     Internal("gradient accumulation", _ACCELERATOR, "sync_gradients"),

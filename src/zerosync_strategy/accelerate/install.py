@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.accelerator import Accelerator
@@ -13,10 +15,10 @@ from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.config import BLOCK
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.internals import verify
 
-_stock: dict[str, Any] = {}
 _always = False  # every DeepSpeed configuration of this process, with a block or without
 
 
@@ -28,60 +30,67 @@ def install(always: bool = False) -> None:
     """
     global _always
     _always |= always
-    if _stock:
-        return
-    verify(contract.INTERNALS)
-    _stock["__post_init__"] = DeepSpeedPlugin.__post_init__
-    _stock["_prepare_deepspeed"] = Accelerator._prepare_deepspeed
-    _stock["_prepare_backend"] = PartialState._prepare_backend
-    _stock["__init__"] = AcceleratorState.__init__
-    DeepSpeedPlugin.__post_init__ = _post_init
-    Accelerator._prepare_deepspeed = _prepare_deepspeed
-    PartialState._prepare_backend = _prepare_backend
-    AcceleratorState.__init__ = _init_state
+    if not patches.is_installed(patches.ACCELERATE_PLUGIN):
+        verify(contract.INTERNALS)
+    patches.replace(patches.ACCELERATE_PLUGIN, _post_init)
+    patches.replace(patches.ACCELERATE_PREPARE, _prepare_deepspeed)
+    patches.replace(patches.ACCELERATE_BACKEND, _prepare_backend)
+    patches.replace(patches.ACCELERATE_STATE, _init_state)
 
 
-def _post_init(self: DeepSpeedPlugin) -> None:
-    """A configuration with a block becomes a :class:`ZeroSyncPlugin`, whoever made it."""
-    if not isinstance(self, ZeroSyncPlugin) and (_always or _has_block(self.hf_ds_config)):
-        self.__class__ = ZeroSyncPlugin
-        return self.__post_init__()
-    _stock["__post_init__"](self)
+def _post_init(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def post_init(self: DeepSpeedPlugin) -> None:
+        """A configuration with a block becomes a :class:`ZeroSyncPlugin`, whoever made it."""
+        if not isinstance(self, ZeroSyncPlugin) and (_always or _has_block(self.hf_ds_config)):
+            self.__class__ = ZeroSyncPlugin
+            return self.__post_init__()
+        stock(self)
+
+    return post_init
 
 
-def _prepare_deepspeed(self: Accelerator, *args: Any) -> Any:
-    plugin = self.deepspeed_plugin
-    if isinstance(plugin, ZeroSyncPlugin):
-        return prepare(self, plugin, args, _stock["_prepare_deepspeed"])
-    return _stock["_prepare_deepspeed"](self, *args)
+def _prepare_deepspeed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def prepare_deepspeed(self: Accelerator, *args: Any) -> Any:
+        plugin = self.deepspeed_plugin
+        return prepare(self, plugin, args, stock) if isinstance(plugin, ZeroSyncPlugin) else stock(self, *args)
+
+    return prepare_deepspeed
 
 
-def _prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-    """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone.
+def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone.
 
-    Before Accelerate 1.15 it says gloo instead, and lets DeepSpeed compile.
-    """
-    ours = _is_ours()
-    backend, distributed_type = _stock["_prepare_backend"](self, cpu, *args, **kwargs)
-    on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if ours and on_cpu and "LOCAL_RANK" in os.environ:
-        prepare_cpu()
-        if cpu:  # asked for by TrainingArguments(use_cpu=True); then stock says gloo
-            return backend, distributed_type
-        return "gloo", DistributedType.NO  # which becomes DeepSpeed's
-    return backend, distributed_type
+        Before Accelerate 1.15 it says gloo instead, and lets DeepSpeed compile.
+        """
+        ours = _is_ours()
+        backend, distributed_type = stock(self, cpu, *args, **kwargs)
+        on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+        if ours and on_cpu and "LOCAL_RANK" in os.environ:
+            prepare_cpu()
+            if cpu:  # asked for by TrainingArguments(use_cpu=True); then stock says gloo
+                return backend, distributed_type
+            return "gloo", DistributedType.NO  # which becomes DeepSpeed's
+        return backend, distributed_type
+
+    return prepare_backend
 
 
-def _init_state(
-    self: AcceleratorState, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any
-) -> None:
-    """With ``cpu=True`` stock would train without DeepSpeed."""
-    if (cpu or parse_flag_from_env("ACCELERATE_USE_CPU")) and _is_ours():
-        raise ValueError(
-            "Accelerate got cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it ZeroSync. Leave"
-            " it out: without a GPU, or with CUDA_VISIBLE_DEVICES set to nothing, ZeroSync trains on the CPU."
-        )
-    _stock["__init__"](self, mixed_precision, cpu, *args, **kwargs)
+def _init_state(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def init(self: AcceleratorState, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
+        """With ``cpu=True`` stock would train without DeepSpeed."""
+        if (cpu or parse_flag_from_env("ACCELERATE_USE_CPU")) and _is_ours():
+            raise ValueError(
+                "Accelerate got cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it ZeroSync."
+                " Leave it out: without a GPU, or with CUDA_VISIBLE_DEVICES set to nothing, ZeroSync trains on the CPU."
+            )
+        stock(self, mixed_precision, cpu, *args, **kwargs)
+
+    return init
 
 
 def _is_ours() -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.scalars import allow_scalars
@@ -103,6 +104,11 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         super().__post_init__()
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
+        self.patch_process()
+
+    def patch_process(self) -> None:
+        """Replace what has to be so before there is an engine, while this plugin lives or until its training ends."""
+        patches.hold(self)
         allow_scalars()
         allow_any_output()
         if self.zero_stage == 3:

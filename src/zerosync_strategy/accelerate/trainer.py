@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerosync_strategy.accelerate import contract
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.internals import verify
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
@@ -26,10 +27,21 @@ def install(plugin_class: type[Any]) -> None:
     from transformers.integrations import deepspeed
 
     verify(contract.TRAINER)
-    if not hasattr(deepspeed.deepspeed_init, "__wrapped__"):
-        deepspeed.deepspeed_init = _replace(deepspeed.deepspeed_init, plugin_class)
-    if (trainer := sys.modules.get("transformers.trainer")) is not None:
-        trainer.deepspeed_init = deepspeed.deepspeed_init  # type: ignore[attr-defined]
+    if not patches.is_installed(patches.DEEPSPEED_INIT):
+        stock = deepspeed.deepspeed_init
+        ours = _replace(stock, plugin_class)
+        _exchange(stock, ours)
+        patches.install(patches.DEEPSPEED_INIT, lambda: _exchange(ours, stock))
+    elif (trainer := sys.modules.get("transformers.trainer")) is not None:  # imported since
+        _exchange(trainer.deepspeed_init, deepspeed.deepspeed_init)
+
+
+def _exchange(found: Any, other: Any) -> None:
+    """Let the modules of transformers that have ``found`` have ``other``."""
+    for name in ("transformers.integrations.deepspeed", "transformers.integrations", "transformers.trainer"):
+        module = sys.modules.get(name)
+        if module is not None and vars(module).get("deepspeed_init") is found:
+            module.deepspeed_init = other  # type: ignore[attr-defined]
 
 
 def is_trainers(config: Any) -> bool:

@@ -21,6 +21,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimize
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core.checkpoints.saves import one_save
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.zero import accumulate_outside, building_engine
@@ -36,6 +37,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
     """``accelerator.prepare(*args)`` under ``plugin``, by way of Accelerate's own ``stock`` preparation."""
     from deepspeed import DeepSpeedEngine
 
+    plugin.patch_process()  # a training that has ended may have undone it
     if accelerator.device.type == "cpu":
         prepare_cpu()
     if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
@@ -69,6 +71,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
 
     accumulate_outside(engine)
     zerosync = attach(engine, plugin.zerosync_config)
+    vars(accelerator).setdefault("_zerosyncs", []).append(zerosync)
     zerosync.losses_divided_by = lambda: GradientState().num_steps
     if deepcompile:
         kwargs = accelerator.state.dynamo_plugin.to_kwargs()
@@ -204,6 +207,8 @@ class _AcceleratorOverrides:
     """Overrides of an Accelerator that has prepared a model."""
 
     deepspeed_engine_wrapped: Any
+    deepspeed_plugin: ZeroSyncPlugin
+    _zerosyncs: list[ZeroSync]
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -230,14 +235,19 @@ class _AcceleratorOverrides:
             self.deepspeed_engine_wrapped = None  # or its engine would be destroyed
         released = super().free_memory(*objects)  # type: ignore[misc]
         self.deepspeed_engine_wrapped = kept
+        if not divides_losses(self):  # a Trainer goes on by itself
+            patches.release(self.deepspeed_plugin)
         return released
 
     def end_training(self) -> None:
-        if isinstance(self.deepspeed_engine_wrapped, ZeroSyncEngineWrapper):
-            zerosync = self.deepspeed_engine_wrapped.zerosync
+        for zerosync in self._zerosyncs:
             zerosync.abort("training ended before the step that would have used them")
             zerosync.end_racecheck("training ended")
+            zerosync.end()  # Accelerate destroys the process group
+        self._zerosyncs.clear()
+        plugin = self.deepspeed_plugin
         super().end_training()  # type: ignore[misc]
+        patches.release(plugin)
 
 
 def _steps_on_backward(zerosync: ZeroSync) -> bool:

@@ -29,6 +29,7 @@ from zerosync_strategy.core.engine import (
     compilation,
     contract,
     fragments,
+    patches,
     universal,
     zero,
     zero3,
@@ -37,10 +38,12 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
+from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.export import export
-from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED, CheckpointError
+from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
 from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
@@ -70,7 +73,7 @@ from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.required_gradients import RequiredGradients
 from zerosync_strategy.core.stage_options import check_backends, check_stage
 from zerosync_strategy.core.states import StripedStates
-from zerosync_strategy.core.stepping import OneStep, can_step_by_part
+from zerosync_strategy.core.stepping import can_step_by_part
 from zerosync_strategy.core.transformers import nothing_is_sharded
 from zerosync_strategy.version import __version__
 
@@ -113,7 +116,7 @@ class AttachedEngine:
         if is_stage_3 and config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
         check_backends(zero.process_groups(engine), engine.device)
-        zero.count_parameters_quickly()
+        self._patch_process()
         if engine.device.type == "cpu":
             keep_freed_memory()
             leave_out_ranges()
@@ -156,7 +159,6 @@ class AttachedEngine:
                 config.eager_frames, _is_constant,
             )  # fmt: skip
             self.values = ParameterValues.of(engine, self.scheduler)
-            let_average()
             if config.eager_frames:
                 self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
             self.cache.skip_backward_hooks()
@@ -169,10 +171,8 @@ class AttachedEngine:
         self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._times_written = 0  # parameters, by steps and checkpoints
-        self._loading = ""  # a checkpoint: what, in words
         self._infers = False  # in gathered_for_inference()
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
-        self._one_step: OneStep | None = None  # while one is made
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._progress = EngineProgress(engine.module, self.meter, self.window, self.scheduler)
         self._rank_status = rank_status()
@@ -186,6 +186,16 @@ class AttachedEngine:
         fragments.intercept(self.reducer.params, self.coming)
         self.race_check.join()
         _engines.add(self)
+        self._stop_counting = weakref.finalize(engine, self.traffic.stop)
+
+    def _patch_process(self) -> None:
+        """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
+        patches.hold(self.engine)
+        allow_scalars()
+        zero.count_parameters_quickly()
+        if zero.stage(self.engine) == 3:
+            allow_any_output()
+            let_average()
 
     def detach(self) -> None:
         """Give the engine back as it was.
@@ -208,7 +218,7 @@ class AttachedEngine:
         _engines.discard(self)
         self.race_check.detach()
         self.coming.restore_clip_norm()
-        self.traffic.stop()
+        self._stop_counting()
         if self.scheduler is not None:
             self.scheduler.in_backward.remove(self.window.comes_to)
         # The last that came goes first.
@@ -219,6 +229,7 @@ class AttachedEngine:
         for target, layer in self._layers:
             restore(target, layer)
             del target._zerosync_hooks, target._zerosync
+        patches.release(self.engine)
 
     # ---- weights, for inference and export -----------------------------------------------------------------------
 
@@ -393,7 +404,6 @@ class AttachedEngine:
             self._adopt_edits()
             if self.values is not None:
                 self.values.begin_step(self.trained)
-            self._one_step = OneStep(zero.stepping_optimizer(self.engine))
             try:
                 releasing = nullcontext() if self.cache is None else self.cache.stepping()
                 with phase("step"), releasing, self.frozen.stepping(self._pieces()):
@@ -402,8 +412,6 @@ class AttachedEngine:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
                 raise
             finally:
-                self._one_step.end()
-                self._one_step = None
                 self.coming.restore_clip_norm()
                 self._parameters_written()
             if self.states is not None:
@@ -416,9 +424,6 @@ class AttachedEngine:
             if self.budgets is not None:
                 self.budgets.end_window()
             self.race_check.stepped()
-
-    def stepping_group(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._one_step is None else self._one_step.call()
 
     def gather_parameters(self) -> AbstractContextManager[None]:
         reducer = self.reducer
@@ -476,33 +481,26 @@ class AttachedEngine:
             tag = verify(source)
         # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
         self.window.abort("load_checkpoint() was called")
-        self._loading, failed = what, None
+        failed: list[Exception] = []
         try:
             with self._checkpointing(what):
                 yield tag
-        except (CheckpointError, RankError):  # which the other ranks have, too
+        except RankError:
             raise
         except Exception as error:
-            failed = error
+            failed.append(error)
         finally:
-            self._loading = ""
             self._parameters_written()
             if self.cache is not None and self.cache.host is not None:
                 self.cache.host.expire()
-        with self.activity(f"the attempt to {what}"):
-            self._loaded_together(what, failed)
 
-    def before_epilogue(self) -> None:
-        if self._loading:  # a rank that could not load does not come here, and would be waited for
-            self._loaded_together(self._loading, None)
-
-    def _loaded_together(self, what: str, failed: Exception | None) -> None:
         def loaded() -> tuple[str, None]:
-            if failed is not None:
-                raise failed
+            for error in failed:
+                raise error
             return f"step {self.engine.global_steps}", None
 
-        together(what, loaded, lambda: HALF_LOADED)
+        with self.activity(f"the attempt to {what}"):
+            together(what, loaded, lambda: HALF_LOADED)
 
     def fragments_linked(self) -> None:
         fragments.intercept(self.reducer.params, self.coming)

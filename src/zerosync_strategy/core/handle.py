@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.attached import AttachedEngine
 from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, parse_bytes
-from zerosync_strategy.core.engine import contract, zero, zero3, zero12
-from zerosync_strategy.core.engine.outputs import allow_any_output
+from zerosync_strategy.core.engine import contract, patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
@@ -82,9 +81,11 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             raise ValueError(f"attach() found that {problem}")
         compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
-    if zero.stage(engine) == 3:
-        allow_any_output()
-    return ZeroSync(engine, config)
+    try:
+        return ZeroSync(engine, config)
+    except BaseException:
+        patches.release(engine)
+        raise
 
 
 def _parameters_problem(engine: Any) -> str:
@@ -381,3 +382,11 @@ class ZeroSync:
                 " Call engine.step() to use their gradients or abort() to drop them first."
             )
         self._attached.detach()
+
+    def end(self) -> None:
+        """The engine is used no more: as :meth:`detach`, but an open window is dropped, and nothing is sent.
+
+        The optimizer's shards are not in DeepSpeed's own order then. ``engine.destroy()`` does the same.
+        """
+        if isinstance(self.engine, EngineOverrides):
+            self._attached.destroyed()

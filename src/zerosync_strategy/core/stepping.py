@@ -40,41 +40,6 @@ class Part(NamedTuple):
     stepped: Callable[[], None] | None = None
 
 
-class OneStep:
-    """Lets several calls of an optimizer's ``step()`` count as one.
-
-    ZeRO calls it for each group. What an optimizer counts in its groups or by itself, and not in the state of a tensor,
-    would be counted as often; so each call begins with the numbers that the first has found.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        counts = type(optimizer) not in STEPPED_BY_TENSOR
-        self._holders: list[State] = [*optimizer.param_groups, vars(optimizer)] if counts else []
-        self._before = [_numbers(holder) for holder in self._holders]
-        self._after: list[State] = [{} for _ in self._holders]
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around each of the calls."""
-        for holder, before in zip(self._holders, self._before, strict=True):
-            for name in _numbers(holder).keys() - before.keys():
-                del holder[name]
-            holder.update(before)
-        yield
-        for holder, before, after in zip(self._holders, self._before, self._after, strict=True):
-            found = _numbers(holder)
-            after.update({name: found[name] for name in found if name not in before or found[name] != before[name]})
-
-    def end(self) -> None:
-        """After the last: what each has counted is so."""
-        for holder, after in zip(self._holders, self._after, strict=True):
-            holder.update(after)
-
-
-def _numbers(holder: State) -> State:
-    return {name: value for name, value in holder.items() if isinstance(value, (int, float))}
-
-
 def can_step_by_part(optimizer: Any) -> bool:
     """Return whether nobody can tell from outside of ``optimizer`` that a step was made part by part."""
     own = vars(optimizer).get("step")
@@ -119,7 +84,6 @@ def _step(
     whole = [(group, group["params"]) for group in optimizer.param_groups]
     before = {(id(part.scalars), part.master): part.scalars.get(part.master) for _, _, part in work}
     last = max((number for number, (_, _, part) in enumerate(work) if part.runs), default=-1)
-    one_step = OneStep(optimizer)
     try:
         for group, _ in whole:
             group["params"] = []
@@ -127,14 +91,12 @@ def _step(
             if part.runs:
                 views = _enter(optimizer, flat, part.runs, before[id(part.scalars), part.master])
                 group["params"] = views
-                with one_step.call():
-                    last_step() if number == last else step()
+                last_step() if number == last else step()
                 group["params"] = []
                 part.scalars[part.master] = _leave(optimizer, flat, part.runs, views, states_made)
             if part.stepped is not None:
                 part.stepped()
     finally:
-        one_step.end()
         for group, params in whole:
             group["params"] = params
 

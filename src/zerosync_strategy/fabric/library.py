@@ -4,7 +4,6 @@ They import each other relatively, too: ``zerosync_strategy.lightning_fabric`` r
 own, in which every name is that of the package ``lightning_fabric``.
 """
 
-from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
@@ -19,7 +18,6 @@ __all__ = [
     "DDPStrategy",
     "DeepSpeedPrecision",
     "DeepSpeedStrategy",
-    "Fabric",
     "MisconfigurationException",
     "Precision",
 ]

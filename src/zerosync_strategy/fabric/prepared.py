@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import gathering
+from zerosync_strategy.core.engine import gathering, patches
 
 
 class PreparedModule(Module):
@@ -58,24 +58,22 @@ def unwrap_prepared(value: Any) -> Any:
     return value.engine or value if isinstance(value, PreparedModule) else value
 
 
-def allow_later_optimizers(fabric: type, strategy: type) -> None:
-    """Let ``setup_optimizers()`` of the class ``fabric`` reach ``strategy``; it refuses every kind of DeepSpeed's.
+def allow_later_optimizers(package: str, strategy: type) -> None:
+    """Let ``setup_optimizers()`` of Fabric in ``package`` reach ``strategy``; it refuses every kind of DeepSpeed's."""
 
-    Without Fabric's private check, in a release that has another, Fabric's refusal stays.
-    """
-    stock = getattr(fabric, "_validate_setup_optimizers", None)
-    if stock is None or hasattr(stock, "__wrapped__"):
-        return
+    def replacement(stock: Callable[..., None]) -> Callable[..., None]:
+        @wraps(stock)
+        def validate(self: Any, optimizers: Sequence[Optimizer]) -> None:
+            if not isinstance(self._strategy, strategy):
+                return stock(self, optimizers)
+            self._validate_launched()
+            if not optimizers:
+                raise ValueError("fabric.setup_optimizers() got no optimizer. Pass the optimizer of each model.")
 
-    @wraps(stock)
-    def validate(self: Any, optimizers: Sequence[Optimizer]) -> None:
-        if not isinstance(self._strategy, strategy):
-            return stock(self, optimizers)
-        self._validate_launched()
-        if not optimizers:
-            raise ValueError("fabric.setup_optimizers() got no optimizer. Pass the optimizer of each model.")
+        return validate
 
-    fabric._validate_setup_optimizers = validate  # type: ignore[attr-defined]
+    (patch,) = (each for each in (patches.FABRIC, patches.OTHER_FABRIC) if each.owner == f"{package}.Fabric")
+    patches.replace(patch, replacement)
 
 
 def _refuse_gradient(param: Tensor) -> None:

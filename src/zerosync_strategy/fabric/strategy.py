@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.configuration import fill_in_precision
-from zerosync_strategy.core.engine import param_class
+from zerosync_strategy.core.engine import param_class, patches
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.interpose import interpose
@@ -42,7 +42,6 @@ from .library import (
     DDPStrategy,
     DeepSpeedPrecision,
     DeepSpeedStrategy,
-    Fabric,
     MisconfigurationException,
     Precision,
 )
@@ -78,11 +77,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
         verify(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
-        allow_scalars()
-        allow_any_output()
         self.zerosyncs: list[ZeroSync] = []
         self._prepared: weakref.WeakSet[PreparedModule] = weakref.WeakSet()
-        allow_later_optimizers(Fabric, ZeroSyncFabricStrategy)
+        self._patch_process()
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         assert isinstance(self.config, dict)
@@ -125,8 +122,15 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             )
         self._precision = plugin
 
+    def _patch_process(self) -> None:
+        """Replace what has to be so before there is an engine; until the last is detached, and before the next."""
+        allow_scalars()
+        allow_any_output()
+        allow_later_optimizers(PACKAGE, ZeroSyncFabricStrategy)
+
     @override
     def setup_environment(self) -> None:
+        self._patch_process()
         if not isinstance(self.accelerator, (CUDAAccelerator, CPUAccelerator)):
             raise MisconfigurationException(
                 f"ZeroSyncFabricStrategy runs on CUDA or on CPU, got {type(self.accelerator).__name__}. Use"
@@ -159,6 +163,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
+        self._patch_process()
         refuse_nested_init()
         with super().module_sharded_context():
             told = tell_transformers(self.config) if self.stage == 3 else None
@@ -225,6 +230,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
         Gradients may pass through it to a model that trains; with :meth:`setup_optimizer` it trains itself.
         """
+        self._patch_process()
         if problem := self._problem_beside_others(module):
             raise ValueError(f"Fabric.setup_module() found that {problem}")
         engine = None
@@ -237,6 +243,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 torch.distributed.broadcast(tensor.detach(), 0)
         prepared = PreparedModule(module, engine)
         self._prepared.add(prepared)
+        patches.hold(prepared)
         return prepared
 
     @override
@@ -258,6 +265,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         (prepared,) = owners
         engine, zero_optimizer = self._train(prepared.module, optimizer, call, prepared)
         prepared.train_with(engine)
+        patches.release(prepared)
         return zero_optimizer
 
     def _cast(self, module: Module) -> None:
@@ -268,6 +276,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 module.to(dtype)
 
     def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
+        self._patch_process()
         with indexed_devices(self), building_engine():
             engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
         return engine, zero_optimizer

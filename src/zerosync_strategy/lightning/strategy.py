@@ -19,7 +19,7 @@ from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.configuration import fill_in_precision, undecided
-from zerosync_strategy.core.engine import gathering, param_class, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import gathering, param_class, patches, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.internals import fetch, verify
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
@@ -62,7 +62,13 @@ from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
 _ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
 # The engines that trained a module last: their hooks must go before the next ones' come.
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def _patch_process() -> None:
+    """Replace what has to be so before there is an engine."""
+    allow_scalars()
+    allow_any_output()
 
 
 class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
@@ -95,8 +101,6 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
         verify(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
-        allow_scalars()
-        allow_any_output()
         self.zerosyncs: list[ZeroSync] = []
         self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
@@ -180,6 +184,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
+        _patch_process()
         refuse_nested_init()
         with super().model_sharded_context():
             told = tell_transformers(self.config) if self.zero_stage_3 else None
@@ -189,6 +194,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
+        patches.hold(self)  # until teardown(); attached engines hold for themselves
+        _patch_process()
         callbacks.adapt(self.lightning_module.trainer)  # before their setup()
         super().setup_environment()
 
@@ -212,8 +219,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         assert isinstance(self.config, dict) and self.lightning_module is not None
-        for engine in _engines.pop(model, ()):
-            engine.destroy()  # else its hooks would reduce too
+        for reference in _engines.pop(model, ()):
+            if (engine := reference()) is not None:
+                engine.destroy()  # else its hooks would reduce too
         self.zerosyncs, self._parts = [], [model]
         self.gradient_hooks = overridden_hooks(self.lightning_module.trainer)
         if "optimizer" in self.config:
@@ -230,7 +238,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             self.model = self.zerosyncs[0].engine
             self.optimizers = [zerosync.engine.optimizer for zerosync in self.zerosyncs]
             self._adopt_configured_schedulers()
-        _engines[model] = [zerosync.engine for zerosync in self.zerosyncs]
+        _engines[model] = [weakref.ref(zerosync.engine) for zerosync in self.zerosyncs]
         check_local_gradients(self.lightning_module.trainer, self.zerosyncs, self.gradient_hooks)
 
     def _check_precision(self) -> None:
@@ -407,6 +415,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         callbacks.leave(self.lightning_module.trainer)
         with zero3.as_it_is():  # moves what ZeRO-3 has left of them
             super().teardown()
+        patches.release(self)
 
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:

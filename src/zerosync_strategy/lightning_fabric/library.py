@@ -1,6 +1,5 @@
 """What ``zerosync_strategy.fabric`` uses of Lightning Fabric, from the package ``lightning_fabric``."""
 
-from lightning_fabric import Fabric
 from lightning_fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning_fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
@@ -15,7 +14,6 @@ __all__ = [
     "DDPStrategy",
     "DeepSpeedPrecision",
     "DeepSpeedStrategy",
-    "Fabric",
     "MisconfigurationException",
     "Precision",
 ]

@@ -13,6 +13,8 @@ import functools
 
 import torch
 
+from zerosync_strategy.core.engine import patches
+
 _LARGE_BYTES = 2**18  # what the C library keeps by itself
 _MOST_KEPT_BYTES = 2**25 - 2**16  # of a block that glibc may learn to keep, on machines of 64 bits
 _UNUSED = 2  # references to a storage that is here alone: the kept tensor's, and the one that asks
@@ -27,6 +29,7 @@ def keep_freed_memory() -> None:
     step of four backwards. Other C libraries just see a block allocated and freed.
     """
     torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    patches.install(patches.ALLOCATOR)
 
 
 class HostMemory:

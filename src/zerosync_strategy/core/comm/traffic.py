@@ -78,6 +78,7 @@ class CollectiveCounter:
 
     def __init__(self) -> None:
         self.traffic: dict[str, Traffic] = {}
+        self._backend: Any = None  # that it counts
 
     def start(self) -> CollectiveCounter:
         """Begin to count. DeepSpeed's process group must exist.
@@ -85,7 +86,7 @@ class CollectiveCounter:
         Raises:
             ContractError: DeepSpeed has no communication backend.
         """
-        backend = comm_backend()
+        backend = self._backend = comm_backend()
         if not isinstance(backend, _CountingBackend):
             backend._zerosync_counters = []
             backend._zerosync_stock_names = use_current_names(backend)
@@ -95,7 +96,7 @@ class CollectiveCounter:
 
     def stop(self) -> None:
         """Stop counting; the last counter to stop leaves DeepSpeed's backend as it was."""
-        backend = comm_backend()
+        backend = self._backend
         if not isinstance(backend, _CountingBackend) or self not in backend._zerosync_counters:
             return
         backend._zerosync_counters.remove(self)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.engine import patches
+
 _KEPT = 1024
 """Tags of a group that are remembered: more than a rank can be ahead of another, which it waits for."""
 _UNUSED_TAG = 2**31 - 1
@@ -138,11 +140,11 @@ def forget() -> None:
 
 
 def count_point_to_point() -> None:
-    """Count from now on what this process sends and receives over any process group."""
-    for name in ("send", "recv", "recv_anysource"):
-        stock = getattr(dist.ProcessGroup, name)
-        if not hasattr(stock, "zerosync"):
-            setattr(dist.ProcessGroup, name, _counted(stock))
+    """Count what this process sends and receives over any process group, while ZeroSync is in use."""
+    if not patches.is_installed(patches.SEND):
+        _alike.clear()  # what was sent meanwhile was not counted
+    for patch in (patches.SEND, patches.RECEIVE, patches.RECEIVE_ANY):
+        patches.replace(patch, _counted)
 
 
 def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,13 +154,16 @@ def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
             _point_to_point[group.group_name] += 1
         return stock(group, tensors, *args, **kwargs)
 
-    counted.zerosync = True  # type: ignore[attr-defined]
     return counted
 
 
 def number_alike(process_group: Any) -> None:
     """The number of collectives over ``process_group`` is the same on all its ranks now, and will be."""
     _alike.add(process_group.group_name)
+
+
+def _is_alike(process_group: Any) -> bool:
+    return process_group.group_name in _alike and patches.is_installed(patches.SEND)
 
 
 def is_numbered(process_group: Any) -> bool:
@@ -215,7 +220,7 @@ def torch_collective(frame: FrameType | None) -> str:
 def collectives() -> dict[str, int]:
     """Return how many of torch's collectives this rank has issued, by group; of groups that number them alike."""
     groups = list(dist.distributed_c10d._world.pg_map)
-    return {group.group_name: collectives_over(group) for group in groups if group.group_name in _alike}
+    return {group.group_name: collectives_over(group) for group in groups if _is_alike(group)}
 
 
 def exchanges() -> dict[str, dict[int, int]]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from zerosync_strategy.core.engine import patches
 
-@functools.cache
+
 def use_quick_linear() -> None:
-    """From now on in this process, ZeRO-3's linear layers cost the host less.
+    """Let ZeRO-3's linear layers cost the host less.
 
     A layer whose weight is held is torch's own: ZeRO-3's autograd function is there for weights that are released
     before their backward.
     """
+    patches.replace(patches.LINEAR, _linear)
+
+
+def _linear(stock: Callable[..., Any]) -> Any:
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
-    quicken(LinearFunctionForZeroStage3)
-    in_zero3 = LinearFunctionForZeroStage3.apply
+    in_zero3 = _quick(LinearFunctionForZeroStage3)
 
     def apply(input: torch.Tensor, weight: Any, bias: Any = None) -> Any:
         # The same in a forward and where activation checkpointing runs it again, which has to save as many tensors:
@@ -31,23 +35,32 @@ def use_quick_linear() -> None:
                 return handle_torch_function(apply, (weight, bias), input, weight, bias)
         return in_zero3(input, weight, bias)
 
-    LinearFunctionForZeroStage3.apply = staticmethod(apply)
+    return staticmethod(apply)
 
 
-def quicken_module_functions(module: Any) -> None:
-    """:func:`quicken` the autograd functions by which DeepSpeed finds where the backward of ``module`` is."""
-    for name in ("pre_bwd_fn", "post_bwd_fn"):
-        if (function := vars(module).get(name)) is not None:
-            quicken(function)
+def quicken(module: Any) -> None:
+    """Let the autograd functions by which DeepSpeed finds where the backward of ``module`` is cost the host less."""
+    for function in _functions(module):
+        if "apply" not in vars(function):
+            function.apply = staticmethod(_quick(function))
 
 
-def quicken(function: Any) -> None:
-    """Let an autograd function be called without a search for default arguments, which costs more than the rest.
+def undo_quicken(module: Any) -> None:
+    """Undo :func:`quicken`."""
+    for function in _functions(module):
+        if "apply" in vars(function):
+            del function.apply
+
+
+def _functions(module: Any) -> list[Any]:
+    return [vars(module)[name] for name in ("pre_bwd_fn", "post_bwd_fn") if vars(module).get(name) is not None]
+
+
+def _quick(function: Any) -> Callable[..., Any]:
+    """Return ``function.apply`` without a search for default arguments, which costs more than the rest.
 
     It is given all its arguments, and no tensor of functorch's.
     """
-    if "apply" in vars(function):
-        return
     stock, plain = function.apply, super(torch.autograd.Function, function).apply
 
     def apply(*args: Any) -> Any:
@@ -55,4 +68,4 @@ def quicken(function: Any) -> None:
             return stock(*args)
         return plain(*args)
 
-    function.apply = staticmethod(apply)
+    return apply

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, internals, torch_internals
+from zerosync_strategy.core.engine import contract, internals, patches, torch_internals
 
 
 @functools.cache
@@ -30,6 +30,7 @@ def allow_linear_in_graphs() -> None:
     torch.compiler.allow_in_graph(linear.zero3_linear_wrap)
     for called in (linear.zero3_linear_wrap, function.forward, function.setup_context, function.backward):
         skip_code(called.__code__)  # nor is it compiled by itself, called from a frame that is not
+    patches.install(patches.COMPILERS)
 
 
 def leave_to_eager_code(tensors: Any) -> None:

@@ -76,7 +76,6 @@ ALL_STAGES = (
     Internal("window", "optimizer", "step", public=True),
     Internal("window", "optimizer", "optimizer", public=True),
     Internal("window", "optimizer", "add_param_group", public=True, optional=True),
-    Internal("window", "optimizer", "_optimizer_step"),
     Internal("window", "optimizer", "zero_grad", ("set_to_none",), public=True),
     Internal("window", "optimizer", "finalize_gradient_accumulation_boundary", (), since="0.19.4"),
     Internal("window", "optimizer", "_backward_active_depth"),
@@ -203,7 +202,6 @@ STAGE_3 = (
     Internal("full parameters", "optimizer", "refresh_fp32_params", ()),
     Internal("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     Internal("checkpoints", "optimizer", "checkpoint_event_prologue", ()),
-    Internal("checkpoints", "optimizer", "checkpoint_event_epilogue", ()),
     Internal("gathers", "optimizer", "parameter_offload"),
     Internal("gathers", "zero config", "use_all_reduce_for_fetch_params"),
     Internal("gathers", "offload", "get_param_coordinator", ()),
@@ -306,6 +304,12 @@ NESTED_ZERO_INIT = (
 )
 SCALARS = (
     Internal("parameters without dimensions", f"{_ENGINE_MODULE}.DeepSpeedEngine", "_broadcast_model", ()),
+    Internal(
+        "parameters in any memory layout",
+        f"{_ENGINE_MODULE}.DeepSpeedEngine",
+        "_configure_distributed_model",
+        ("model",),
+    ),
     Internal("parameters without dimensions", _INIT, "_zero_init_param", ("param",)),
 )
 UNIVERSAL = (Internal("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size"),)

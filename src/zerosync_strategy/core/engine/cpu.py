@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.scalars import allow_scalars
 
 
@@ -24,6 +25,9 @@ def prepare_cpu() -> None:
     On Linux this thread, and those that it starts from now on, are scheduled as ``SCHED_BATCH`` where they were as
     ``SCHED_OTHER``, the default: as they wake, they take the processor from none.
 
+    Both, and what lets engines take parameters without dimensions, are undone when the last engine is detached or
+    destroyed: call it again before the next is made.
+
     Raises:
         RuntimeError: DeepSpeed's process group exists already, on another accelerator.
     """
@@ -31,7 +35,7 @@ def prepare_cpu() -> None:
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _start_without_compiler(deepspeed.ops.__compatible_ops__)
     _preempt_none()
     _pause_at_exit()
     allow_scalars()
@@ -44,17 +48,31 @@ def prepare_cpu() -> None:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
+        patches.install(patches.ACCELERATOR)
 
 
-@functools.cache
 def leave_out_ranges() -> None:
-    """From now on in this process, let DeepSpeed's functions open no ranges for profilers, which CPUs have none of.
+    """Let DeepSpeed's functions open no ranges for profilers, which CPUs have none of.
 
     They do nothing there, by one call of Python's in six of a step of ZeRO-3.
     """
-    from deepspeed.utils import nvtx
+    patches.replace(patches.RANGES, lambda _: False)
 
-    nvtx.enable_nvtx = False
+
+def _start_without_compiler(operators: Any) -> None:
+    if patches.is_installed(patches.SHARED_MEMORY):
+        return
+    name = "deepspeed_shm_comm"
+    before = operators.get(name)
+    operators[name] = False
+
+    def undo() -> None:
+        if before is None:
+            operators.pop(name, None)
+        else:
+            operators[name] = before
+
+    patches.install(patches.SHARED_MEMORY, undo)
 
 
 def precision_problem(precision: Any) -> str:
@@ -87,8 +105,26 @@ def _preempt_none() -> None:
     # processor from the thread that sends, which holds the connection's lock; then that one's own thread of gloo polls
     # until the lock is free. On two cores: a tenth of a step's time, and two fifths of the kernel's.
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        own = _threads_of(os.SCHED_BATCH)  # the program's own
         with suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+            def undo() -> None:
+                for thread in _threads_of(os.SCHED_BATCH) - own:
+                    with suppress(OSError):  # it may have ended
+                        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+            patches.install(patches.SCHEDULING, undo)
+
+
+def _threads_of(policy: int) -> set[int]:
+    """Return the threads of this process that are scheduled so."""
+    found = set()
+    for name in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            if os.sched_getscheduler(int(name)) == policy:
+                found.add(int(name))
+    return found
 
 
 @functools.cache
@@ -96,3 +132,4 @@ def _pause_at_exit() -> None:
     # A thread of gloo still drops the tensors of the last collectives, which takes Python's lock; if Python ends
     # meanwhile, torch 2.13 aborts the process: 13 of 25 runs of 50 all-gathers, and none of 20 after such a pause.
     atexit.register(time.sleep, 0.1)
+    patches.install(patches.EXIT)

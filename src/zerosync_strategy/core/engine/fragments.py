@@ -6,14 +6,13 @@ optimizer, which ``overrides.py`` has.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, patches
 
 # safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further.
 _MARK = contract.MARKED_GRADIENT.name
@@ -53,20 +52,27 @@ def intercept(params: Iterable[Any], hooks: FragmentHooks) -> None:
         _intercept(param, hooks)
 
 
-@functools.cache
 def _let_marks_be_looked_for() -> None:
-    """Let ``safe_get_full_grad()`` do so from now on in this process, where it returns the local gradient otherwise.
+    """Let ``safe_get_full_grad()`` do so in this process, where it returns the local gradient otherwise.
 
     Programs import the function by its name, so it stays the same object and gets other code.
     """
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
+    if patches.is_installed(patches.FULL_GRADIENT):
+        return
+    code, defaults = safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__
     stock = types.FunctionType(safe_get_full_grad.__code__, safe_get_full_grad.__globals__)
 
     def look(param: Any, *, _stock: Callable[[Any], Any] = stock) -> Any:
         return param.get_full_hp_grad() if "_hp_grad" in param.__dict__ else _stock(param)
 
     safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = look.__code__, look.__kwdefaults__
+
+    def undo() -> None:
+        safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = code, defaults
+
+    patches.install(patches.FULL_GRADIENT, undo)
 
 
 def _intercept(param: Any, hooks: FragmentHooks) -> None:

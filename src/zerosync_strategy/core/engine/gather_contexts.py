@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
+
+from zerosync_strategy.core.engine import patches
 
 
 class ContextGathers(Protocol):
@@ -25,30 +30,57 @@ def gather_contexts_by(gathers: ContextGathers) -> None:
 
     A context that was there to read releases nothing that is held until the step.
     """
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
     _context_gathers.add(gathers)
-    stock, stock_exit = GatheredParameters.__enter__, GatheredParameters.__exit__
-    if getattr(stock, "zerosync", False):
-        return
+    intercept()
 
+
+def intercept() -> None:
+    """Let ``GatheredParameters`` contexts be entered and left by way of this module."""
+    patches.replace(patches.ENTER_GATHERED, _enter)
+    patches.replace(patches.LEAVE_GATHERED, _leave)
+
+
+def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
         for each in list(_context_gathers) if context.enabled else ():
             each.gather_for_context(context.params)
         stock(context)
 
-    @functools.wraps(stock_exit)
+    return enter
+
+
+def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
     def leave(context: Any, *error: Any) -> Any:
         global reading_ends
-        reading_ends = context.enabled and context.src_rank is None
+        if not context.enabled:
+            return stock(context, *error)
+        if context.src_rank is not None:
+            with _broadcastable(context.params):
+                return stock(context, *error)
+        reading_ends = True
         try:
-            return stock_exit(context, *error)
+            return stock(context, *error)
         finally:
             reading_ends = False
 
-    enter.zerosync = True  # type: ignore[attr-defined]
-    GatheredParameters.__enter__, GatheredParameters.__exit__ = enter, leave
+    return leave
+
+
+@contextmanager
+def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
+    """While active, gathered ``params`` have a dimension (``scalars.py``)."""
+    scalars = [param for param in params if param.dim() == 0]
+    for param in scalars:
+        param.data = param.data.view(1)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in scalars:
+                if param.numel() == 1:  # it stays gathered
+                    param.data = param.data.view(())
 
 
 def gather_no_context_by(gathers: ContextGathers) -> None:

@@ -56,9 +56,6 @@ class EngineHooks(Protocol):
     ) -> AbstractContextManager[str | None]:
         """Around ``load_checkpoint``; the value: the tag to load."""
 
-    def before_epilogue(self) -> None:
-        """At the end of saving or loading under ZeRO-3, DeepSpeed is about to gather parameters."""
-
     def client_state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold beside the program's own state. Collective."""
 
@@ -94,9 +91,6 @@ class EngineHooks(Protocol):
 
     def release_parameters(self) -> bool:
         """Release what a ZeRO-3 step changes, before it; return whether that is all that is to be released now."""
-
-    def stepping_group(self) -> AbstractContextManager[None]:
-        """Around what steps one flat group, within a step."""
 
     def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
         """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
@@ -220,10 +214,6 @@ class OptimizerOverrides:
         with self._zerosync_hooks.step():
             return super().step(*args, **kwargs)  # type: ignore[misc]
 
-    def _optimizer_step(self, number: int) -> None:
-        with self._zerosync_hooks.stepping_group():
-            super()._optimizer_step(number)  # type: ignore[misc]
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._zerosync_hooks.zero_grad()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
@@ -285,10 +275,6 @@ class Stage3Overrides(OptimizerOverrides):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
             super().zero_grad(*args, **kwargs)
-
-    def checkpoint_event_epilogue(self) -> None:
-        self._zerosync_hooks.before_epilogue()
-        super().checkpoint_event_epilogue()  # type: ignore[misc]
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync_hooks.gradient_ready(param)

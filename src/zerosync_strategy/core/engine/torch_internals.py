@@ -18,6 +18,7 @@ TRAINING = (
     Internal("values of sharded parameters", "torch._C", "DisableTorchFunctionSubclass", public=True),
     Internal("values of sharded parameters", "torch.UntypedStorage", "_cdata"),
     Internal("values of sharded parameters", "torch.utils._pytree", "tree_map", public=True),
+    Internal("memory layouts", "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", public=True),
     Internal("overlapped gathers", "torch.Tensor", "_backward_hooks"),
     Internal("overlapped gathers", "torch.Tensor", "_post_accumulate_grad_hooks"),
     Internal("memory of the host", "torch._C", "_storage_Use_Count"),

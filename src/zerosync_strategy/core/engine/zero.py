@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, patches
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,19 @@ def needs_every_gradient(engine: Any) -> bool:
     return not engine.zero_ignore_unused_parameters()
 
 
-@functools.cache
 def count_parameters_quickly() -> None:
-    """Let DeepSpeed, from now on in this process, count by less host work which parameters a backward will reach (H1).
+    """Let DeepSpeed count by less host work which parameters a backward will reach (H1).
 
     It counts in the first hook of each backward. Parameters of ZeRO-3 are looked at as they are.
     """
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    patches.replace(patches.COUNT_STAGE_1_2, _count)
+    patches.replace(patches.COUNT_STAGE_3, _count)
 
+
+def _count(stock: Callable[..., int]) -> Callable[..., int]:
     reaches = torch._C._will_engine_execute_node
 
+    @functools.wraps(stock)
     def count(parameters: Sequence[Any]) -> int:
         found = 0
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
@@ -81,9 +84,7 @@ def count_parameters_quickly() -> None:
                     found += reaches(param.view_as(param).grad_fn.next_functions[0][0])
         return found
 
-    for module in (stage_1_and_2, stage3):
-        functools.update_wrapper(count, module.count_used_parameters_in_backward)
-        module.count_used_parameters_in_backward = count
+    return count
 
 
 def stepping_optimizer(engine: Any) -> Any:

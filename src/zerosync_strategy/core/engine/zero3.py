@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, patches
 
 
 def is_sharded(param: Any) -> bool:
@@ -315,27 +315,25 @@ def shard_over(param: Any, group: Any) -> None:
 
 
 def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
-    """From now on in this process, call ``check(inner group, outer group)`` where a ``zero.Init`` is nested.
+    """Call ``check(inner group, outer group)`` where a ``zero.Init`` of this process is nested.
 
     It is called where the inner one is enabled and was given a process group of fewer ranks than all.
     """
-    from deepspeed import zero
     from deepspeed.runtime.zero import partition_parameters
 
     contract.require(contract.NESTED_ZERO_INIT)
-    if getattr(zero.Init.__enter__, "zerosync", False):
-        return
-    stock = zero.Init.__enter__
 
-    @functools.wraps(stock)
-    def enter(init: Any) -> Any:
-        outer = partition_parameters.top_level_context
-        if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
-            check(init.ds_process_group, outer.ds_process_group)
-        return stock(init)
+    def replacement(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(stock)
+        def enter(init: Any) -> Any:
+            outer = partition_parameters.top_level_context
+            if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
+                check(init.ds_process_group, outer.ds_process_group)
+            return stock(init)
 
-    enter.zerosync = True  # type: ignore[attr-defined]
-    zero.Init.__enter__ = enter
+        return enter
+
+    patches.replace(patches.ENTER_INIT, replacement)
 
 
 def numbering(engine: Any) -> str:

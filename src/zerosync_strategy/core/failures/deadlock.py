@@ -76,6 +76,7 @@ class Waiting:
 
 def compare_numbers(process_groups: Iterable[Any]) -> None:
     """Let named calls over those of ``process_groups`` be known whose numbers are the same on all ranks. Collective."""
+    waits.count_point_to_point()
     for group in process_groups:
         if waits.is_numbered(group) and is_alike([waits.collectives_over(group)], group):
             waits.number_alike(group)
@@ -126,7 +127,6 @@ class DeadlockWatch:
         self._told = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zerosync-deadlock-watch", daemon=True)
-        waits.count_point_to_point()
         self._thread.start()
         atexit.register(self.end)
 

@@ -58,7 +58,7 @@ class RankStatus:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
-        self._progress: Progress | None = None
+        self._progress: Callable[[], Progress | None] = lambda: None
         self._lost: Answer | None = None  # what this rank says while it asks, once its communication has failed
         self._stopped: Answer | None = None  # why it has stopped, until it goes on
         self._main = threading.main_thread().ident or 0
@@ -91,7 +91,7 @@ class RankStatus:
         position = position or (lambda: self._position)
         self._position = position()
         if progress is not None:
-            self._progress = progress
+            self._progress = weakref.ref(progress)  # an engine is not kept by it
         if self._lost is not None or self._stopped is not None:
             self._go_on()
         self._activities.append((what, time.monotonic()))
@@ -219,7 +219,7 @@ class RankStatus:
             f", at {line}" if line else "",
             os.getpid(),
             socket.gethostname(),
-            state_of(self._rank, [str(what) for what, _ in activities], frame, self._progress, **how),
+            state_of(self._rank, [str(what) for what, _ in activities], frame, self._progress(), **how),
         )
 
 

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import patches, zero3
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
-@functools.cache
 def let_average() -> None:
     """Let ``AveragedModel.update_parameters`` in this process gather what ZeRO-3 has sharded; it is then collective.
 
     Of a model that ZeRO-3 does not shard it does what it did.
     """
-    make, update = AveragedModel.__init__, AveragedModel.update_parameters
+    patches.replace(patches.MAKE_AVERAGE, _init)
+    patches.replace(patches.UPDATE_AVERAGE, _update_parameters)
 
-    @functools.wraps(make)
+
+def _init(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
     def init(average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         if problem := copy_problem(model):
             raise ValueError(f"AveragedModel() {problem}")
-        make(average, model, *args, **kwargs)
+        stock(average, model, *args, **kwargs)
 
-    @functools.wraps(update)
+    return init
+
+
+def _update_parameters(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
     def update_parameters(average: AveragedModel, model: torch.nn.Module) -> None:
+        if not any(map(zero3.is_sharded, model.parameters())):
+            return stock(average, model)
         activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
         with activity, readable(model.parameters()):
-            update(average, model)
+            stock(average, model)
 
-    changed: Any = AveragedModel
-    changed.__init__, changed.update_parameters = init, update_parameters
+    return update_parameters
 
 
 def copy_problem(model: torch.nn.Module) -> str:

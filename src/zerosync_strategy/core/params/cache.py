@@ -138,7 +138,7 @@ class ParameterCache:
         interpose(self._coordinator, ReleaseOverrides)
         autograd_functions.use_quick_linear()
         for module in engine.module.modules():
-            autograd_functions.quicken_module_functions(module)
+            autograd_functions.quicken(module)
         if budget == 0 and not automatic:
             self._counts = self.host is not None
             self._chosen = None if self._counts else set()
@@ -206,6 +206,8 @@ class ParameterCache:
         self._scheduler.before_read = self._scheduler.host = None
         restore(self._coordinator, ReleaseOverrides)
         del self._coordinator._zerosync_releases
+        for module in self._engine.module.modules():
+            autograd_functions.undo_quicken(module)
         if self._modules:
             gathering.forget_order(self._engine.optimizer)
 

@@ -79,7 +79,7 @@ def ranks_of(process_group: Any) -> tuple[int, ...]:
 
 
 def refuse_nested_init() -> None:
-    """From now on in this process, a ``zero.Init`` inside another one, over other ranks, raises a ``ValueError``.
+    """Let a ``zero.Init`` of this process inside another one, over other ranks, raise a ``ValueError``.
 
     DeepSpeed ignores the inner one, and leaves no trace of that on the parameters, so ``attach()`` would come too late.
     """

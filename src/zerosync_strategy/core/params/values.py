@@ -353,7 +353,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return done
         if func in _OF_THE_SHAPE:
             return func(_without_values(args[0]), *args[1:], **kwargs)
-        if getattr(func, "__name__", "") in _CONVERSIONS and "memory_format" not in kwargs:  # which needs the shape
+        if getattr(func, "__name__", "") in _CONVERSIONS:
             with zero3.as_it_is():
                 if func(*args, **kwargs) is args[0]:
                     return args[0]  # of that dtype, and there, already
