@@ -36,7 +36,16 @@ def test_classes_that_need_whole_tensors() -> None:
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon, FusedLamb, torch.optim.LBFGS):
         problem = kind_problem(cls.__new__(cls))
         assert f"the optimizer {cls.__name__} computes with" in problem and "Use AdamW, SGD" in problem
-    for name in ("LARS", "FusedLAMB", "OnebitLamb", "MuonWithAuxAdam", "DistributedShampoo", "SOAP", "Adam_mini"):
+    for name in (
+        "LARS",
+        "FusedLAMB",
+        "OnebitLamb",
+        "MuonWithAuxAdam",
+        "DistributedShampoo",
+        "SOAP",
+        "Kron",
+        "Adam_mini",
+    ):
         assert f"the optimizer {name} computes with the shape or the norm of each" in kind_problem(made(name))
     assert "Mine, a kind of Adafactor, computes" in kind_problem(made("Mine", torch.optim.Adafactor))
     assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_problem(made("Mine", torch.optim.Adagrad))

@@ -16,7 +16,8 @@ from zerosync_strategy.core.optimizer_probe import Scope, probe
 from zerosync_strategy.core.stepping import STEPPED_BY_TENSOR
 
 _WHOLE_TENSORS = frozenset({
-    "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "lamb", "larc", "lars", "lomo",
+    "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",
+    "lomo",
     "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam", "swats",
 })  # fmt: skip
 _ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
