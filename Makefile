@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 BASE ?= HEAD
 ROWS ?=
+# Sums in another order, kernels for shorter registers, and no half precision.
+PROCESSOR ?= ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2
 
 BIN := $(abspath $(VENV))/bin
 # torch looks for ninja on PATH when DeepSpeed builds an op.
@@ -27,11 +29,12 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
+	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
@@ -47,6 +50,15 @@ demo: $(STAMP)
 
 test: check
 	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# Where rounding would show: bounds that hold here and there do not depend on the processor.
+NUMERIC := tests/harness/test_rounding.py \
+	$(addprefix tests/core/test_,averaging.py fragments.py mean_over.py random_programs.py reduction.py stepping.py stripes.py) \
+	$(addprefix tests/lightning/test_,averaging.py finetuning.py gradients_in_hooks.py) \
+	tests/accelerate/test_semantics.py tests/fabric/test_training.py
+
+numeric: $(STAMP)
+	$(RUN) $(PROCESSOR) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(NUMERIC)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

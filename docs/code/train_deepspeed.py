@@ -58,6 +58,6 @@ engine.load_checkpoint("out/docs-deepspeed")
 zerosync.export("out/docs-deepspeed/weights")  # weights in full, as model.safetensors
 # --8<-- [end:saving]
 
-zerosync.detach()  # training on is bit-identical to never having attached
+zerosync.detach()  # what trains on is DeepSpeed's own engine
 engine.destroy()
 torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.accelerate.runs import oracle, start
-from tests.harness.oracle import distance, full_parameters
+from tests.harness.oracle import distance, full_average, full_parameters
 from tests.harness.problem import Data, adamw, loss_of, network
 from tests.harness.ranks import run_ranks
 
@@ -43,5 +43,5 @@ def test_averaged_model_over_a_checkpoint(stage: int, tmp_path: Path) -> None:
         expected.step()
         average.update_parameters(expected.module)
     for of_average, of_model in run_ranks(job):
-        assert distance(of_average, full_parameters(average.module)) == 0.0
+        assert distance(of_average, full_average(average.module, expected.module)) == 0.0
         assert distance(of_model, full_parameters(expected.module)) == 0.0

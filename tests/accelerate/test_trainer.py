@@ -77,11 +77,12 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
             norms.append(expected.step(clip or torch.inf))
     trained = run_ranks(train_with_trainer, tmp_path, clip, False, env=launched(stage))
     for parameters, reports, found in trained:
-        assert distance(parameters, full_parameters(expected.module)) <= (1e-5 if clip else 0.0)
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
         assert reports == [(4, 1), (4, 1), (2, 1)] * 2
-        assert found == pytest.approx(norms, rel=1e-4)
+        assert found == pytest.approx(norms, rel=1e-4)  # logged, rounded
     if clip:
         resumed = run_ranks(train_with_trainer, tmp_path, clip, True, env=launched(stage))
+        # To the bit: both make the same operations, from the same bits on the same layout.
         assert distance(resumed[0][0], trained[0][0]) == 0.0
 
 

@@ -21,8 +21,8 @@ def assert_as_plain_torch(ranks: list[Any], start: dict[str, torch.Tensor] | Non
     ((first, _), *_) = ranks
     (expected,) = run_ranks(plain_torch, start or first, world_size=1)
     for before, after in ranks:
-        assert distance(before, start or first) == 0.0
-        assert distance(after, expected) < 1e-6
+        assert distance(before, start or first) == 0.0  # to the bit: read, gathered and copied
+        assert distance(after, expected) == 0.0
     assert distance(first, expected) > 0.01
 
 

@@ -106,4 +106,4 @@ def test_as_ddp(make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mo
     for stage in (2, 3):
         for parameters, found in run_ranks(train, env=launched(stage)):
             assert found == pytest.approx(norms, rel=1e-4)
-            assert distance(parameters, expected) < 1e-5
+            assert distance(parameters, expected) < 1e-5  # between DDP and ZeRO, where a step is 0.25 long at most

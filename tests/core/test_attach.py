@@ -42,7 +42,7 @@ def test_accumulation_steps_of_the_engine(stage: int) -> None:
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_detach_leaves_no_trace(stage: int) -> None:
-    """Two steps attached and two detached equal four that were never attached, bit for bit."""
+    """Two steps attached and two detached are right, as are four that were never attached."""
 
     def run() -> float:
         def train(with_zerosync: bool) -> Any:
@@ -65,7 +65,7 @@ def test_detach_leaves_no_trace(stage: int) -> None:
                 engine.step()
             return full_parameters(engine.module)
 
-        return distance(train(True), train(False))
+        return max(distance(train(attached), oracle(4, 1)) for attached in (True, False))
 
     assert run_ranks(run) == [0.0, 0.0]
 
@@ -113,7 +113,7 @@ def test_clip_next_step_is_for_one_step(stage: int) -> None:
             zerosync.clip_next_step(-1)
         return distance(full_parameters(engine.module), oracle(3, 1, clip={1: 0.01}))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -134,7 +134,7 @@ def test_a_step_that_is_clipped_computes_the_norm(stage: int) -> None:
         return distance(full_parameters(engine.module), oracle(3, 1, clip={1: 0.01})), norms
 
     for error, norms in run_ranks(run):
-        assert error < 1e-6
+        assert error == 0.0
         assert norms == [False, True, False]
 
 
@@ -150,7 +150,7 @@ def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
         return distance(full_parameters(engine.module), oracle(2, 4))
 
     assert run_ranks(run, True) == [0.0, 0.0]
-    assert max(run_ranks(run, False)) < 1e-6
+    assert run_ranks(run, False) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["", "offloaded"])
@@ -406,5 +406,5 @@ def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:
         engine.step()
         return distance(full_parameters(engine.module), oracle(1, 1))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
     run_ranks(run, world_size=1)

@@ -80,7 +80,7 @@ def run(
 )
 def test_equal_to_plain_torch_also_what_eager_frames_bring(stage: int, options: Any, reductions: int) -> None:
     for error, report in run_ranks(run, Small, stage, options, timeout=100):
-        assert error < 1e-6  # gradients from several graphs and frames are summed in another order
+        assert error == 0.0
         assert report.backwards == BACKWARDS
         assert report.reductions >= reductions if reductions > 1 else report.reductions == 1
 
@@ -159,5 +159,5 @@ def test_refusals_leave_the_engine_as_it_was() -> None:
 @pytest.mark.parametrize("stop", ["", "break", "item"])
 def test_every_kind_of_read(stop: str, backend: str) -> None:
     for error, report in run_ranks(run, lambda: Model(stop), 3, {}, backend, timeout=500):
-        assert error < (1e-6 if backend == "eager" else 1e-5)
+        assert error <= (0.0 if backend == "eager" else 1e-5)  # inductor has functions of its own
         assert report.reductions == 1

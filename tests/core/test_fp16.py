@@ -8,7 +8,7 @@ import torch
 
 from tests.harness.copying import loss_of, network
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import distance, full_parameters
+from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
@@ -154,4 +154,4 @@ def test_norms_in_bf16_are_those_of_the_gradients(stage: int) -> None:
         return float(zerosync.gradient_norm()), float(norm)
 
     for found, norm in run_ranks(run):
-        assert found == pytest.approx(norm, rel=1e-6)
+        assert found == pytest.approx(norm, rel=NORM)

@@ -22,8 +22,9 @@ from deepspeed.utils import (
 from torch import nn
 
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from tests.harness.ranks import run_ranks
+from tests.harness.rounding import excess
 from zerosync_strategy import attach
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -65,10 +66,6 @@ class Both:
         self.engine.step()
         self.oracle.step()
 
-    def averages(self) -> list[torch.Tensor]:
-        """Plain torch's gradients."""
-        return [torch.stack(grads).mean(0) for grads in zip(*self.oracle.ranks, strict=True)]
-
     def error(self) -> float:
         return distance(full_parameters(self.net), full_parameters(self.plain))
 
@@ -87,12 +84,12 @@ def test_gradients(stage: int, options: dict[str, Any]) -> None:
                 both.backward(2 * k + m)
                 if m == 0 and options.get("coalesce", True) is False:
                     continue  # to read them would close the window
-                for (param, _), average in zip(both.pairs, both.averages(), strict=True):
-                    read = max(read, float((safe_get_full_grad(param) - average).abs().max()))
+                for (param, _), average in zip(both.pairs, both.oracle.gradients(), strict=True):
+                    read = max(read, excess(safe_get_full_grad(param), average))
             both.zerosync.reduce()
             for param, _ in both.pairs:
                 safe_set_full_grad(param, safe_get_full_grad(param).clamp(-0.01, 0.02))
-            averages = both.averages()
+            averages = both.oracle.gradients()
             both.oracle.ranks = [[average.clamp(-0.01, 0.02) for average in averages] for _ in range(2)]
             both.step()
             with pytest.raises(ValueError, match="no backward ran since the last optimizer step"):
@@ -100,7 +97,7 @@ def test_gradients(stage: int, options: dict[str, Any]) -> None:
         return read, both.error()
 
     for read, error in run_ranks(run):
-        assert read < 1e-7 and error < 1e-6
+        assert (read, error) == (0.0, 0.0)
 
 
 @STAGES
@@ -155,12 +152,12 @@ def test_local_gradients_of_stage_3(zero: dict[str, Any] | None) -> None:
             for param, _ in both.pairs:
                 assert torch.equal(safe_get_local_grad(param), _part(safe_get_full_grad(param)))
                 safe_set_local_grad(param, safe_get_local_grad(param).clamp(-0.01, 0.02))
-            averages = both.averages()
+            averages = both.oracle.gradients()
             both.oracle.ranks = [[average.clamp(-0.01, 0.02) for average in averages] for _ in range(2)]
             both.step()
         return both.error()
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def _part(full: torch.Tensor) -> torch.Tensor:
@@ -181,9 +178,8 @@ def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bo
             nonlocal read
             for param, plain in both.pairs:
                 found = [safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
-                state = both.oracle.optimizer.state[plain]["exp_avg"]
-                for ours, theirs in zip(found, (plain.detach(), state), strict=True):
-                    read = max(read, float((ours - theirs).abs().max()))
+                expected = value_of(plain), both.oracle.state_of(plain, "exp_avg")
+                read = max(read, *map(excess, found, expected))
                 if stage == 3:
                     assert torch.equal(safe_get_local_fp32_param(param), _part(found[0]))
                     assert torch.equal(safe_get_local_optimizer_state(param, "exp_avg"), _part(found[1]))
@@ -213,4 +209,4 @@ def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bo
         return read, both.error()
 
     for read, error in run_ranks(run):
-        assert max(read, error) <= (0.03 if half else 1e-6)
+        assert max(read, error) <= (0.03 if half else 0.0)  # in bf16, AdamW moves what is lost by a learning rate

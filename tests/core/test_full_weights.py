@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.harness import groups, llama
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import Oracle, distance, full_parameters, state_of
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import CheckpointError, RankError, attach
 from zerosync_strategy.core.comm import messages
@@ -54,9 +54,13 @@ def data(k: int, of_rank: int) -> torch.Tensor:
 
 
 def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:
-    """Whether both have the same names, and tensors of the same dtypes, shapes and bits."""
+    """Whether both have the same names, and tensors of the same dtypes, shapes and values.
+
+    To the bit, where no oracle has trained them: what is only gathered, converted and written is not computed with.
+    """
     assert ours.keys() == plain.keys(), ours.keys() ^ plain.keys()
-    return all(ours[name].dtype is plain[name].dtype and torch.equal(ours[name], plain[name]) for name in plain)
+    are_alike = all(ours[name].dtype is plain[name].dtype and ours[name].shape == plain[name].shape for name in plain)
+    return are_alike and distance(ours, plain) == 0.0
 
 
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
@@ -87,7 +91,7 @@ def test_training_goes_on_as_without_it(stage: int, zero: Any, options: Any, tmp
         def export(*_: Any) -> None:
             there = [param.numel() for param in net.parameters()]
             weights = dict(zerosync.full_weights())
-            assert same(weights, plain.state_dict())
+            assert same(weights, state_of(plain))
             for tensor in weights.values():
                 tensor.zero_()  # it is the caller's
             assert [param.numel() for param in net.parameters()] == there
@@ -95,7 +99,7 @@ def test_training_goes_on_as_without_it(stage: int, zero: Any, options: Any, tmp
             if rank() == 0:
                 loaded = network()
                 safetensors.torch.load_model(loaded, tmp_path / str(step) / "model.safetensors")
-                assert same(loaded.state_dict(), plain.state_dict())
+                assert same(loaded.state_dict(), state_of(plain))
 
         for step in range(5):
             hook = net.layers[1].register_forward_pre_hook(export) if step == 3 else None
@@ -193,7 +197,7 @@ def test_ranks_stop_at_the_same_tensor_or_say_so() -> None:
             train(engine, k)
             oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
             oracle.step()
-        assert same(dict(zerosync.full_weights()), plain.state_dict())
+        assert same(dict(zerosync.full_weights()), state_of(plain))
         weights = zerosync.full_weights()
         next(weights)
         train(engine, 2)
@@ -275,7 +279,7 @@ def test_from_pretrained_loads_it(stage: int, max_shard_size: Any, tmp_path: Pat
         assert [name for name in files if "model" in name] == ["model.safetensors"]
     loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()) and type(loaded) is LlamaForCausalLM
-    assert distance(full_parameters(loaded), full) == 0.0
+    assert distance(full_parameters(loaded), full) == 0.0  # to the bit: written and read
     decoder = safetensors.torch.load_file(tmp_path / "decoder" / "model.safetensors")
     assert torch.equal(decoder["norm.weight"], full["model.norm.weight"].bfloat16())
     assert json.loads((tmp_path / "decoder" / "config.json").read_text())["architectures"] == ["LlamaModel"]

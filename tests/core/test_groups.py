@@ -21,7 +21,7 @@ from tests.harness.groups import (
     sgd,
     train,
 )
-from tests.harness.oracle import distance, full_parameters
+from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.failures.rank_status import RankError
@@ -50,9 +50,9 @@ def test_each_group_trains_its_own_exactly(layout: str) -> None:
     expected = ranks[0][0]
     for options, *found in zip(OPTIONS, *(found for _, found in ranks), strict=False):
         once = not options.get("coalesce", True) or "grad_memory_budget" in options
-        assert all(error == 0.0 or (once and error < 1e-6) for error, _, _ in found), options
+        assert all(error == 0.0 for error, _, _ in found), options
         assert all(norms == found[0][1] for _, norms, _ in found), options  # U3: the same bits on every rank
-        assert found[0][1] == pytest.approx(expected, rel=1e-6)
+        assert found[0][1] == pytest.approx(expected, rel=NORM)
         for _, _, report in found:
             assert report.backwards == BACKWARDS and report.ratio < 1.05  # and 32 bytes for the norm
             assert report.reductions == (BACKWARDS if once else 1)
@@ -80,8 +80,8 @@ def test_clipping_is_the_same_on_every_rank() -> None:
     for expected, found in ranks:
         assert min(expected) > 0.4
         for (error, norms, poisoned), (_, first, _) in zip(found, ranks[0][1], strict=True):
-            assert error < 2e-6 and norms == first and poisoned == torch.inf
-            assert norms == pytest.approx(expected, rel=1e-6)
+            assert error == 0.0 and norms == first and poisoned == torch.inf
+            assert norms == pytest.approx(expected, rel=NORM)
 
 
 def test_checkpoints_of_each_rank_resume_exactly(tmp_path: Path) -> None:
@@ -91,14 +91,15 @@ def test_checkpoints_of_each_rank_resume_exactly(tmp_path: Path) -> None:
         train(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
         train(engine, 1, STEPS)
-        whole = full_parameters(engine.module)
         engine.destroy()
         engine = make_engine(LAYOUTS["grid"], adamw)
         attach(engine, param_memory_budget="all")
         train(engine, 3, 5)
         engine.load_checkpoint(tmp_path)
         train(engine, 1, STEPS)
-        return distance(full_parameters(engine.module), whole)
+        reference = Reference(LAYOUTS["grid"], adamw)
+        reference.train(STEPS)
+        return error_of(engine, reference)
 
     assert run_ranks(run, world_size=WORLD) == [0.0] * WORLD
 
@@ -122,7 +123,7 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
         return distance(full_parameters(engine.module), whole), {name.split(".")[0] for name in state}
 
     ranks = run_ranks(run, world_size=WORLD)
-    assert [error for error, _ in ranks] == [0.0] * WORLD
+    assert [error for error, _ in ranks] == [0.0] * WORLD  # to the bit: the same engine has done the same again
     every = {"first", "second", "third", "fourth"}
     assert [names for _, names in ranks] == [every, {"third"}, {"second"}, set()]
 
@@ -158,9 +159,9 @@ def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: lis
     ranks = run_ranks(run, world_size=WORLD, timeout=280)
     for expected, found in ranks:
         for (norms, error, reductions), (first, _, _) in zip(found, ranks[0][1], strict=True):
-            rounding = 1e-5 if backend == "inductor" else 1e-6  # relative; parameters go beyond 10
-            assert error < 5 * rounding if backend == "inductor" else error == 0.0
-            assert norms == first == pytest.approx(expected, rel=rounding) and reductions == 1
+            # Inductor has functions of its own for exp and the like; parameters go beyond 10.
+            assert error < 5e-5 if backend == "inductor" else error == 0.0
+            assert norms == first == pytest.approx(expected, rel=NORM) and reductions == 1
 
 
 def test_ranks_that_read_different_parameters_of_one_size() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import needs_fp16
 from zerosync_strategy import attach
 
 TOKENS = [[[3, 5], [1]], [[2], [0, 4, 7]], [[0], [0]], [[6], [0]]]
@@ -33,7 +34,12 @@ def total_loss(module: Any, step: int, of_rank: int, micro: int, tokens: int) ->
         (2, {}, {"gradient_clipping": 0.2}),
         (2, {"coalesce": False}, {}),
         (2, {}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-        (2, {}, {"gradient_accumulation_steps": 1, "fp16": {"enabled": True, "initial_scale_power": 4}}),
+        pytest.param(
+            2,
+            {},
+            {"gradient_accumulation_steps": 1, "fp16": {"enabled": True, "initial_scale_power": 4}},
+            marks=needs_fp16(),
+        ),
         (3, {"param_memory_budget": "all"}, {}),
         (3, {"param_memory_budget": "all"}, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
     ],
@@ -66,7 +72,8 @@ def test_ragged_batches(stage: int, options: dict[str, Any], config: dict[str, A
         return distance(full_parameters(net), full_parameters(plain))
 
     for error in run_ranks(run):
-        assert error <= (0.02 if half else 1e-6)
+        # Where half precision loses a gradient, AdamW moves the parameter by less than the learning rate.
+        assert error <= (0.02 if half else 0.0)
 
 
 def test_what_is_dropped_is_not_counted() -> None:
@@ -101,8 +108,7 @@ def test_what_is_dropped_is_not_counted() -> None:
             zerosync.reduce()
         return distance(full_parameters(net), full_parameters(plain))
 
-    for error in run_ranks(run):
-        assert error <= 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_without_the_option() -> None:

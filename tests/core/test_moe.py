@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness.engines import make_engine, rank, start
-from tests.harness.oracle import Oracle, full_parameters
+from tests.harness.oracle import NORM, Oracle, full_parameters, value_of
 from tests.harness.ranks import run_ranks
+from tests.harness.rounding import excess
 from zerosync_strategy import attach, shard_over
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -62,10 +63,10 @@ def test_experts_on_groups_equal_all_experts_in_one_process() -> None:
             parts = name.split(".")
             if "experts" in parts:
                 parts[3] = str(first + int(parts[3]))
-            errors.append((ours - plain.get_parameter(".".join(parts))).abs().max().item())
+            errors.append(excess(ours, value_of(plain.get_parameter(".".join(parts)))))
         return max(errors), norms
 
     ranks = run_ranks(run, world_size=WORLD)
     for error, norms in ranks:
-        assert error < 2e-6 and norms == ranks[0][1]
-        assert all(abs(ours / expected - 1) < 1e-5 and expected > 0.1 for ours, expected in norms), norms
+        assert error == 0.0 and norms == ranks[0][1]
+        assert all(abs(ours / expected - 1) < NORM and expected > 0.1 for ours, expected in norms), norms

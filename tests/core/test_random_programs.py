@@ -23,8 +23,7 @@ def failures(seeds: Iterable[int], stage: int, ranks: int = 2) -> list[str]:
         except Exception as problem:
             problem.add_note(f"in {program}") if hasattr(problem, "add_note") else None
             raise
-        # In several passes, and on more than two ranks, sums are made in another order.
-        if error > (0.0 if program.one_pass and ranks == 2 else 2e-6):
+        if error > 0.0:
             wrong.append(f"{error:.1e} in {program} {program.zero} {program.optimizer} {program.options}")
     return wrong
 

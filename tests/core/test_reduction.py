@@ -11,6 +11,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
+from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import reducer
@@ -77,7 +78,7 @@ def test_the_gradient_budget(stage: int) -> None:
     reports, sent = {}, []
     for budget, *results in zip(budgets, *run_ranks(run), strict=True):
         error, report = results[0]
-        assert error < (2e-6 if budget is not None else 1e-30)
+        assert error == 0.0
         assert budget is None or report.peak_unreduced_bytes <= budget + LAYER
         reports[budget] = report
         assert len({report.collectives["isend"].bytes for _, report in results}) == 1
@@ -128,20 +129,89 @@ def test_between_hosts_messages_are_smaller(stage: int) -> None:
     assert run_ranks(run, False) == [(0.0, LAYERS // 2)] * 2
 
 
+class Weighted(nn.Module):
+    """Has the gradients that it is given, to the bit: of a sum of products, they are the factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS))
+
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return sum((weight * factor).sum() for weight, factor in zip(self.weights, factors, strict=True))
+
+
+EVERY_WAY: list[dict[str, Any]] = [
+    {}, {"reduction": "ordered"}, {"coalesce": False}, {"overlap_last": False}, {"grad_memory_budget": 0},
+    {"grad_memory_budget": 3 * LAYER},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_numbers_are_exact(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, on any processor: sums of whole numbers, their halves and quarters are exact in every order.
+
+    What is lost, counted twice, rounded on the way or gathered from elsewhere is a whole number away.
+    """
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(3 * LAYER // 2, 2))
+
+    def factors(k: int, of_rank: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(10 * k + of_rank)
+        return [torch.randint(-1000, 1000, (WIDTH, WIDTH), generator=draw).float() for _ in range(LAYERS)]
+
+    def run() -> None:
+        held: list[dict[str, Any]] = [{"param_memory_budget": "all"}] if stage == 3 else []
+        for options in EVERY_WAY + held:
+            module, zero = Weighted(), {"reduce_bucket_size": WIDTH * WIDTH}
+            engine = engines.make_engine(module, torch.optim.SGD(module.parameters(), lr=0.5), stage, zero)
+            zerosync = attach(engine, **options)
+            expected = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
+            for k in range(3 * BACKWARDS):
+                last = (k + 1) % BACKWARDS == 0
+                if last:
+                    zerosync.window.expect_last()
+                engine.backward(engine(factors(k, rank())))
+                for of_rank in range(ranks):
+                    for each, factor in zip(expected, factors(k, of_rank), strict=True):
+                        each -= 0.5 * factor / ranks
+                if last:
+                    engine.step()
+            assert distance(full_parameters(module), full_parameters_of(expected)) == 0.0, options
+            engine.destroy()
+
+    run_ranks(run, world_size=ranks)
+
+
+def full_parameters_of(weights: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"weights.{index}": weight for index, weight in enumerate(weights)}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
-    def run() -> Any:
-        results = []
+    """To the bit, on any processor: each element is the sum of the same three, by the same order of additions."""
+
+    def factors(of_rank: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(of_rank)
+        return [torch.randn(WIDTH, WIDTH, generator=draw) for _ in range(LAYERS)]
+
+    def run() -> None:
+        found = []
         for chunk, bucket in ((100, 10), (2**20, 10**6), (3000, 500)):
             messages.WITHIN_HOST = messages.Messages(chunk, 2)
-            engine = make_engine(stage, zero={"reduce_bucket_size": bucket})
-            train(engine, zerosync := attach(engine, reduction="ordered"), 2)
-            results.append(full_parameters(engine.module))
-            zerosync.detach()
-        return distance(results[0], results[1]), distance(results[0], results[2]), distance(results[0], oracle(2, 3))
+            module, zero = Weighted(), {"reduce_bucket_size": bucket, "reduce_scatter": False}
+            engine = engines.make_engine(module, torch.optim.SGD(module.parameters(), lr=0.5), stage, zero)
+            zerosync = attach(engine, reduction="ordered")
+            engine.backward(engine(factors(rank())))
+            with zerosync.full_gradients():
+                found.append([param.grad.clone() for param in module.parameters()])
+            engine.step()
+            engine.destroy()
+        sums = list(zip(*(factors(of_rank) for of_rank in range(3)), strict=True))
+        means = bounded(lambda: [torch.stack(of_ranks).mean(0) for of_ranks in sums])
+        for first, second, third, mean in zip(*found, means, strict=True):
+            assert torch.equal(first, second) and torch.equal(first, third) and excess(first, mean) == 0.0
 
-    first, second, error = run_ranks(run, world_size=3)[0]
-    assert (first, second) == (0.0, 0.0) and error < 2e-6
+    run_ranks(run, world_size=3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -193,12 +263,16 @@ def test_communication_in_bf16(stage: int) -> None:
     """Half the bytes for the gradients; the sum itself is fp32, so only what is sent is rounded."""
 
     def run() -> Any:
-        engine = make_engine(stage, optimizer=torch.optim.SGD, communication_data_type="bf16")
-        train(engine, zerosync := attach(engine), 2)
-        return distance(full_parameters(engine.module), oracle(2, optimizer=torch.optim.SGD)), zerosync.report
+        def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
+            return torch.optim.SGD(params, lr=100 * lr)
 
-    error, report = run_ranks(run)[0]
-    assert 0 < error < 1e-4
+        engine = make_engine(stage, optimizer=sgd, communication_data_type="bf16")
+        train(engine, zerosync := attach(engine), 2)
+        found = full_parameters(engine.module)
+        return distance(found, oracle(2, optimizer=sgd)), distance(found, full_parameters(model())), zerosync.report
+
+    error, moved, report = run_ranks(run)[0]
+    assert 0 < error < moved / 2**8  # bf16 has 8 bits
     assert report.collectives["isend"].bytes == LAYERS * LAYER // 4 + (LAYERS * LAYER // 2 if stage < 3 else 0)
 
 
@@ -246,7 +320,7 @@ def test_an_overflow_skips_the_step_and_closes_the_window(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeed_mixture_of_experts(stage: int) -> None:
-    """Experts are averaged over their own group: as DeepSpeed's own reducer does it, bit for bit."""
+    """Experts are averaged over their own group, as by DeepSpeed's own reducer."""
 
     def run() -> Any:
         from deepspeed.moe.layer import MoE
@@ -268,7 +342,7 @@ def test_deepspeed_mixture_of_experts(stage: int) -> None:
             groups = split_params_into_different_moe_groups_for_optimizer(
                 {"params": list(module.parameters()), "name": "all"}
             )
-            engine = engines.make_engine(module, torch.optim.AdamW(groups, lr=0.01), stage)
+            engine = engines.make_engine(module, torch.optim.SGD(groups, lr=0.5), stage)
             if attached:
                 attach(engine)
             for k in range(4):
@@ -282,7 +356,7 @@ def test_deepspeed_mixture_of_experts(stage: int) -> None:
         return distance(ours, stock), distance(ours, full_parameters(Experts()))
 
     for error, moved in run_ranks(run, world_size=4):
-        assert error < 1e-7 < 1e-3 < moved
+        assert error < 1e-3 * moved and moved > 1e-3  # rounding makes 1e-6 of what has moved; no average is that near
 
 
 def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
@@ -324,7 +398,7 @@ def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch
         return found
 
     for (option, bucket), (error, kinds) in run_ranks(run, world_size=ranks)[0].items():
-        assert error <= (0.0 if ranks == 2 and option in ("", "reduction") else 2e-6), (option, bucket)
+        assert error == 0.0, (option, bucket)
         assert "isend" not in kinds
         if option != "reduction":
             assert "reduce_scatter_tensor" in kinds and "reduce" not in kinds, (option, bucket, kinds)

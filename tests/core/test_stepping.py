@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
@@ -49,7 +49,7 @@ def groups_of(net: Any) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(200, 2))
-    monkeypatch.setattr(reducer, "PIECE_NUMEL", 16)  # a fused kernel rounds otherwise what fills no vector register
+    monkeypatch.setattr(reducer, "PIECE_NUMEL", 16)
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ def test_stage_3_steps_gradients_where_they_are() -> None:
         oracle.backward(lambda r: plain(data(0, r)).square().mean())
         engine.step()
         assert {grad.untyped_storage().data_ptr() for grad in stepped} == shards
-        assert float(engine.get_global_grad_norm()) == pytest.approx(oracle.step(clip=1e9))
+        assert float(engine.get_global_grad_norm()) == pytest.approx(oracle.step(clip=1e9), rel=NORM)
         assert zerosync.report.reductions == 1
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-7
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_a_gather_begins_before_the_step_ends(gathers: list[str]) -> None:

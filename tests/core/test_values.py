@@ -206,18 +206,17 @@ def test_what_a_module_writes_to_its_own_parameters_lasts(
         net = nn.Sequential(Writer(write, first), nn.Tanh(), nn.Linear(6, 3))
         plain = copy.deepcopy(net)
         engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.2), 3, SHARDED)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.2)
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2), world_size=1)
         attach(engine, param_memory_budget=budget)
         for k in range(WATCHED_STEPS + 3):
             x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
             engine.backward(engine(x[rank()]).square().mean())
             engine.step()
-            plain(x.view(8, 6)).square().mean().backward()  # one forward, and one write
-            optimizer.step()
-            optimizer.zero_grad()
+            oracle.backward(lambda _, x=x: plain(x.view(8, 6)).square().mean())  # one forward, and one write
+            oracle.step()
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_new_data_of_another_kind_from_a_module_that_runs() -> None:
@@ -283,7 +282,7 @@ def test_modules_return_and_take_anything(options: dict[str, Any]) -> None:
             oracle.step()
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +310,7 @@ def test_training_after_a_forward_in_inference_mode(zero: dict[str, Any], option
             oracle.step()
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def penalty(net: Net) -> torch.Tensor:
@@ -344,7 +343,7 @@ def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[
         return errors
 
     for errors in run_ranks(run):
-        assert max(errors) < 1e-6  # a parameter's gradients are summed in another order
+        assert max(errors) == 0.0
 
 
 @pytest.mark.parametrize("trace_gathers", [False, True])
@@ -364,7 +363,7 @@ def test_a_penalty_in_a_compiled_forward(trace_gathers: bool) -> None:
         return distance(full_parameters(net), full_parameters(plain))
 
     for error in run_ranks(run):
-        assert error < 1e-6
+        assert error == 0.0
 
 
 def test_what_is_written_is_saved(tmp_path: Path) -> None:
@@ -484,7 +483,7 @@ def test_what_a_forward_reads_answers_as_the_parameter_does(options: dict[str, A
         assert net.seen == plain.seen
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def trained(net: nn.Module) -> torch.optim.Optimizer:
@@ -536,10 +535,10 @@ def test_pruning(stage: int, options: dict[str, Any]) -> None:
             train(2 * k)
             train(2 * k + 1)
             for (name, ours), theirs in zip(net.named_buffers(), plain.buffers(), strict=True):
-                assert torch.equal(ours, theirs), name
+                assert torch.equal(ours, theirs), name  # masks: what is pruned is the least by far
         return distance(full_parameters(net), full_parameters(plain))
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_what_cannot_be_right_is_an_error() -> None:

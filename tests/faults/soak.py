@@ -1,5 +1,6 @@
 """Thousands of steps of a run that is disturbed again and again, against the oracle."""
 
+import functools
 import gc
 import os
 import random
@@ -81,6 +82,7 @@ def used() -> dict[str, int]:
     }
 
 
+@functools.cache
 def oracle(steps: int) -> nn.Module:
     net = network()
     plain = Oracle(net, adamw(net.parameters()), WORLD)

@@ -75,7 +75,7 @@ def try_damaged(framework: str, stage: int, damage: str) -> Trial:
 
 
 def resumes(framework: str, stage: int, saved: Path, world_size: int = 2) -> bool:
-    """Whether a run from what `saved` has ends as one that nothing disturbed."""
+    """Whether a run from what `saved` has ends as one that nothing disturbed: to the bit, as it computes the same."""
     job = JOBS[framework]
     with _directory() as other:
         undisturbed = run_ranks(job, stage, other, world_size=world_size)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from tests.harness import engines
 from tests.harness.engines import configuration, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from zerosync_strategy import shard_over
 
 WORLD, WIDTH, BACKWARDS = 4, 8, 2
@@ -164,4 +164,4 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def error_of(engine: Any, reference: Reference) -> float:
     """The largest difference of any parameter of this rank. A collective call."""
     own = reference.of_rank(rank())
-    return distance(full_parameters(engine.module), {name: param.detach() for name, param in own.items()})
+    return distance(full_parameters(engine.module), {name: value_of(param) for name, param in own.items()})

@@ -21,6 +21,11 @@ def _installed(package: str) -> Version:
     return Version(Version(version(package)).base_version)
 
 
+def needs_fp16() -> pytest.MarkDecorator:
+    """Leave the test out where DeepSpeed refuses fp16 because the device has none."""
+    return pytest.mark.skipif(not fp16_supported(), reason="DeepSpeed finds no fp16 on this device")
+
+
 def fp16_supported() -> bool:
     """Whether DeepSpeed trains in fp16 on this device. Not every CPU has it; the simulated device always does."""
     from deepspeed.accelerator import get_accelerator

@@ -11,7 +11,6 @@ from tests.harness.oracle import Oracle, full_parameters
 
 WORLDS = (2, 4, 3)  # ranks of each run; the next goes on where it has ended
 STEPS = 2  # of each run
-TOLERANCE = 1e-7  # sums of more than two ranks, in another order
 
 
 class Net(nn.Module):

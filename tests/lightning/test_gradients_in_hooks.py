@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
+from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import loss_of, network, sgd
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, Recorder, fit, oracle, strategy
@@ -18,7 +18,6 @@ from zerosync_strategy import ZeroSyncStrategy
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 6
-ROUNDING = 1e-6
 Change = Callable[[Any], None]
 
 
@@ -141,8 +140,7 @@ def test_a_change_of_gradients_takes_effect(stage: int, hook: str) -> None:
 
     for of_rank in run_ranks(run):
         for change, (error, effect) in zip(changes, of_rank, strict=True):
-            assert error < ROUNDING < 1e-3 < effect, change.__name__
-            assert error == 0.0 or change in (clip, clamp), change.__name__
+            assert error == 0.0 < 1e-3 < effect, change.__name__
 
 
 @pytest.mark.parametrize(
@@ -162,7 +160,7 @@ def test_with_accumulation(stage: int, hook: str, change: Change) -> None:
         assert [(r.backwards, r.reductions) for r in recorder.reports] == [(2, 1)] * 3
         return distance(recorder.parameters, full_parameters(plain(change, 2, "after" in hook).module))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @STAGES
@@ -180,11 +178,11 @@ def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
     def run() -> Any:
         recorder, _ = fit(Watching(), small(stage), BATCHES)
         watched, data = oracle(), Data(BATCHES)
-        watched.optimizer.register_step_pre_hook(
-            lambda *_: seen["plain"].append(grad_norm(watched.module, norm_type=2))
-        )
         for batch in range(BATCHES):
             watched.backward(lambda rank, batch=batch: loss_of(watched.module, data.batch(batch, rank)))
+            for param, gradient in zip(watched.parameters, watched.gradients(), strict=True):
+                param.grad = gradient
+            seen["plain"].append(grad_norm(watched.module, norm_type=2))
             watched.step()
         result = full_parameters(watched.module)
         norms = [[{k: float(v) for k, v in norm.items()} for norm in seen[which]] for which in seen]
@@ -192,6 +190,7 @@ def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
 
     for error, (after, before, expected) in run_ranks(run):
         assert error == 0.0 and len(expected) == BATCHES  # to look changes nothing
+        expected = [pytest.approx(norms, rel=NORM) for norms in expected]
         assert after == expected and before == expected
 
 
@@ -214,7 +213,7 @@ def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> No
         recorder, _ = fit(Clipping(), small(stage), BATCHES)
         return distance(recorder.parameters, full_parameters(plain(change).module))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @STAGES
@@ -228,7 +227,7 @@ def test_the_trainers_clipping_comes_after_the_hook(stage: int) -> None:
 
         return distance(recorder.parameters, full_parameters(plain(change).module))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("hook", ["after", "before", "before, clipped"])
@@ -264,7 +263,7 @@ def test_manual_optimization(stage: int, hook: str) -> None:
         expected = plain(halve, 2, hook == "after", clip=0.05 if "clipped" in hook else 0.0)
         return distance(recorder.parameters, full_parameters(expected.module))
 
-    assert max(run_ranks(run)) < (ROUNDING if "clipped" in hook else 1e-30)
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 class Two(Module):
@@ -311,7 +310,7 @@ def test_several_optimizers(stage: int) -> None:
                 second.step()
         return distance(recorder.parameters, full_parameters(net))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_gradients_of_another_optimizer_must_stay() -> None:
@@ -334,7 +333,7 @@ def test_bf16(stage: int) -> None:
         return distance(bare, looked), distance(halved, full_parameters(plain(halve).module))
 
     for looked, halved in run_ranks(run):
-        assert looked == 0.0 and halved < 0.02
+        assert looked == 0.0 and halved < 0.02  # to the bit: to look is to gather and to copy
 
 
 @pytest.mark.parametrize("change", [halve, clamp], ids=lambda change: change.__name__)
@@ -353,7 +352,7 @@ def test_an_optimizer_offloaded_to_the_cpu(stage: int, change: Change) -> None:
         expected = plain(expected_change)
         return distance(recorder.parameters, full_parameters(expected.module))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 @STAGES
@@ -388,4 +387,4 @@ def test_after_backward_with_gradients_taken_away(stage: int, options: dict[str,
         recorder = train("on_after_backward", halve, ZeroSyncStrategy(stage=stage, **options))
         return distance(recorder.parameters, full_parameters(plain(halve).module))
 
-    assert max(run_ranks(run)) < ROUNDING
+    assert run_ranks(run) == [0.0, 0.0]

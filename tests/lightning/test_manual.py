@@ -170,7 +170,7 @@ def test_clip_gradients(stage: int) -> None:
         return distance(recorder.parameters, in_one_step(clip=0.05)), distance(recorder.parameters, in_one_step())
 
     clipped, unclipped = run_ranks(run)[0]
-    assert clipped < 2e-6 < 1e-3 < unclipped
+    assert clipped == 0.0 < 1e-3 < unclipped
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -208,4 +208,4 @@ def test_without_coalescing_it_is_still_right(stage: int) -> None:
         assert [(r.backwards, r.reductions) for r in recorder.reports] == [(N, N)] * 12
         return distance(recorder.parameters, in_one_step())
 
-    assert max(run_ranks(run)) < 1e-6
+    assert run_ranks(run) == [0.0, 0.0]

@@ -149,7 +149,7 @@ def test_options_hold_for_each_engine(options: dict[str, Any]) -> None:
         return distance(recorder.parameters, plain_gan(True)), seen.reports, seen.counted
 
     for error, (of_g, of_d), counted in run_ranks(run):
-        assert error < 1e-6
+        assert error == 0.0
         # Between them, the reports count every collective once.
         assert sum(report.bytes_sent for report in of_g + of_d) == counted
         if "param_memory_budget" in options:
@@ -315,7 +315,7 @@ def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> No
         trained = {name: param for name, param in at_saving.items() if not name.startswith(("still", "stray"))}
         assert distance(from_deepspeeds_own_tool(tmp_path / "saved", trained), trained) == 0.0
         loaded = {name.removeprefix("net."): param for name, param in full_parameters(evaluated).items()}
-        return distance(whole, plain_agents()), distance(resumed, whole), distance(loaded, at_saving)
+        return distance(whole, plain_agents()), distance(resumed, plain_agents()), distance(loaded, at_saving)
 
     assert run_ranks(run) == [(0.0, 0.0, 0.0)] * WORLD
     rows = list(csv.DictReader(next(tmp_path.rglob("version_0/metrics.csv")).open()))
@@ -330,7 +330,7 @@ def test_one_optimizer_clips(stage: int) -> None:
         return distance(recorder.parameters, plain_agents(clip=0.05)), distance(recorder.parameters, plain_agents())
 
     clipped, unclipped = run_ranks(run)[0]
-    assert clipped < 2e-6 < 1e-3 < unclipped
+    assert clipped == 0.0 < 1e-3 < unclipped
 
 
 @pytest.mark.skipif(not hasattr(LightningModule, "toggled_optimizer"), reason="this Lightning has no toggled_optimizer")

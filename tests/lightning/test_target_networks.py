@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import Oracle, distance, full_average, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import make_trainer
 from zerosync_strategy import ZeroSyncStrategy
@@ -126,4 +126,7 @@ def test_the_target_network_is_that_of_plain_torch(update: str, strategy: dict[s
         return found
 
     for found in run_ranks(run):
-        assert distance(found, full_parameters(plain(update))) < 1e-6
+        module = plain(update)
+        expected = full_parameters(module)
+        expected |= {f"target_net.{name}": value for name, value in full_average(module.target_net, module.net).items()}
+        assert distance(found, expected) == 0.0

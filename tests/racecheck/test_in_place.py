@@ -81,7 +81,7 @@ def test_checked_steps_are_the_same_and_leave_no_trace(stage: int) -> None:
 
     options: list[dict[str, Any]] = [{}, {"coalesce": False}, {"grad_memory_budget": 900}]
     for index, results in enumerate(run_ranks(lambda: list(map(run, options)))):
-        assert results[0][1] == 0.0 and max(error for _, error in results) < 1e-5
+        assert max(error for _, error in results) == 0.0
         for said, _ in results:
             assert len(said) == 1 and said[0].startswith(f"ZeroSync race check, rank {index}: nothing found in "), said
             assert said[0].endswith("operations in 2 optimizer step(s)."), said

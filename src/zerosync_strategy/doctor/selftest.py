@@ -17,8 +17,8 @@ from zerosync_strategy.doctor.findings import Finding, error, note, ok
 
 CONTRACT, TRAINING = "contract", "self-test"
 RANKS = 2
-STAGE_3_ROUNDING = 1e-6
-"""W2: under ZeRO-3, DeepSpeed's own linear function may round otherwise than torch's."""
+ROUNDING = 1e-5
+"""W2: 84 units in the last place of 1. Another order of a sum makes a few; a gradient that is lost, far more."""
 
 
 def check(timeout: float = 180.0, environment: Mapping[str, str] | None = None) -> list[Finding]:
@@ -102,7 +102,7 @@ def _training(found: list[Mapping[str, Any]], problem: str) -> Iterator[Finding]
             difference = max(of_rank["difference"] for of_rank in of_ranks)
             reductions = max(of_rank["reductions"] for of_rank in of_ranks)
             text = f"stage {stage}, two ranks: parameters differ from plain torch's by {difference:g}"
-            if difference > (STAGE_3_ROUNDING if stage == "3" else 0.0):
+            if difference > ROUNDING:
                 yield error(TRAINING, text, remedy)
             elif reductions != 1:
                 yield error(TRAINING, f"stage {stage}: {reductions} reductions in a step, expected 1", remedy)
