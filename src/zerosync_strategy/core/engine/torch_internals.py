@@ -22,6 +22,7 @@ TRAINING = (
     Internal("overlapped gathers", "torch.Tensor", "_backward_hooks"),
     Internal("overlapped gathers", "torch.Tensor", "_post_accumulate_grad_hooks"),
     Internal("memory of the host", "torch._C", "_storage_Use_Count"),
+    Internal("memory of the host", "torch._C", "_host_emptyCache", optional=True),  # of builds for a GPU
     Internal("reduction", "torch", "_chunk_cat"),
     Internal("edited parameters", "torch", "_foreach_copy_"),
     Internal("linear layers", "torch._C", "_are_functorch_transforms_active"),
