@@ -33,8 +33,8 @@ class Tables(nn.Module):
         for number in range(tables):
             self.register_parameter(f"table{number}", nn.Parameter(torch.randn(width, width) / width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = (x.argmax(-1) % self.tables).tolist()
+    def forward(self, x: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
+        chosen = ((x if routes is None else routes).argmax(-1) % self.tables).tolist()
         return torch.stack([row @ getattr(self, f"table{number}") for row, number in zip(x, chosen, strict=True)])
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.harness.engines import make_engine
+from tests.harness.experts import Tables
 from tests.harness.oracle import Oracle
 
 WIDTH = 6
@@ -28,6 +29,7 @@ class Program:
         self.tied = draw.random() < 0.4 and self.layers > 1
         self.frozen = draw.random() < 0.4
         self.oversized = draw.random() < 0.5
+        self.routed = random.Random(f"routed {self.seed}").random() < 0.5
         self.optimizer = draw.choice(["sgd", "momentum", "adamw"])
         self.two_groups = draw.random() < 0.4
         self.options: dict[str, Any] = {}
@@ -127,10 +129,14 @@ class RandomModel(nn.Module):
         self.wide = nn.Sequential(nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)) if program.oversized else nn.Identity()
         self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if program.frozen else nn.Identity()
         self.scale = nn.Parameter(torch.ones(1))
+        self.tables = Tables(WIDTH, 4) if program.routed else None
 
     def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
-        for layer in self.body:
+        routes = x  # by rank: a rank uses some of the tables
+        for place, layer in enumerate(self.body):
             x = torch.tanh(layer(x))
+            if place == 0 and self.tables is not None:
+                x = torch.tanh(self.tables(x, routes))
         x = self.still(self.wide(x))
         if not skip:
             x = x + self.skipped(x)

@@ -336,11 +336,11 @@ class ParameterCache:
 
     @property
     def holds_all(self) -> bool:
-        """Whether no module gathers anything between the first of a window and its step."""
-        return self._budget is None or all(
-            zero3.is_persistent(param) or self.holds(param)
-            for param in filter(zero3.is_sharded, self._engine.module.parameters())
-        )
+        """Whether no module gathers anything between the first of a window and its step.
+
+        Not where all others are persistent: DeepSpeed releases those too while it records the order of modules.
+        """
+        return self._budget is None
 
     def gathers_in(self, param: Any, backwards: int) -> int:
         """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
