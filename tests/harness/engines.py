@@ -17,8 +17,8 @@ def rank() -> int:
 
 
 def start(timeout: timedelta = default_pg_timeout) -> None:
+    prepare_cpu()  # anew: the last detach() of an engine undoes it
     if not deepspeed.comm.is_initialized():
-        prepare_cpu()
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 

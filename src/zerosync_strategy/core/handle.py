@@ -388,5 +388,5 @@ class ZeroSync:
 
         The optimizer's shards are not in DeepSpeed's own order then. ``engine.destroy()`` does the same.
         """
-        if isinstance(self.engine, EngineOverrides):
+        if self._is_attached:
             self._attached.destroyed()

@@ -65,6 +65,18 @@ class Streams:
         """Whether the device runs beside the host."""
         return self._reduction is not None
 
+    @property
+    def caller(self) -> Any:
+        """The current stream; ``None`` on a device without streams."""
+        return None if self._reduction is None else self._accelerator.current_stream()
+
+    def caller_waits_for(self, streams: Iterable[Any]) -> None:
+        """Let the caller's stream wait for what ``streams``, each once a :attr:`caller`, have by now."""
+        caller = self.caller
+        for stream in streams:
+            if stream is not None and stream != caller:
+                caller.wait_stream(stream)
+
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def refuse_capture(self) -> None:

@@ -84,7 +84,6 @@ class GatherScheduler:
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
         self.renew_streams()
         self._params = set(engine.module.parameters())
-        self._arrived: dict[int, _GatherHandle] = {}  # on a device with streams, the last gather by id of the parameter
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
@@ -112,6 +111,8 @@ class GatherScheduler:
         """The device has gained streams or lost them: make the gather streams anew."""
         stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
+        # On a device with streams, the last gather by id of the parameter.
+        self._arrived: dict[int, _GatherHandle] = {}
         self.shards_written()  # by whoever made them
 
     # ---- the window ----------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class ParameterValues:
         self.steps = 0
         self._in_shards: frozenset[Any] = frozenset()
         self._writes: dict[Any, int] = {}
-        self._unknown: dict[Any, torch.Tensor] = {}  # of parameters, on the device: whether modules have written to it
+        # On the device, of parameters and by the stream that found out: whether modules have written to it.
+        self._unknown: dict[Any, dict[Any, torch.Tensor]] = {}
         self._writers: set[Any] = set()  # parameters that modules write to while they run
         self._params = list(engine.module.parameters())
         for param in self._params:
@@ -108,7 +109,8 @@ class ParameterValues:
             if isinstance(changed, torch.Tensor):
                 zero3.copy_to_shard(param)
                 self._scheduler.values_in_shards(param)
-                self._unknown[param] = self._unknown[param] | changed if param in self._unknown else changed
+                by_stream, stream = self._unknown.setdefault(param, {}), self._scheduler.streams.caller
+                by_stream[stream] = by_stream[stream] | changed if stream in by_stream else changed
             elif changed:
                 self._check_alike(param, param)
                 self.write_back(param, param.data)
@@ -117,8 +119,11 @@ class ParameterValues:
     def _ask_device(self) -> None:
         """Wait for what the device knows of writes to parameters."""
         unknown, self._unknown = self._unknown, {}
-        answers = torch.stack(list(unknown.values())).tolist() if unknown else []
-        for param, changed in zip(unknown, answers, strict=True):
+        if not unknown:
+            return
+        self._scheduler.streams.caller_waits_for({stream for of_param in unknown.values() for stream in of_param})
+        found = [(param, changed) for param, of_param in unknown.items() for changed in of_param.values()]
+        for (param, _), changed in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
             if changed:
                 self._writes[param] = self._writes.get(param, 0) + 1
                 self._writers.add(param)
@@ -138,7 +143,7 @@ class ParameterValues:
         found = cache.get(param)
         if found is None or found.date != self.date(param):
             self._scheduler.wait_for(param)
-            if not _is_at_rest(param):  # it was on its way, and stays
+            if self._params and not _is_at_rest(param):  # it was on its way, and stays; withdrawn, none is at rest
                 return Memory(self, param, param.data, in_place=True)
             if self.differentiable is None:
                 raise RuntimeError(
