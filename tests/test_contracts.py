@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from zerosync_strategy.core.engine import (
     contract,
     gathering,
     internals,
+    scalars,
     torch_internals,
     universal,
     zero,
@@ -30,6 +32,7 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.internals import LIBRARIES, Internal
 from zerosync_strategy.doctor.releases import TESTED
+from zerosync_strategy.planning import training
 
 SOURCE = Path(zerosync_strategy.__file__).parent
 LAYERS = {
@@ -105,6 +108,10 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.ACCUMULATION, zero.accumulate_outside),
         (contract.UNIVERSAL, lambda engine: universal.restore_rest(engine, [], "", True, True)),
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
+        (contract.SCALARS, lambda _: scalars.allow_scalars()),
+        (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),
+        (torch_internals.PLAN, lambda _: training.join(1, "nccl", True)),
+        (torch_internals.RACE_CHECK_ON_CUDA, lambda _: race_check.verify(on_cuda=True)),
         ((*contract.RACE_CHECK, *contract.RACE_CHECK_STAGE_1_2), zero.renew_streams),
         (torch_internals.RACE_CHECK, lambda _: race_check._check_for(1)),
         (TRAINER, lambda _: make("accelerate").set_deepspeed_weakref()),
@@ -114,6 +121,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.UNSHARD_ON_READ, attach),
         (contract.SEVERAL_ENGINES, lambda engine: gathering.restrict(engine, engine, engine.module)),
         (contract.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
+        (contract.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
         (contract.RACE_CHECK_STAGE_3, zero.renew_streams),
     ],
 }
@@ -138,6 +146,13 @@ def test_an_engine_that_lacks_an_internal_is_refused_by_name(stage: int) -> None
             attach(engine)  # nothing of the failed attempts is left behind
 
     run_ranks(run, world_size=1)
+
+
+def test_every_table_is_taken_away_row_by_row() -> None:
+    of_engines = (contract.CONFIGURATION, contract.ALL_STAGES, contract._REFUSED, torch_internals.TRAINING)
+    of_stages = (contract.STAGE_1_2, contract.STAGE_1_2_OFFLOAD, contract.STAGE_3, contract.STAGE_3_OFFLOAD)
+    taken = {*itertools.chain(*of_engines, *of_stages), *(row for of in FEATURES.values() for t, _ in of for row in t)}
+    assert {row for table in (*contract.EVERY_TABLE, *torch_internals.EVERY_TABLE) for row in table} <= taken
 
 
 # ---- what is used is in a table --------------------------------------------------------------------------------------

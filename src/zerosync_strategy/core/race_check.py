@@ -67,6 +67,17 @@ class RaceCheckMember:
         _members.discard(self)
 
 
+def verify(on_cuda: bool) -> None:
+    """Check that torch has what the check uses.
+
+    Raises:
+        ContractError: it has not.
+    """
+    internals.verify(torch_internals.RACE_CHECK)
+    if on_cuda:
+        internals.verify(torch_internals.RACE_CHECK_ON_CUDA)
+
+
 def _check_for(steps: int) -> InPlaceCheck | None:
     """Return the check that an engine takes part in: because it asks for one, or because one runs."""
     global _check
@@ -74,9 +85,7 @@ def _check_for(steps: int) -> InPlaceCheck | None:
         return _check
     if not steps:
         return None
-    internals.verify(torch_internals.RACE_CHECK)
-    if torch.cuda.is_available():
-        internals.verify(torch_internals.RACE_CHECK_ON_CUDA)
+    verify(torch.cuda.is_available())
     from zerosync_strategy.racecheck.in_place import InPlaceCheck  # only now: no other training needs it
 
     _check = InPlaceCheck()

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.internals import fetch
-from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import InferenceOverrides, ModeOverrides
+from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.several import part_of
 from zerosync_strategy.core.optimizers import optimizer_problem
 
@@ -144,9 +143,5 @@ class EvaluationOverrides(ModeOverrides):
         def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
-        engine: Any = self
-        interpose(engine.optimizer, InferenceOverrides)
-        try:
+        with gathering.loading_without_optimizer(self):
             return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)  # type: ignore[misc]
-        finally:
-            restore(engine.optimizer, InferenceOverrides)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, param_class, zero3
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import InferenceOverrides
 
 
 def coordinator(optimizer: Any) -> Any:
@@ -350,6 +352,21 @@ def leave_sharded(engine: Any) -> None:
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+
+
+@contextmanager
+def loading_without_optimizer(engine: Any) -> Iterator[None]:
+    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`.
+
+    Raises:
+        ContractError: DeepSpeed asks something else of what is in the optimizer's place.
+    """
+    contract.require(contract.EVALUATION)
+    interpose(engine.optimizer, InferenceOverrides)
+    try:
+        yield
+    finally:
+        restore(engine.optimizer, InferenceOverrides)
 
 
 def release_for_checkpoint(optimizer: Any) -> None:
