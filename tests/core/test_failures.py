@@ -17,6 +17,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.failures import rank_status as module
 from zerosync_strategy.core.failures.agreement import require_same
 from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer, ranks_text
+from zerosync_strategy.core.failures.flight_recorder import program_line
 from zerosync_strategy.core.failures.rank_status import RankStatus, is_communication_error, rank_status
 
 ERROR = RuntimeError("Timed out")
@@ -264,3 +265,15 @@ def test_a_process_group_that_is_gone_is_not_kept() -> None:
         return module._current[0]() is None
 
     assert run_ranks(run, world_size=1) == [True]
+
+
+def test_the_line_of_a_package_between_comes_with_that_of_the_program() -> None:
+    """As where one logs the parameters of a ZeRO-3 model on one rank alone."""
+    ours = ("/env/lib/python3.12/site-packages/torch/nn/modules/module.py", 7, "_call_impl")
+    logger = ("/env/lib/python3.12/site-packages/wandb/wandb_torch.py", 156, "log_tensor_stats")
+    hook = ("/env/lib/python3.12/site-packages/wandb/wandb_torch.py", 90, "hook")
+    program = ("/home/someone/train.py", 24, "main")
+    assert program_line([ours, program]) == "train.py:24 main"
+    assert program_line([ours, logger, hook, ours, program]) == "wandb_torch.py:156 log_tensor_stats < train.py:24 main"
+    assert program_line([ours, logger, hook]) == "wandb_torch.py:156 log_tensor_stats"
+    assert program_line([ours]) == ""

@@ -25,7 +25,9 @@ _LIBRARIES = (
     "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
     "/zerosync_strategy/", "/contextlib.py", "/typing_extensions.py",
 )  # fmt: skip
-"""In the path of a file that is not the user's own."""
+"""In the path of a file whose lines say nothing: it trains, whatever the program is."""
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+"""In the path of a file that is installed, and so not the program's own."""
 _GROUPS = 4
 """Of so many process groups the collectives are told, the last used first."""
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
@@ -33,15 +35,22 @@ _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 
 
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Return the innermost line that is of no library, as ``"train.py:24 main"``; empty if there is none.
+    """Return the innermost line of the program, as ``"train.py:24 main"``; empty if there is none.
+
+    Where another package is between, as one that logs parameters, its line comes first:
+    ``"logger.py:156 log < train.py:24 main"``.
 
     Args:
         frames: path, line and function of each, the innermost first.
     """
+    package = ""
     for path, line, function in frames:
         if not any(library in path for library in _LIBRARIES):
-            return f"{path.rpartition('/')[2]}:{line} {function}"
-    return ""
+            found = f"{path.rpartition('/')[2]}:{line} {function}"
+            if not any(folder in path for folder in _PACKAGES):
+                return f"{package} < {found}" if package else found
+            package = package or found
+    return package
 
 
 def recorded() -> tuple[Recorded, ...]:
