@@ -22,6 +22,8 @@ to the gradient shards there. The rules, each with its method:
 - **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
   for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
   memory they may be given.
+- **S3** :meth:`Streams.caller_waits_for`: what modules have found out of their parameters on several streams is read by
+  the caller's after each of these.
 - **L3** :meth:`Streams.share_unshard`: DeepSpeed keeps the memory of a parameter for the stream that releases it. Where
   several streams use one parameter, it is kept for each.
 - **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter, on whatever stream, starts after its gather,
@@ -71,7 +73,7 @@ class Streams:
         return None if self._reduction is None else self._accelerator.current_stream()
 
     def caller_waits_for(self, streams: Iterable[Any]) -> None:
-        """Let the caller's stream wait for what ``streams``, each once a :attr:`caller`, have by now."""
+        """Let the caller's stream wait for what ``streams``, each once a :attr:`caller`, have by now (S3)."""
         caller = self.caller
         for stream in streams:
             if stream is not None and stream != caller:
