@@ -19,7 +19,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import reducer
-from zerosync_strategy.core.params import scheduler
+from zerosync_strategy.core.params import module_order, scheduler
 
 WIDTH, EXPERTS, LAYERS, TOKENS, STEPS = 8, 4, 2, 4, 3
 ZERO = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 300}
@@ -104,3 +104,14 @@ def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeyp
         assert error == 0.0 and lacking > 5, (error, lacking, case)
         every = case[3].get("coalesce") is False or "grad_memory_budget" in case[3]
         assert early == (2 * STEPS if every else STEPS), case
+
+
+def test_forwards_without_a_backward_are_not_noted_down_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_order, "LONGEST", 10)
+    order, layer = module_order.ModuleOrder(lambda module: list(module.parameters())), nn.Linear(1, 1)
+    for _ in range(95):
+        order.begins(layer)
+        order.ends(layer)
+    assert len(order._ended[layer]) == 5
+    order.backward_begins()
+    assert order.comes_to(layer) == 5 and order.first_uses() == {id(param): 1 for param in layer.parameters()}

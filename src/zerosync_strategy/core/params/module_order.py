@@ -20,6 +20,9 @@ import torch
 
 END = 2**62
 """After all calls: nothing is behind a backward that comes from there."""
+LONGEST = 2**17
+"""Calls that are noted down at most, where forwards with gradients go on without a backward, as in an evaluation. The
+count then begins anew, on all ranks alike; what is reduced too early for it is reduced once more at the close (W4)."""
 
 
 class ModuleOrder:
@@ -60,7 +63,7 @@ class ModuleOrder:
     def begins(self, module: Any) -> None:
         """A forward of ``module`` begins."""
         if self._notes_forwards:
-            if self._is_over:
+            if self._is_over or self._calls == LONGEST:
                 self._calls, self._is_over = 0, False
                 for of_last in (self._began, self._ended, self._read):
                     of_last.clear()
