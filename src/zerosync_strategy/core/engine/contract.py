@@ -66,7 +66,6 @@ ALL_STAGES = (
     Internal("window", "engine", "zero_grad", (), public=True),
     Internal("window", "engine", "allreduce_gradients"),
     Internal("window", "engine", "_backward_prologue", ()),
-    Internal("window", "engine", "_take_model_step", ("lr_kwargs",)),
     Internal("window", "engine", "is_gradient_accumulation_boundary", (), public=True),
     Internal("window", "engine", "no_sync", (), public=True),
     Internal("window", "engine", "coalesce_grad_reduction", (), public=True, since="0.19.1"),
@@ -246,7 +245,6 @@ STAGE_3 = (
     Internal("held parameters", "parameter", "ds_active_sub_modules"),
     Internal("held parameters", _COORDINATOR_MODULE, "iter_params", ("module", "recurse")),
     Internal("held parameters", _COORDINATOR_MODULE, "z3_leaf_module", ("model",)),
-    Internal("held parameters", "module", "ds_recompute_parameters", named_in=_OFFLOAD_MODULE, since="0.19.3"),
     WHOLE_GATHER,
     Internal(
         "values of sharded parameters",

@@ -264,11 +264,6 @@ def parameters_of(module: Any) -> list[Any]:
     return list(iter_params(module, recurse=z3_leaf_module(module)))
 
 
-def released_with(module: Any) -> list[Any]:
-    """Return the parameters that may be released after ``module``: its own, and what its backward gathered anew."""
-    return [*parameters_of(module), *getattr(module, "ds_recompute_parameters", ())]
-
-
 def modules_of(module: Any) -> Iterable[Any]:
     """Return the modules whose own parameters :func:`parameters_of` returns."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
