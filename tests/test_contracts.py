@@ -18,7 +18,7 @@ from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
-from zerosync_strategy.core import race_check, transformers
+from zerosync_strategy.core import race_check
 from zerosync_strategy.core.engine import (
     compilation,
     contract,
@@ -26,6 +26,7 @@ from zerosync_strategy.core.engine import (
     internals,
     scalars,
     torch_internals,
+    transformers,
     universal,
     zero,
     zero3,

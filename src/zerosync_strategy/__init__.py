@@ -12,12 +12,12 @@ from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
-    from zerosync_strategy.core.config import ZeroSyncConfig
     from zerosync_strategy.core.engine.cpu import prepare_cpu
     from zerosync_strategy.core.engine.internals import ContractError
     from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
     from zerosync_strategy.core.failures.rank_status import RankError
     from zerosync_strategy.core.handle import ZeroSync, attach
+    from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.report import StepReport
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
@@ -47,7 +47,7 @@ _HOME = {
     "RankError": "zerosync_strategy.core.failures.rank_status",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",
-    "ZeroSyncConfig": "zerosync_strategy.core.config",
+    "ZeroSyncConfig": "zerosync_strategy.core.options.config",
     "ZeroSyncFabricStrategy": "zerosync_strategy.fabric",
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",

@@ -194,7 +194,7 @@ def plan(
     Exit status: 0; 1 where a replay fails, nothing fits, or --check finds a difference; 2 where the command itself is
     wrong.
     """
-    from zerosync_strategy.core.config import parse_bytes
+    from zerosync_strategy.core.options.config import parse_bytes
     from zerosync_strategy.planning import check as checks
     from zerosync_strategy.planning import jobs, output
     from zerosync_strategy.planning.plan import PlanError

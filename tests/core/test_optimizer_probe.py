@@ -10,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.optimizer_probe import Scope, probe
-from zerosync_strategy.core.optimizers import kind_problem
+from zerosync_strategy.core.optimizer.probe import Scope, probe
+from zerosync_strategy.core.optimizer.supported import kind_problem
 
 
 class Plain(torch.optim.Optimizer):

@@ -13,8 +13,8 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.budgets.gauges import DeviceGauge
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.memory import DeviceGauge
 from zerosync_strategy.core.params import edits
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.host_cache import pinned_blocks

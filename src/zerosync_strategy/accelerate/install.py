@@ -14,10 +14,10 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, parse_flag_from_e
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
-from zerosync_strategy.core.config import BLOCK
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.internals import verify
+from zerosync_strategy.core.options.config import BLOCK
 
 _always = False  # every DeepSpeed configuration of this process, with a block or without
 

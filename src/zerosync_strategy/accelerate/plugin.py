@@ -15,12 +15,12 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import contract, trainer
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.zero import offloads_optimizer
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))

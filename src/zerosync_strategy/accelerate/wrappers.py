@@ -28,7 +28,7 @@ from zerosync_strategy.core.engine.zero import accumulate_outside, building_engi
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizers import optimizer_problem
+from zerosync_strategy.core.optimizer.supported import optimizer_problem
 
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 

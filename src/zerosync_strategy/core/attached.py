@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.budgets_of_engine import automatic_budgets
+from zerosync_strategy.core.budgets.of_engine import automatic_budgets
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
@@ -23,7 +23,6 @@ from zerosync_strategy.core.comm.host_memory import keep_freed_memory
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import (
     checkpoint_files,
     compilation,
@@ -42,10 +41,9 @@ from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.overrides import EngineOverrides, Stage3Overrides, Stage12Overrides
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_trained
-from zerosync_strategy.core.export import export
+from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
 from zerosync_strategy.core.failures.rank_status import RankError, rank_status
-from zerosync_strategy.core.frozen import FrozenParameters
 from zerosync_strategy.core.gradients.changes import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
 from zerosync_strategy.core.gradients.reducer import Pieces
@@ -53,7 +51,12 @@ from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.meter import StepMeter
-from zerosync_strategy.core.optimizers import listed
+from zerosync_strategy.core.optimizer.frozen import FrozenParameters
+from zerosync_strategy.core.optimizer.states import StripedStates
+from zerosync_strategy.core.optimizer.stepping import can_step_by_part
+from zerosync_strategy.core.optimizer.supported import listed
+from zerosync_strategy.core.options.checks import check_backends, check_stage
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.arriving import ArrivingParameters
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -64,6 +67,7 @@ from zerosync_strategy.core.params.edits import (
     weights_of_stage_1_2,
     write_gathered_to_shards,
 )
+from zerosync_strategy.core.params.export import export
 from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
@@ -71,10 +75,6 @@ from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.progress import EngineProgress
 from zerosync_strategy.core.race_check import RaceCheckMember
 from zerosync_strategy.core.required_gradients import RequiredGradients
-from zerosync_strategy.core.stage_options import check_backends, check_stage
-from zerosync_strategy.core.states import StripedStates
-from zerosync_strategy.core.stepping import can_step_by_part
-from zerosync_strategy.core.transformers import nothing_is_sharded
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint

@@ -15,7 +15,7 @@ from zerosync_strategy.core.gradients.layout import FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.states import StripedStates, full_from, into_shard
+from zerosync_strategy.core.optimizer.states import StripedStates, full_from, into_shard
 
 
 class ComingStep:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached import AttachedEngine
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, parse_bytes
 from zerosync_strategy.core.engine import contract, patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizers import (
+from zerosync_strategy.core.optimizer.supported import (
     dtype_problem,
     foreign_problem,
     kind_problem,
@@ -28,6 +27,7 @@ from zerosync_strategy.core.optimizers import (
     renormed_problem,
     shared_memory_problem,
 )
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, parse_bytes
 from zerosync_strategy.core.params.full_state import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerosync_strategy.core.budgets import Choice
+from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window

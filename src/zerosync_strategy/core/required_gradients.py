@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerosync_strategy.core.optimizers import listed
+from zerosync_strategy.core.optimizer.supported import listed
 
 
 class RequiredGradients:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from zerosync_strategy.core.config import BLOCK
+from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.doctor.findings import Finding, error, warning
 
 TOPIC = "configuration"

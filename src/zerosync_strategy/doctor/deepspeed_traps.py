@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.doctor import deepspeed_keys
 from zerosync_strategy.doctor.findings import Finding, error, note, warning
 

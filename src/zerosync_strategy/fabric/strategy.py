@@ -16,8 +16,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.arguments import StrategyArguments
-from zerosync_strategy.core.configuration import fill_in_precision
 from zerosync_strategy.core.engine import param_class, patches
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.internals import verify
@@ -25,12 +23,14 @@ from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import building_engine
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizers import optimizer_problem
+from zerosync_strategy.core.optimizer.supported import optimizer_problem
+from zerosync_strategy.core.options.arguments import StrategyArguments
+from zerosync_strategy.core.options.deepspeed_config import fill_in_precision
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
-from zerosync_strategy.core.transformers import tell_transformers
 from zerosync_strategy.names import represent
 
 from . import contract

@@ -18,7 +18,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.internals import fetch
 from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.several import part_of
-from zerosync_strategy.core.optimizers import optimizer_problem
+from zerosync_strategy.core.optimizer.supported import optimizer_problem
 
 from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.arguments import StrategyArguments
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
-from zerosync_strategy.core.configuration import fill_in_precision, undecided
 from zerosync_strategy.core.engine import gathering, param_class, patches, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.internals import fetch, verify
 from zerosync_strategy.core.engine.interpose import interpose
@@ -27,12 +25,14 @@ from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
+from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizers import dtype_problem
+from zerosync_strategy.core.optimizer.supported import dtype_problem
+from zerosync_strategy.core.options.arguments import StrategyArguments
+from zerosync_strategy.core.options.deepspeed_config import fill_in_precision, undecided
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
-from zerosync_strategy.core.transformers import tell_transformers
 from zerosync_strategy.names import represent
 
 from . import averages, callbacks, contract

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zerosync_strategy.core.config import BLOCK
+from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.planning.jobs import STOCK
 from zerosync_strategy.planning.plan import Outcome, Plan
 

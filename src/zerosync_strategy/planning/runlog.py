@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.memory import DeviceGauge, Gauge, ProcessGauge
+from zerosync_strategy.core.budgets.gauges import DeviceGauge, Gauge, ProcessGauge
 from zerosync_strategy.planning.process import cores, import_all, map_large_blocks
 
 

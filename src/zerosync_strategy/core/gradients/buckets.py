@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 AUTO_BUCKETS = 16
 """Buckets at least, as far as parameters are that small, where the budget sets itself."""

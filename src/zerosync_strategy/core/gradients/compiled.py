@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import compilation
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _numbers = count()
 _engines: weakref.WeakValueDictionary[int, CompiledGradientHook] = weakref.WeakValueDictionary()

@@ -23,13 +23,13 @@ from zerosync_strategy.core.comm.host_memory import HostMemory
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.failures.aborted import BegunReductions
 from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.gradients.mean import ItemCount
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a

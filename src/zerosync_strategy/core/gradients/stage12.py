@@ -11,13 +11,13 @@ import torch
 from zerosync_strategy.core.comm.collectives import Pending, all_gather_rows
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.stripes import Stripe
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.flat import FlatBucket
 from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Piece, Pieces, Reducer, pieces_of, sent_by_one_rank
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
 

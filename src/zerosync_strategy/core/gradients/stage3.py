@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.profile import phase
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
 from zerosync_strategy.core.gradients.cut import CutBucket
 from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
 from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, pieces_of, sent_by_one_rank
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
 class Stage3Reducer(Reducer):

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.budgets.gauges import Gauge
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.memory import Gauge
 
 MEASURED = 3
 """Windows before anything is held. Of the first, which makes the optimizer's states, only the peak counts."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import is_native
-from zerosync_strategy.core.config import ZeroSyncConfig
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
 def check_stage(engine: Any, config: ZeroSyncConfig) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.core.budgets import AutomaticBudgets, Usage
-from zerosync_strategy.core.config import ZeroSyncConfig
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, Usage
+from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.memory import DeviceGauge, gauge_of
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
@@ -24,7 +24,7 @@ def automatic_budgets(
 
     Args:
         engine: the DeepSpeed engine.
-        config: the options, which :func:`~zerosync_strategy.core.stage_options.check_stage` has checked.
+        config: the options, which :func:`~zerosync_strategy.core.options.checks.check_stage` has checked.
         reducer, scheduler, cache: of the engine; the last two on stage 3.
     """
     if not (config.auto_parameters or config.auto_gradients):

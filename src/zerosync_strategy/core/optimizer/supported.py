@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import memory_layout, zero3
-from zerosync_strategy.core.optimizer_probe import Scope, probe
-from zerosync_strategy.core.stepping import STEPPED_BY_TENSOR
+from zerosync_strategy.core.optimizer.probe import Scope, probe
+from zerosync_strategy.core.optimizer.stepping import STEPPED_BY_TENSOR
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",

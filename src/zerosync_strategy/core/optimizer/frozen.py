@@ -19,7 +19,7 @@ from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterWeights
 from zerosync_strategy.core.gradients.reducer import Pieces
-from zerosync_strategy.core.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
+from zerosync_strategy.core.optimizer.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
 
 
 @dataclass

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from zerosync_strategy.core.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.configuration import fill_in
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.options.deepspeed_config import fill_in
 
 # Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may stand beside one.
 _BESIDE_CONFIG = frozenset({

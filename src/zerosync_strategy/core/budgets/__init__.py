@@ -1,0 +1,1 @@
+"""Budgets that set themselves, and what they measure."""

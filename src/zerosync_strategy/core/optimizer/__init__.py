@@ -1,0 +1,1 @@
+"""Optimizers: which are right on flat shards, steps by part, states, frozen parameters."""

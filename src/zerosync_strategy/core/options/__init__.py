@@ -1,0 +1,1 @@
+"""The options of ZeroSync, and what a program gives beside them."""
