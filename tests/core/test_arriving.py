@@ -18,7 +18,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
-from zerosync_strategy.core.comm.collectives import Pending
+from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.gradients import stage12
 
 WIDTH, LAYERS = 16, 5
@@ -43,11 +43,11 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
     """What is read too early is not a number. Gathers are made when they are waited for."""
     gather = stage12.all_gather_rows
 
-    def late(rows: torch.Tensor, *told: Any) -> Pending:
+    def late(rows: torch.Tensor, *told: Any) -> InFlight:
         for of_rank, row in enumerate(rows):
             if of_rank != rank():
                 row.fill_(torch.nan)
-        return Pending(lambda: gather(rows, *told).finish(), ())
+        return InFlight((), lambda: gather(rows, *told).wait())
 
     monkeypatch.setattr(stage12, "all_gather_rows", late)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))

@@ -14,7 +14,6 @@ from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.params import arriving
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.racecheck import Kind, simulate
 
@@ -148,7 +147,7 @@ def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest
     """U5."""
     scenario: dict[str, Any] = {"ours": {"overlap_gather": True}, "last": True}
     assert findings(stage, 1, **scenario) == []
-    monkeypatch.setattr(arriving._Gather, "wait", lambda self: None)
+    monkeypatch.setattr(Streams, "wait_for_unshard", lambda *_: None)
     found = findings(stage, 1, **scenario)
     assert any(kind is Kind.RACE and "all_gather" in text for kind, text in found), found
 

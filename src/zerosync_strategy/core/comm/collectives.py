@@ -10,7 +10,6 @@ import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,30 +17,85 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import Wait, issue_exchange, launched, waiting
 from zerosync_strategy.core.engine import zero
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A collective in flight.
+class InFlight:
+    """A collective in flight. Its works are waited for once; any number of streams may be ordered after it.
+
+    Args:
+        works: of the process group, or whatever has ``wait()``.
+        finish: called once, on the stream that has waited for the works; returns the result.
+        keep: what must live until then.
+        timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
+            stream. gloo uses the one with which the group was made, unless one is given.
+        exchange: for who looks at what this process waits for.
 
     Attributes:
-        finish: waits for it and returns this rank's result.
-        works: of the process group.
+        event: after it, on the stream of :meth:`wait_on`; ``None`` before, and on a device without streams.
+        is_done: it was waited for.
     """
 
-    finish: Callable[[], torch.Tensor]
-    works: Sequence[Any]
+    def __init__(
+        self, works: Sequence[Any], finish: Callable[[], Any], keep: Any = None, timeout: timedelta | None = None,
+        exchange: Wait | None = None,
+    ) -> None:  # fmt: skip
+        self._works, self._finish, self._keep = works, finish, keep
+        self._timeout, self._exchange = timeout, exchange
+        self._streams: Streams | None = None
+        self._stream: Any = None
+        self._result: Any = None
+        self.event: Any = None
+        self.is_done = False
 
-    def wait(self) -> None:
-        """As torch's works have it."""
-        self.finish()
+    def wait_on(self, streams: Streams, stream: Any) -> None:
+        """Let ``stream`` wait for the works, and others for the event after that; ``None``: whichever waits first."""
+        self._streams, self._stream = streams, stream
+
+    def then(self, use: Callable[[Any], Any]) -> None:
+        """Let ``use`` have the result where it is waited for, in whose place the result is what that returns."""
+        finish = self._finish
+        self._finish = lambda: use(finish())
+
+    def wait(self, *_: Any, **__: Any) -> Any:
+        """Order the current stream after it; on a device without streams, let the host wait. Return the result.
+
+        Takes the options that DeepSpeed gives to works, and needs none of them.
+        """
+        if not self.is_done:
+            if self._streams is None or self._stream is None:
+                self._wait()
+            else:
+                with self._streams.on_gather_stream(self._stream):
+                    self._wait()
+                self.event = self._streams.record_unshard(self._stream)
+            self.is_done = True
+            self._works, self._finish, self._keep = (), _nothing, None
+        if self.event is not None and self._streams is not None:
+            self._streams.wait_for_unshard(self.event)
+        return self._result
+
+    def _wait(self) -> None:
+        with waiting(self._exchange):
+            for work in self._works:
+                work.wait() if self._timeout is None else work.wait(self._timeout)
+        self._result = self._finish()
 
     @property
     def is_complete(self) -> bool:
+        """Whether the host sees that it was waited for and is complete, so that no further stream need wait."""
+        return self.is_done and (self.event is None or bool(self.event.query()))
+
+    @property
+    def is_over(self) -> bool:
         """Whether it needs its tensors no longer. gloo does not say it of a send or receive that nobody waits for."""
-        return all(work.is_completed() for work in self.works)
+        return all(work.is_completed() for work in self._works)
+
+
+def _nothing() -> None:
+    pass
 
 
 def is_native(process_group: Any, device: torch.device) -> bool:
@@ -71,13 +125,13 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] = _empty,
     words: str = "",
-) -> Pending:
+) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
     With ``ordered``, and off NCCL, each rank receives its row from every rank and adds them up.
 
     Args:
-        rows: one row per rank, each contiguous. Must stay as it is until ``finish``, which may write to it.
+        rows: one row per rank, each contiguous. Must stay as it is until the wait, which may write to it.
         ordered: sum in fp32 and in a fixed order on NCCL too.
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
@@ -85,7 +139,7 @@ def reduce_scatter(
         words: for it in errors.
 
     Returns:
-        A pending tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
+        A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
         else in fp32 and in the order of the ranks.
     """
     from deepspeed import comm
@@ -97,21 +151,20 @@ def reduce_scatter(
         parts = rows.unbind(0)
         received = empty((world_size - 1) * width, rows.dtype, rows.device).view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
-        exchange = _exchange(parts, gathered, process_group, tag, words)
-        return Pending(lambda: _sum_when_done(exchange, gathered, out), exchange.works)
+        return _exchange(parts, gathered, process_group, tag, words, lambda: _sum(gathered, out))
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
         note_launch(process_group, rows.device, words)
-        return Pending(lambda: _tree_sum(_when_done(_Works([work]), received_all, keep=packed)), [work])
+        return InFlight([work], lambda: _tree_sum(received_all), keep=packed)
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
     note_launch(process_group, rows.device, words)
-    return Pending(lambda: _when_done(_Works([work]), result, keep=packed), [work])
+    return InFlight([work], lambda: result, keep=packed)
 
 
-def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0, words: str = "") -> Pending:
+def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0, words: str = "") -> InFlight:
     """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. For backends but NCCL.
 
     Args:
@@ -121,14 +174,13 @@ def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0, 
         words: for it in errors.
 
     Returns:
-        This rank's part, pending.
+        This rank's part.
     """
     own = parts[dist.get_rank(process_group)]
-    exchange = _exchange([own] * len(parts), list(parts), process_group, tag, words)
-    return Pending(lambda: _when_done(exchange, own), exchange.works)
+    return _exchange([own] * len(parts), list(parts), process_group, tag, words, lambda: own)
 
 
-def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> Pending:
+def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> InFlight:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend.
 
     Args:
@@ -142,7 +194,7 @@ def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0, words:
     own = rows[dist.get_rank(process_group)]
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, words)
-    return Pending(lambda: _when_done(_Works([work]), own), [work])
+    return InFlight([work], lambda: own)
 
 
 def note_launch(process_group: Any, device: torch.device, words: object) -> None:
@@ -217,18 +269,10 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             set_timeout(timeout_of(None), process_group)
 
 
-@dataclass(frozen=True)
-class _Works:
-    """What to wait for: the works of a process group. An exchange has a timeout, and others may look at who waits."""
-
-    works: Sequence[Any]
-    timeout: timedelta | None = None
-    wait: Wait | None = None
-
-
 def _exchange(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, words: str
-) -> _Works:
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, words: str,
+    finish: Callable[[], torch.Tensor],
+) -> InFlight:  # fmt: skip
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
     messenger, rank, works = zero.messenger(), dist.get_rank(process_group), []
     for peer in range(len(sent)):
@@ -239,21 +283,12 @@ def _exchange(
             works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    return _Works(works, timeout_of(process_group), issue_exchange(process_group, tag, words))
+    exchange = issue_exchange(process_group, tag, words)
+    return InFlight(works, finish, (sent, received), timeout_of(process_group), exchange)
 
 
-def _when_done(pending: _Works, result: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-    # NCCL gets no timeout: its watchdog has one, and with a timeout the host would wait instead of a stream. gloo uses
-    # the timeout with which the group was made, unless one is passed. `keep` lives as long as the closure over it.
-    with waiting(pending.wait):
-        for work in pending.works:
-            work.wait() if pending.timeout is None else work.wait(pending.timeout)
-    return result
-
-
-def _sum_when_done(pending: _Works, rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of ``rows`` in fp32 and in their order, in ``out`` if that is fp32."""
-    _when_done(pending, rows[0])
     if len(rows) == 1:
         return rows[0].float()
     if out is not None and out.dtype is torch.float32:

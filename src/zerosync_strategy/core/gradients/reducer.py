@@ -12,20 +12,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Pending, is_native, reduce_scatter
+from zerosync_strategy.core.comm.collectives import InFlight, is_native, reduce_scatter
 from zerosync_strategy.core.comm.host_memory import HostMemory
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.failures.aborted import BegunReductions
-from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
+from zerosync_strategy.core.gradients.buckets import Bucket
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.gradients.mean import ItemCount
@@ -43,25 +43,6 @@ Piece = tuple[int, int, Callable[[], None] | None]
 Pieces = Sequence[tuple[Any, Sequence[Piece]]]
 """Master weights, each with its pieces."""
 _numbers = count()  # of reducers, the same on all ranks that attach alike
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A reduction in flight. What it sends stays alive until it is complete.
-
-    Attributes:
-        bucket: that it is of.
-        chunk: what is sent.
-        targets: the parts of the shard that the result goes to.
-        adds: they have gradients of this window already.
-        pending: the result.
-    """
-
-    bucket: Bucket
-    chunk: Chunk
-    targets: list[torch.Tensor]
-    adds: bool
-    pending: Pending
 
 
 class Reducer(ABC):
@@ -117,8 +98,8 @@ class Reducer(ABC):
         self.is_streaming = self._has_streamed = False
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
-        self._in_flight: deque[_InFlight] = deque()
-        self._abandoned: list[_InFlight] = []  # nobody waits for these, but their memory must outlive them
+        self._in_flight: deque[tuple[Bucket, InFlight]] = deque()
+        self._abandoned: list[InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
         self._streaming_backwards = 0
         self._begun = BegunReductions(str(next(_numbers)), (layout.process_group for layout in self.layouts))
@@ -306,7 +287,7 @@ class Reducer(ABC):
         self._divide_by_items()
         self.hand_over()
         self.norm = None
-        self._abandoned = [flight for flight in self._abandoned if not flight.pending.is_complete]
+        self._abandoned = [reduction for reduction in self._abandoned if not reduction.is_over]
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
         self._windows_closed += 1
         self._streaming_backwards = 0
@@ -355,11 +336,12 @@ class Reducer(ABC):
                 targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
-                pending = reduce_scatter(
+                reduction = reduce_scatter(
                     chunk.rows, layout.process_group, self._ordered, tag, out, self.host_memory.empty, bucket.words
                 )
                 self._begun.add(layout.process_group)
-                self._in_flight.append(_InFlight(bucket, chunk, targets, adds, pending))
+                reduction.then(partial(self._add_to_shard, layout, targets, adds))
+                self._in_flight.append((bucket, reduction))
         bucket.is_reduced = True
         bucket.mark_reduced()
         self.sent_floor += sent_by_one_rank(bucket.numel * layout.dtype.itemsize, layout.world_size)
@@ -367,25 +349,30 @@ class Reducer(ABC):
     def _wait_reduce_scatter(self, allowed: int) -> None:
         """Wait until at most ``allowed`` chunks are in flight; put the others' averages into the shards."""
         while len(self._in_flight) > allowed:
-            flight = self._in_flight.popleft()
-            with phase("wait_reduce_scatter", flight.bucket.name):
-                average = flight.pending.finish()
-                _, after = self._scales(flight.bucket.layout)
-                if after != 1.0:
-                    average.mul_(after)
-                done = 0
-                for target in flight.targets:
-                    part = average[done : done + target.numel()]
-                    done += target.numel()
-                    if flight.adds and not self._shards_on_device and self.streams.concurrent:
-                        # Summed on the device: the host would have to wait for each part.
-                        before = torch.empty(len(target), dtype=target.dtype, device=part.device)
-                        before.copy_(target, non_blocking=True)
-                        target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
-                    elif flight.adds:
-                        target.add_(part.to(target.dtype))
-                    elif part.data_ptr() != target.data_ptr():
-                        target.copy_(part, non_blocking=True)
+            bucket, reduction = self._in_flight.popleft()
+            with phase("wait_reduce_scatter", bucket.name):
+                reduction.wait()
+
+    def _add_to_shard(
+        self, layout: ShardLayout, targets: Sequence[torch.Tensor], adds: bool, average: torch.Tensor
+    ) -> None:
+        """Put what was reduced into ``targets``, parts of the shard; ``adds``: to what this window has put there."""
+        _, after = self._scales(layout)
+        if after != 1.0:
+            average.mul_(after)
+        done = 0
+        for target in targets:
+            part = average[done : done + target.numel()]
+            done += target.numel()
+            if adds and not self._shards_on_device and self.streams.concurrent:
+                # Summed on the device: the host would have to wait for each part.
+                before = torch.empty(len(target), dtype=target.dtype, device=part.device)
+                before.copy_(target, non_blocking=True)
+                target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
+            elif adds:
+                target.add_(part.to(target.dtype))
+            elif part.data_ptr() != target.data_ptr():
+                target.copy_(part, non_blocking=True)
 
     def _scales(self, layout: ShardLayout) -> tuple[float, float]:
         """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
@@ -405,7 +392,7 @@ class Reducer(ABC):
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
         self.is_streaming = self._has_streamed = False
-        self._abandoned.extend(self._in_flight)
+        self._abandoned.extend(reduction for _, reduction in self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:
             bucket.mark_reduced()

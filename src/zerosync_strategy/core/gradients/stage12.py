@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Pending, all_gather_rows
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather_rows
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.stripes import Stripe
 from zerosync_strategy.core.engine import zero12
@@ -32,7 +32,7 @@ class Stage12Reducer(Reducer):
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
-    _gathers: dict[int, dict[Stripe, Pending]]  # in flight, by id of the layout
+    _gathers: dict[int, dict[Stripe, InFlight]]  # in flight, by id of the layout
     _gather_words: dict[int, dict[Stripe, str]]  # for errors, by id of the layout
 
     def _read_layouts(self) -> list[FlatLayout]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import Pending
+from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import Stripe
 
@@ -43,39 +43,6 @@ _NEEDS_NO_VALUES = frozenset([
 _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
 
 
-class _Gather:
-    """A gather in flight, which several parameters and streams may wait for: a message can be waited for once.
-
-    Args:
-        pending: the gather.
-        streams: of the engine.
-        stream: waits for the message, and others for its event; ``None`` on a device without streams.
-    """
-
-    def __init__(self, pending: Pending, streams: Streams, stream: Any) -> None:
-        self._pending: Pending | None = pending
-        self._streams, self._stream = streams, stream
-        self._event: Any = None
-
-    def wait(self) -> None:
-        """Order the current stream after it; on a device without streams, wait for it."""
-        pending, self._pending = self._pending, None
-        if self._stream is None:
-            if pending is not None:
-                pending.wait()
-            return
-        if pending is not None:
-            with self._streams.on_gather_stream(self._stream):
-                pending.wait()
-            self._event = self._streams.record_unshard(self._stream)
-        self._streams.wait_for_unshard(self._event)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no stream has to wait for it any more, where one has."""
-        return self._event is None or bool(self._event.query())
-
-
 class ArrivingParameters:
     """The gathers in flight of one engine.
 
@@ -88,17 +55,19 @@ class ArrivingParameters:
         self._streams = streams
         self._activity = activity
         self.renew_stream()
-        self._gathers: list[_Gather] = []
-        self._of: dict[int, tuple[Any, list[_Gather]]] = {}  # by id of a parameter: itself, and what it waits for
+        self._gathers: list[InFlight] = []
+        self._of: dict[int, tuple[Any, list[InFlight]]] = {}  # by id of a parameter: itself, and what it waits for
 
     def renew_stream(self) -> None:
         """The device has gained streams or lost them. No parameter may be on its way."""
         (self._stream,) = self._streams.make_gather_streams(1, None) or [None]
 
-    def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, Pending]]) -> None:
+    def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, InFlight]]) -> None:
         """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""
-        stripes = [(stripe, _Gather(pending, self._streams, self._stream)) for stripe, pending in gathers]
-        self._gathers += [gather for _, gather in stripes]
+        stripes = list(gathers)
+        for _, gather in stripes:
+            gather.wait_on(self._streams, self._stream)
+            self._gathers.append(gather)
         index = 0
         for param, begin in offsets.items():
             while stripes[index][0].last <= begin:
@@ -136,7 +105,7 @@ class ArrivingParameters:
         if not issubclass(cls, _OnTheWay):
             param.__class__ = _class_on_the_way(cls)
 
-    def _wait(self, param: Any) -> list[_Gather]:
+    def _wait(self, param: Any) -> list[InFlight]:
         param, gathers = self._of.pop(id(param))
         if _awaited.pop(id(param), None) is not None and isinstance(param, _OnTheWay):
             param.__class__ = type(param).__mro__[2]

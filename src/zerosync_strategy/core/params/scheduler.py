@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Pending, all_gather, is_native, note_launch
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
@@ -386,7 +386,7 @@ def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
 
 
-def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> Pending:
+def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> InFlight:
     """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
     shards = target.chunk(dist.get_world_size(process_group))
     own = shards[dist.get_rank(process_group)]
