@@ -23,7 +23,6 @@ from zerosync_strategy.core.engine import (
     compilation,
     contract,
     gathering,
-    internals,
     scalars,
     torch_internals,
     transformers,
@@ -31,7 +30,8 @@ from zerosync_strategy.core.engine import (
     zero,
     zero3,
 )
-from zerosync_strategy.core.engine.internals import LIBRARIES, Internal
+from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
+from zerosync_strategy.core.engine.supported import internals_of
 from zerosync_strategy.doctor.releases import TESTED
 from zerosync_strategy.planning import training
 
@@ -56,11 +56,11 @@ def without(internal: Internal, owner: Any = None) -> Iterator[None]:
     """The library as if it had renamed what `internal` names, on `owner` or where the row says."""
     with pytest.MonkeyPatch.context() as patch:
         if internal.named_in:
-            stock = internals.names_in
+            stock = contract.names_in
             renamed = lambda module: stock(module) - ({internal.name} if module == internal.named_in else set())  # noqa: E731
-            patch.setattr(internals, "names_in", renamed)
+            patch.setattr(contract, "names_in", renamed)
         else:
-            owner = internals.resolve(internal.owner) if owner is None else owner
+            owner = contract.resolve(internal.owner) if owner is None else owner
             mro = owner.__mro__ if inspect.isclass(owner) else (owner, *type(owner).__mro__)
             try:
                 for holder in mro:
@@ -69,13 +69,13 @@ def without(internal: Internal, owner: Any = None) -> Iterator[None]:
             except TypeError:  # a type of C++
                 others = {name: None for name in dir(owner) if not name.startswith("__") and name != internal.name}
                 stand_in = type(owner.__name__, (), others)
-                resolve = internals.resolve
-                patch.setattr(internals, "resolve", lambda path: stand_in if path == internal.owner else resolve(path))
+                resolve = contract.resolve
+                patch.setattr(contract, "resolve", lambda path: stand_in if path == internal.owner else resolve(path))
         yield
 
 
 def asked_for(table: tuple[Internal, ...]) -> list[Internal]:
-    rows = [row for row in table if not row.optional and row.applies_to(internals.release_of(row.package))]
+    rows = [row for row in table if not row.optional and row.applies_to(contract.release_of(row.package))]
     assert rows
     return rows
 
@@ -85,7 +85,7 @@ def check_refused(internal: Internal, build: Callable[[], Any], owner: Any = Non
         build()
     text, library = str(error.value), LIBRARIES[internal.package]
     assert f".{internal.name} is " in text  # of this owner, or of a row before that has it from the same base
-    assert f"Found {library.name} {internals.release_of(internal.package)}" in text and library.newest in text
+    assert f"Found {library.name} {contract.release_of(internal.package)}" in text and library.newest in text
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -132,11 +132,11 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
 def test_an_engine_that_lacks_an_internal_is_refused_by_name(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage, {"offload_optimizer": {"device": "cpu"}})
-        of_attach = (*torch_internals.TRAINING, *contract.CONFIGURATION, *contract.internals_of(engine))
+        of_attach = (*torch_internals.TRAINING, *contract.CONFIGURATION, *internals_of(engine))
         for table, verify in [(of_attach, attach), *FEATURES[stage]]:
             for row in asked_for(table):
                 is_live = not row.named_in and row.package == "deepspeed" and not row.owner.startswith("deepspeed.")
-                owner = contract._owner(engine, row.owner) if is_live else None
+                owner = contract._LIVE[row.owner](engine) if is_live else None
                 check_refused(row, lambda verify=verify: verify(engine), owner)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.optimizer, "zero_grad", lambda keep: None, raising=False)
@@ -150,7 +150,7 @@ def test_an_engine_that_lacks_an_internal_is_refused_by_name(stage: int) -> None
 
 
 def test_every_table_is_taken_away_row_by_row() -> None:
-    of_engines = (contract.CONFIGURATION, contract.ALL_STAGES, contract._REFUSED, torch_internals.TRAINING)
+    of_engines = (contract.CONFIGURATION, contract.ALL_STAGES, contract.REFUSED, torch_internals.TRAINING)
     of_stages = (contract.STAGE_1_2, contract.STAGE_1_2_OFFLOAD, contract.STAGE_3, contract.STAGE_3_OFFLOAD)
     taken = {*itertools.chain(*of_engines, *of_stages), *(row for of in FEATURES.values() for t, _ in of for row in t)}
     assert {row for table in (*contract.EVERY_TABLE, *torch_internals.EVERY_TABLE) for row in table} <= taken
@@ -254,7 +254,7 @@ def test_every_overridden_method_and_private_attribute_of_a_base_is_in_a_table()
     found, undeclared = set(), []
     for cls in classes_on_frameworks():
         bases = foreign_bases(cls)
-        words = frozenset.union(*(internals.names_in(base.__module__) for base in bases))
+        words = frozenset.union(*(contract.names_in(base.__module__) for base in bases))
         (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
         on_self = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
         shared = {name for name in on_self if is_private(name) and name in words and not name.startswith("_abc")}

@@ -12,8 +12,8 @@ from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
+    from zerosync_strategy.core.engine.contract import ContractError
     from zerosync_strategy.core.engine.cpu import prepare_cpu
-    from zerosync_strategy.core.engine.internals import ContractError
     from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
     from zerosync_strategy.core.failures.rank_status import RankError
     from zerosync_strategy.core.handle import ZeroSync, attach
@@ -43,7 +43,7 @@ __all__ = [
 
 _HOME = {
     "CheckpointError": "zerosync_strategy.core.failures.checkpoint_errors",
-    "ContractError": "zerosync_strategy.core.engine.internals",
+    "ContractError": "zerosync_strategy.core.engine.contract",
     "RankError": "zerosync_strategy.core.failures.rank_status",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",

@@ -15,8 +15,8 @@ from zerosync_strategy.accelerate import contract
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.engine.cpu import prepare_cpu
-from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.options.config import BLOCK
 
 _always = False  # every DeepSpeed configuration of this process, with a block or without
@@ -31,7 +31,7 @@ def install(always: bool = False) -> None:
     global _always
     _always |= always
     if not patches.is_installed(patches.ACCELERATE_PLUGIN):
-        verify(contract.INTERNALS)
+        require(contract.INTERNALS)
     patches.replace(patches.ACCELERATE_PLUGIN, _post_init)
     patches.replace(patches.ACCELERATE_PREPARE, _prepare_deepspeed)
     patches.replace(patches.ACCELERATE_BACKEND, _prepare_backend)

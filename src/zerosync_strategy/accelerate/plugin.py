@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.engine.internals import verify
+from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.zero import offloads_optimizer
@@ -72,7 +72,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     _filled: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, stage: int | None = None, **options: Any) -> None:
-        verify(contract.INTERNALS)
+        require(contract.INTERNALS)
         ours = AccelerateConfig.option_names()
         for name in options:
             if name not in ours | _STOCK_FIELDS:

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.engine.internals import verify
+from zerosync_strategy.core.engine.contract import require
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
 
@@ -26,7 +26,7 @@ def install(plugin_class: type[Any]) -> None:
     """
     from transformers.integrations import deepspeed
 
-    verify(contract.TRAINER)
+    require(contract.TRAINER)
     if not patches.is_installed(patches.DEEPSPEED_INIT):
         stock = deepspeed.deepspeed_init
         ours = _replace(stock, plugin_class)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached import AttachedEngine
-from zerosync_strategy.core.engine import contract, patches, zero, zero3, zero12
+from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.overrides import EngineOverrides
+from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -60,7 +61,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     """
     if isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
-    contract.verify(engine)
+    require_supported(engine)
     if config is None:
         config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
     elif options:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerosync_strategy.core.engine import internals, torch_internals
+from zerosync_strategy.core.engine import contract, torch_internals
 
 if TYPE_CHECKING:
     from zerosync_strategy.racecheck.checker import Finding
@@ -73,9 +73,9 @@ def verify(on_cuda: bool) -> None:
     Raises:
         ContractError: it has not.
     """
-    internals.verify(torch_internals.RACE_CHECK)
+    contract.require(torch_internals.RACE_CHECK)
     if on_cuda:
-        internals.verify(torch_internals.RACE_CHECK_ON_CUDA)
+        contract.require(torch_internals.RACE_CHECK_ON_CUDA)
 
 
 def _check_for(steps: int) -> InPlaceCheck | None:

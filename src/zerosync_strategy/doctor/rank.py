@@ -30,7 +30,7 @@ def train(stage: int, found: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from zerosync_strategy import attach
-    from zerosync_strategy.core.engine.verdicts import verdicts
+    from zerosync_strategy.core.engine.supported import verdicts
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
@@ -83,9 +83,9 @@ def accelerate_verdict() -> dict[str, Any]:
         return {}
     try:
         from zerosync_strategy.accelerate.contract import INTERNALS
-        from zerosync_strategy.core.engine.internals import verify
+        from zerosync_strategy.core.engine.contract import require
 
-        verify(INTERNALS)
+        require(INTERNALS)
     except Exception as problem:
         return {"Accelerate": {"problem": f"{type(problem).__name__}: {problem}", "needs_newer": False}}
     return {"Accelerate": {"problem": "", "needs_newer": False}}

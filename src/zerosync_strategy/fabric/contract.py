@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from zerosync_strategy.core.engine.internals import Internal
+from zerosync_strategy.core.engine.contract import rows
 
 from .library import PACKAGE
 
 _STRATEGY = f"{PACKAGE}.strategies.DeepSpeedStrategy"
+_BASE = f"{PACKAGE}.strategies.strategy"
 _FABRIC = f"{PACKAGE}.fabric"
-_CLIPPING = ("module", "optimizer")
-
-VALIDATE_SETUP_OPTIMIZERS = Internal(
-    "later optimizers", f"{_FABRIC}.Fabric", "_validate_setup_optimizers", ("optimizers",)
-)
 
 INTERNALS = (
-    Internal("precision", _STRATEGY, "precision"),
-    Internal("precision", _STRATEGY, "_precision", named_in=f"{PACKAGE}.strategies.strategy"),
-    Internal("configuration", _STRATEGY, "_format_config", ()),
-    Internal("training on CPU", _STRATEGY, "setup_environment", ()),
-    Internal("training on CPU", _STRATEGY, "_setup_distributed", ()),
-    Internal("set-up", _STRATEGY, "module_sharded_context", ()),
-    Internal("set-up", _STRATEGY, "setup_module_and_optimizers", ("module", "optimizers")),
-    Internal("set-up", _STRATEGY, "setup_module", ("module",)),
-    Internal("set-up", _STRATEGY, "setup_optimizer", ("optimizer",)),
-    Internal("set-up", _STRATEGY, "_initialize_engine", ("model", "optimizer")),
-    Internal("set-up", _STRATEGY, "_set_deepspeed_activation_checkpointing", ()),
-    VALIDATE_SETUP_OPTIMIZERS,
-    Internal("later optimizers", f"{_FABRIC}.Fabric", "_validate_launched", ()),
-    Internal("later optimizers", f"{_FABRIC}.Fabric", "_strategy", named_in=_FABRIC),
-    # Fabric looks for the first where a program accumulates, and sets the second to the engine of the coming backward.
-    Internal("accumulation", _STRATEGY, "_backward_sync_control", named_in=_FABRIC),
-    Internal(
-        "accumulation", f"{PACKAGE}.strategies.strategy._BackwardSyncControl", "no_backward_sync", ("module", "enabled")
-    ),
-    Internal("backward", _STRATEGY, "_deepspeed_engine", named_in=_FABRIC),
-    Internal("backward", _STRATEGY, "backward", ("tensor", "module")),
-    Internal("optimizer step", _STRATEGY, "optimizer_step", ("optimizer",)),
-    Internal("gradient clipping", _STRATEGY, "clip_gradients_norm", (*_CLIPPING, "max_norm", "norm_type")),
-    Internal("gradient clipping", _STRATEGY, "clip_gradients_value", (*_CLIPPING, "clip_val")),
-    Internal("checkpoints", _STRATEGY, "save_checkpoint", ("path", "state", "storage_options", "filter")),
-    Internal("checkpoints", _STRATEGY, "load_checkpoint", ("path", "state", "strict")),
-    Internal("checkpoints", _STRATEGY, "load_module_state_dict", ("module", "state_dict", "strict")),
-    Internal("checkpoints", _STRATEGY, "get_optimizer_state", ("optimizer",)),
-    Internal("checkpoints", _STRATEGY, "_convert_stateful_objects_in_state", ("state", "filter")),
-)
+    *rows("precision", _STRATEGY, "precision"),
+    *rows("precision", _STRATEGY, "_precision", named_in=_BASE),
+    *rows("configuration", _STRATEGY, "_format_config()"),
+    *rows("training on CPU", _STRATEGY, "setup_environment() _setup_distributed()"),
+    *rows("set-up", _STRATEGY, """
+        module_sharded_context() setup_module_and_optimizers(module, optimizers) setup_module(module)
+        setup_optimizer(optimizer) _initialize_engine(model, optimizer) _set_deepspeed_activation_checkpointing()
+    """),
+    *rows("later optimizers", f"{_FABRIC}.Fabric", "_validate_setup_optimizers(optimizers) _validate_launched()"),
+    *rows("later optimizers", f"{_FABRIC}.Fabric", "_strategy", named_in=_FABRIC),
+    # Fabric looks for the first where a program accumulates, and sets the third to the engine of the coming backward.
+    *rows("accumulation", _STRATEGY, "_backward_sync_control", named_in=_FABRIC),
+    *rows("accumulation", f"{_BASE}._BackwardSyncControl", "no_backward_sync(module, enabled)"),
+    *rows("backward", _STRATEGY, "_deepspeed_engine", named_in=_FABRIC),
+    *rows("backward", _STRATEGY, "backward(tensor, module)"),
+    *rows("optimizer step", _STRATEGY, "optimizer_step(optimizer)"),
+    *rows("gradient clipping", _STRATEGY, """
+        clip_gradients_norm(module, optimizer, max_norm, norm_type) clip_gradients_value(module, optimizer, clip_val)
+    """),
+    *rows("checkpoints", _STRATEGY, """
+        save_checkpoint(path, state, storage_options, filter) load_checkpoint(path, state, strict)
+        load_module_state_dict(module, state_dict, strict) get_optimizer_state(optimizer)
+        _convert_stateful_objects_in_state(state, filter)
+    """),
+)  # fmt: skip

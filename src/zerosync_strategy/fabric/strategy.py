@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core.engine import param_class, patches
+from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
-from zerosync_strategy.core.engine.internals import verify
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_groups import show_parameters
@@ -75,7 +75,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        verify(contract.INTERNALS)
+        require(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
         self.zerosyncs: list[ZeroSync] = []
         self._prepared: weakref.WeakSet[PreparedModule] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from typing_extensions import override
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import gathering, param_class, patches, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.internals import fetch, verify
+from zerosync_strategy.core.engine.contract import fetch, require
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.overrides import ModeOverrides
@@ -99,7 +99,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @_ARGUMENTS.name_all
     def __init__(self, stage: int | None = None, *, config: Any = None, **options: Any) -> None:
-        verify(contract.INTERNALS)
+        require(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
         self.zerosyncs: list[ZeroSync] = []
         self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains

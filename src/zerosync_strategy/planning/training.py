@@ -11,9 +11,9 @@ def join(ranks: int, backend: str, on_one_node: bool) -> None:
     """Make the process group of this process, rank 0 of ``ranks``, as on ``backend``."""
     import torch.distributed as dist
 
-    from zerosync_strategy.core.engine import internals, torch_internals
+    from zerosync_strategy.core.engine import contract, torch_internals
 
-    internals.verify(torch_internals.PLAN)
+    contract.require(torch_internals.PLAN)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zerosync_strategy.core.comm import messages

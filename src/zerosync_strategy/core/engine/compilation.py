@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, internals, patches, torch_internals
+from zerosync_strategy.core.engine import contract, patches, torch_internals
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def allow_linear_in_graphs() -> None:
     """
     from deepspeed.runtime.zero import linear
 
-    internals.verify(torch_internals.COMPILATION)
+    contract.require(torch_internals.COMPILATION)
     from torch._dynamo.eval_frame import skip_code
 
     function = linear.LinearFunctionForZeroStage3

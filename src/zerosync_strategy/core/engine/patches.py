@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerosync_strategy.core.engine.internals import resolve
+from zerosync_strategy.core.engine.contract import resolve
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerosync_strategy.core.engine.internals import Internal, verify
+from zerosync_strategy.core.engine.contract import require, rows
 
 _MODULE = "transformers.integrations.deepspeed"
-CONFIGURATION = Internal("evaluation", _MODULE, "_hf_deepspeed_config_weak_ref")
-INTERNALS = (
-    CONFIGURATION,
-    Internal("evaluation", _MODULE, "set_hf_deepspeed_config"),
-    Internal("evaluation", _MODULE, "unset_hf_deepspeed_config", ()),
-)
+_CONFIGURATION = "_hf_deepspeed_config_weak_ref"
+INTERNALS = rows("evaluation", _MODULE, f"{_CONFIGURATION} set_hf_deepspeed_config unset_hf_deepspeed_config()")
 
 
 def tell_transformers(config: Any) -> Any:
     """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
     if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
         return None  # unused, or unable to
-    transformers = importlib.import_module("transformers.integrations.deepspeed")
+    transformers = importlib.import_module(_MODULE)
     return None if transformers.is_deepspeed_zero3_enabled() else transformers.HfDeepSpeedConfig(config)
 
 
@@ -36,8 +32,8 @@ def nothing_is_sharded() -> Iterator[None]:
     """
     deepspeed: Any = sys.modules.get(_MODULE)
     if deepspeed is not None:
-        verify(INTERNALS)
-    known = getattr(deepspeed, CONFIGURATION.name, None)
+        require(INTERNALS)
+    known = getattr(deepspeed, _CONFIGURATION, None)
     config = None if known is None else known()
     if config is None:
         yield

@@ -1,0 +1,148 @@
+"""Whether an engine of DeepSpeed's is one that ZeroSync supports, and what the contract says of each feature on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerosync_strategy.core.engine import contract, torch_internals
+from zerosync_strategy.core.engine.contract import ContractError, Internal
+
+# Without these a feature is an error where it is used; without any other that a release lacks, ZeroSync does otherwise.
+_NEEDED = (contract.COMPILE_BACKEND, contract.PARAM_GROUP, contract.STEPPED_OFFLOADED)
+
+
+def require_supported(engine: Any) -> None:
+    """Check that ``engine`` is one that ZeroSync supports and has every internal that ZeroSync uses on it.
+
+    Raises:
+        TypeError: ``engine`` is not a ``DeepSpeedEngine``.
+        ValueError: the engine is configured in a way that ZeroSync does not support.
+        ContractError: an internal is missing or has changed.
+    """
+    check_release()
+    contract.require(torch_internals.TRAINING)
+    _check_configuration(engine)
+    contract.require(internals_of(engine), engine)
+    if engine.is_deepcompile_enabled():
+        contract.need(contract.COMPILE_BACKEND, "set 'compile.deepcompile' to false")
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        contract.need(contract.STEPPED_OFFLOADED, "offload the optimizer to the CPU")
+    if engine.is_deepcompile_active():
+        raise ValueError(
+            "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
+            " themselves. Call engine.compile() after attach()."
+        )
+
+
+def internals_of(engine: Any) -> tuple[Internal, ...]:
+    """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        of_stage = contract.STAGE_3
+        offloaded = contract.STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
+    else:
+        of_stage = contract.STAGE_1_2
+        offloaded = contract.STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
+    return (*contract.ALL_STAGES, *contract.REFUSED, *of_stage, *offloaded)
+
+
+def check_release() -> None:
+    """Check that the installed DeepSpeed is not too old.
+
+    Raises:
+        ContractError: it is.
+    """
+    oldest, found = contract.DEEPSPEED.oldest, contract.release_of("deepspeed")
+    if contract.is_before(found, oldest):
+        raise ContractError(
+            f"ZeroSync needs DeepSpeed {oldest} or newer, found {found}. DeepSpeed 0.17 and older reduce gradients"
+            " inside of engine.backward() and do not notice a loss.backward() of the program; what later releases have"
+            " for it changed until 0.18.4. Install a newer DeepSpeed, or train without ZeroSync."
+        )
+
+
+def _check_configuration(engine: Any) -> None:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import PipelineModule
+
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError(f"attach() takes the engine that deepspeed.initialize() returned, got {type(engine).__name__}.")
+    contract.require(contract.CONFIGURATION, engine)
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    params, folding = engine.module.parameters(), getattr(engine, "_autoep_folding_spec", None)
+    for is_so, problem in (
+        (stage not in (1, 2, 3), f"needs ZeRO stage 1, 2 or 3, found 'zero_optimization.stage' = {stage}."),
+        (isinstance(engine.module, PipelineModule),
+         "does not support DeepSpeed pipeline parallelism; use a plain module."),
+        (isinstance(optimizer, BF16_Optimizer),
+         "does not support DeepSpeed's BF16_Optimizer, which ZeRO stage 1 with bf16 parameters and"
+         " 'data_types.grad_accum_dtype' = 'fp32' selects. Use stage 2, or leave grad_accum_dtype out."),
+        (getattr(engine, "zenflow", False),
+         "does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."),
+        (type(optimizer).__name__ == "MiCS_Optimizer",
+         "does not support MiCS; remove 'zero_optimization.mics_shard_size'."),
+        (getattr(engine, "zero_quantized_gradients", bool)(),
+         "does not support quantized gradients; set 'zero_quantized_gradients' to false."),
+        (any(getattr(param, "use_muon", False) for param in params),
+         "does not support Muon, which needs whole gradients. Use AdamW or SGD."),
+        (getattr(folding, "tp_size", 1) > 1,
+         "does not support AutoEP folded with tensor parallelism. Use one of the two."),
+        (not isinstance(optimizer, ZeROOptimizer),
+         f"needs an engine with an optimizer, found {type(optimizer).__name__}. Pass one to deepspeed.initialize(), or"
+         " name one in the DeepSpeed configuration."),
+    ):  # fmt: skip
+        if is_so:
+            raise ValueError(f"ZeroSync {problem}")
+
+
+# ---- by feature, for who asks before training ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the contract says of one feature.
+
+    Attributes:
+        problem: what is wrong, in a sentence; empty where all internals are as ZeroSync knows them.
+        needs_newer: a newer DeepSpeed has the feature; everything else works without.
+    """
+
+    problem: str = ""
+    needs_newer: bool = False
+
+
+def verdicts(engine: Any) -> dict[str, Verdict]:
+    """Return what is wrong with each feature on ``engine``, which ZeroSync is not attached to.
+
+    Args:
+        engine: DeepSpeed's, of stage 1, 2 or 3. Features of an offloaded optimizer are looked at where it has one.
+
+    Returns:
+        By feature, the first problem.
+    """
+    of_stage = (
+        (*contract.UNSHARD_ON_READ, *contract.SEVERAL_ENGINES, *contract.NESTED_ZERO_INIT, *contract.EVALUATION,
+         *contract.RACE_CHECK_STAGE_3)
+        if engine.zero_optimization_stage() == 3
+        else contract.RACE_CHECK_STAGE_1_2
+    )  # fmt: skip
+    of_all = (*contract.CONFIGURATION, *contract.ACCUMULATION, *contract.SCALARS, *contract.UNIVERSAL)
+    table = (*of_all, *internals_of(engine), *of_stage, *contract.DEEPCOMPILE, *contract.RACE_CHECK)
+    found: dict[str, Verdict] = {}
+    for internal in table:
+        if internal.feature not in found or not found[internal.feature].problem:
+            found[internal.feature] = _verdict(internal, engine)
+    return found
+
+
+def _verdict(internal: Internal, engine: Any) -> Verdict:
+    if internal in _NEEDED and not contract.has(internal):
+        return Verdict(f"needs DeepSpeed {internal.since} or newer, the first with {internal.name!r}", True)
+    try:
+        contract.require((internal,), engine)
+    except ContractError as problem:
+        return Verdict(str(problem))
+    return Verdict()
