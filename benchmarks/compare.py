@@ -173,7 +173,7 @@ def _judge(run: dict[str, Any]) -> None:
 def _check(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         for name, system in run["systems"].items():
-            # Under Lightning, stock divides accumulated gradients twice (docs/stock.md). The remark is enough.
+            # Under Lightning, stock divides accumulated gradients twice (docs/results.md). The remark is enough.
             known = name.startswith("lightning-stock") and not system["difference_between_ranks"]
             if system["remark"] and not known:
                 raise SystemExit(f"With {run['accumulate']} micro-batch(es) {name} {system['remark']}.")

@@ -1,1 +1,1 @@
-"""Other projects' own test suites on ZeroSync; docs/compatibility.md has how to run them, and what was found."""
+"""Other projects' own test suites on ZeroSync; README.md has how to run them, and what was found."""

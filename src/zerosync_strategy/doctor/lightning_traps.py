@@ -22,7 +22,7 @@ def find(config: Mapping[str, Any]) -> Iterator[Finding]:
             TOPIC,
             f"'strategy' is {name or 'left out'}: "
             + (
-                "Lightning's own, whose manual optimization and clipping are silently wrong (docs/stock.md)"
+                "Lightning's own, whose manual optimization and clipping are silently wrong (docs/results.md)"
                 if "deepspeed" in name.lower()
                 else "ZeroSync is not used"
             ),
