@@ -8,9 +8,8 @@ from tests.harness.engines import rank, start
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core.comm import collectives
+from tests.harness.strict import strict
 from zerosync_strategy.core.gradients import reducer
-from zerosync_strategy.core.params import scheduler
 
 
 def failures(seeds: Iterable[int], stage: int, ranks: int = 2) -> list[str]:
@@ -41,11 +40,15 @@ def test_random_programs_on_three_ranks(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_programs_by_native_collectives(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent on NCCL, here by gloo's own collectives."""
-    for module in (collectives, reducer, scheduler):
-        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    """What is sent on NCCL, by its rules: matched by order alone, and there once somebody has waited."""
     monkeypatch.setattr(reducer, "SMALL_BYTES", 100)
-    assert run_ranks(failures, range(3000, 3012), stage, timeout=240) == [[], []]
+
+    def run() -> list[str]:
+        start()
+        with strict():
+            return failures(range(3000, 3012), stage)
+
+    assert run_ranks(run, timeout=240) == [[], []]
 
 
 @pytest.mark.slow
