@@ -46,8 +46,8 @@ def train(model: str, system: str, log: Path) -> None:
 
     from benchmarks import plan_models
     from zerosync_strategy import attach
-    from zerosync_strategy.planning.models import loss_of
-    from zerosync_strategy.planning.runlog import RunLog
+    from zerosync_strategy.core.runlog import RunLog
+    from zerosync_strategy.tools.plan.models import loss_of
 
     torch.manual_seed(0)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
@@ -76,9 +76,9 @@ def as_rank(model: str, systems: list[str], folder: Path) -> None:
     import torch
 
     from zerosync_strategy import prepare_cpu
-    from zerosync_strategy.doctor import link
-    from zerosync_strategy.links import Links
-    from zerosync_strategy.planning.process import import_all
+    from zerosync_strategy.core.runlog import import_all
+    from zerosync_strategy.tools.doctor import link
+    from zerosync_strategy.tools.links import Links
 
     torch.set_num_threads(1)
     prepare_cpu()
@@ -126,11 +126,11 @@ def in_ranks(count: int, arguments: list[str], hosts: list[Any]) -> None:
 def compared(model: str, ranks: int, names: list[str], systems: list[str]) -> list[dict[str, Any]]:
     """Return what the plans and runs of a model on so many ranks are, by link and system."""
     from benchmarks.hosts import link, require_namespaces
-    from zerosync_strategy.links import Links, read
-    from zerosync_strategy.planning.check import compare, read_run
-    from zerosync_strategy.planning.jobs import ZEROSYNC, Cluster, OptionSet, Workload
-    from zerosync_strategy.planning.plan import MEASURE, plan
-    from zerosync_strategy.planning.timing import bounds, crossing
+    from zerosync_strategy.tools.links import Links, read
+    from zerosync_strategy.tools.plan.check import compare, read_run
+    from zerosync_strategy.tools.plan.jobs import ZEROSYNC, Cluster, OptionSet, Workload
+    from zerosync_strategy.tools.plan.plan import MEASURE, plan
+    from zerosync_strategy.tools.plan.timing import bounds, crossing
 
     workload = Workload(f"benchmarks.plan_models:{model}", micro_batches=BACKWARDS, dtype="fp32")
     sets = [OptionSet(ZEROSYNC, *SYSTEMS[system]) for system in systems]

@@ -32,8 +32,8 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
 from zerosync_strategy.core.engine.supported import internals_of
-from zerosync_strategy.doctor.releases import TESTED
-from zerosync_strategy.planning import training
+from zerosync_strategy.tools.doctor.releases import TESTED
+from zerosync_strategy.tools.plan import training
 
 SOURCE = Path(zerosync_strategy.__file__).parent
 LAYERS = {

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.report import StepReport
+    from zerosync_strategy.core.runlog import RunLog
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "RankError",
+    "RunLog",
     "StepReport",
     "ZeroSync",
     "ZeroSyncConfig",
@@ -45,6 +47,7 @@ _HOME = {
     "CheckpointError": "zerosync_strategy.core.failures.checkpoint_errors",
     "ContractError": "zerosync_strategy.core.engine.contract",
     "RankError": "zerosync_strategy.core.failures.rank_status",
+    "RunLog": "zerosync_strategy.core.runlog",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",
     "ZeroSyncConfig": "zerosync_strategy.core.options.config",

@@ -1,5 +1,5 @@
 """``python -m zerosync_strategy`` is the command ``zerosync``."""
 
-from zerosync_strategy.cli import main
+from zerosync_strategy.tools.cli import main
 
 main()

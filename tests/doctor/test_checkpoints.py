@@ -13,8 +13,8 @@ from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints import manifests
-from zerosync_strategy.doctor import checkpoints as doctor
-from zerosync_strategy.doctor.findings import Level
+from zerosync_strategy.tools.doctor import checkpoints as doctor
+from zerosync_strategy.tools.doctor.findings import Level
 
 
 def test_checkpoints_on_the_disk(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.harness.ranks import run_ranks
 from tests.matrix import table
-from zerosync_strategy.doctor import (
+from zerosync_strategy.tools.doctor import (
     accelerate_traps,
     configurations,
     environment,
@@ -25,9 +25,9 @@ from zerosync_strategy.doctor import (
     releases,
     selftest,
 )
-from zerosync_strategy.doctor.findings import Examination, Finding, Level
-from zerosync_strategy.links import Links
-from zerosync_strategy.links import read as read_links
+from zerosync_strategy.tools.doctor.findings import Examination, Finding, Level
+from zerosync_strategy.tools.links import Links
+from zerosync_strategy.tools.links import read as read_links
 
 ROOT = Path(__file__).parent.parent.parent
 FINE = {
@@ -241,7 +241,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nfrom zerosync_strategy.cli import main\nmain({list(arguments)!r})"
+    code = f"{before}\nfrom zerosync_strategy.tools.cli import main\nmain({list(arguments)!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
@@ -257,8 +257,10 @@ def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:
 
 
 def test_findings_are_printed_as_they_are_made_in_a_pipe_too() -> None:
-    code = "from zerosync_strategy.doctor import selftest; import time; selftest.check = lambda: time.sleep(60) or []"
-    call = f"{code}\nfrom zerosync_strategy.cli import main\nmain(['doctor'])"
+    code = (
+        "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60) or []"
+    )
+    call = f"{code}\nfrom zerosync_strategy.tools.cli import main\nmain(['doctor'])"
     with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:

@@ -16,7 +16,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.failures.answers import Answer
 from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshot, Snapshots, interval
 from zerosync_strategy.core.failures.state import RankState
-from zerosync_strategy.doctor import dump
+from zerosync_strategy.tools.doctor import dump
 
 
 def seen_and_killed() -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, make_trainer
 from zerosync_strategy import ZeroSyncMonitor, ZeroSyncStrategy
-from zerosync_strategy.planning.check import read_run
+from zerosync_strategy.tools.plan.check import read_run
 
 
 def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:

@@ -18,19 +18,21 @@ from typer.testing import CliRunner
 
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach, links
-from zerosync_strategy.commands import app
+from zerosync_strategy import attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
-from zerosync_strategy.doctor import configurations
-from zerosync_strategy.doctor.findings import Level
-from zerosync_strategy.links import Links
-from zerosync_strategy.planning import models, output, replay, runlog, timed, training
-from zerosync_strategy.planning.check import Run, compare, read_run
-from zerosync_strategy.planning.jobs import LARGE_BYTES, STOCK, ZEROSYNC, Cluster, OptionSet, Workload
-from zerosync_strategy.planning.memory import Ledger
-from zerosync_strategy.planning.plan import KERNELS, Outcome, Plan, PlanError, plan
-from zerosync_strategy.planning.skipped import SkippedCompute
-from zerosync_strategy.planning.timing import Bounds, Crossing, Span, bounds, crossing, own_work
+from zerosync_strategy.core.runlog import LARGE_BYTES, RunLog
+from zerosync_strategy.tools import links
+from zerosync_strategy.tools.commands import app
+from zerosync_strategy.tools.doctor import configurations
+from zerosync_strategy.tools.doctor.findings import Level
+from zerosync_strategy.tools.links import Links
+from zerosync_strategy.tools.plan import models, output, replay, timed, training
+from zerosync_strategy.tools.plan.check import Run, compare, read_run
+from zerosync_strategy.tools.plan.jobs import STOCK, ZEROSYNC, Cluster, OptionSet, Workload
+from zerosync_strategy.tools.plan.memory import Ledger
+from zerosync_strategy.tools.plan.plan import KERNELS, Outcome, Plan, PlanError, plan
+from zerosync_strategy.tools.plan.skipped import SkippedCompute
+from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Span, bounds, crossing, own_work
 
 ZERO = {"stage3_param_persistence_threshold": 0}
 WORKLOAD = Workload(
@@ -214,7 +216,7 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
 
     def train() -> None:
         torch.set_num_threads(1)
-        with runlog.RunLog(tmp_path / f"{os.environ['RANK']}.jsonl", ranks_of_machine=2) as log:
+        with RunLog(tmp_path / f"{os.environ['RANK']}.jsonl", ranks_of_machine=2) as log:
             module, batch = models.build(dataclasses.replace(WORKLOAD, model=model))
             engine = make_engine(module, torch.optim.AdamW(module.parameters()), 2)
             zerosync = attach(engine)

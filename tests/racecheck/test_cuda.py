@@ -12,8 +12,9 @@ from torch.cuda import _gpu_trace as trace
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.racecheck import Finding, Kind, modes, recorder
-from zerosync_strategy.racecheck.cuda import Follower
+from zerosync_strategy.racecheck import Finding, Kind
+from zerosync_strategy.tools.racecheck import modes, recorder
+from zerosync_strategy.tools.racecheck.cuda import Follower
 
 DEFAULT, SIDE, NCCL = 0, 0x10, 0x20  # cudaStream_t
 REGISTRIES = [value for name, value in vars(trace).items() if name.endswith("Callbacks")]

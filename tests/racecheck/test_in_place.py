@@ -20,8 +20,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering
-from zerosync_strategy.racecheck import simulate
-from zerosync_strategy.racecheck.in_place import RaceWarning
+from zerosync_strategy.racecheck import RaceWarning, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

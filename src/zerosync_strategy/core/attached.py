@@ -73,7 +73,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 from zerosync_strategy.core.progress import EngineProgress
-from zerosync_strategy.core.race_check import RaceCheckMember
+from zerosync_strategy.core.race_check import CheckedEngine
 from zerosync_strategy.core.required_gradients import RequiredGradients
 from zerosync_strategy.version import __version__
 
@@ -144,7 +144,7 @@ class AttachedEngine:
         if zero.needs_every_gradient(engine):
             self._required = RequiredGradients(self.reducer.params, self._names, self.window.gradient_ready)
             self.gradient_ready = self._required.gradient_ready
-        self.race_check = RaceCheckMember(config.racecheck, self._device_changed)
+        self.race_check = CheckedEngine(config.racecheck, self._device_changed)
         self.cache: ParameterCache | None = None
         self.scheduler: GatherScheduler | None = None
         self.values: ParameterValues | None = None

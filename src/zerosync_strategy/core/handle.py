@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, parse_b
 from zerosync_strategy.core.params.full_state import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
-
-if TYPE_CHECKING:
-    from zerosync_strategy.racecheck.checker import Finding
 
 # Blocks of the DeepSpeed configuration that say what is sent.
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
@@ -156,8 +153,10 @@ class ZeroSync:
         return self._attached.meter.report
 
     @property
-    def findings(self) -> list[Finding] | None:
-        """What ``racecheck`` has found until now on this rank; ``None`` where this engine is not checked."""
+    def findings(self) -> list[Any] | None:
+        """What ``racecheck`` has found until now on this rank, each a ``zerosync_strategy.racecheck.Finding``; ``None``
+        where this engine is not checked.
+        """
         return self._attached.race_check.findings
 
     def end_racecheck(self, reason: str = "end_racecheck() was called") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.runlog import RunLog
 
 from .library import Callback, LightningModule, MisconfigurationException, Trainer
 from .strategy import ZeroSyncStrategy
@@ -30,7 +31,7 @@ class ZeroSyncMonitor(Callback):
 
     def __init__(self, prog_bar: bool = False, run_log: str | Path | None = None) -> None:
         self.prog_bar = prog_bar
-        self._run_log = None if run_log is None else _run_log(run_log)
+        self._run_log = None if run_log is None else RunLog(run_log)
         self._logged: dict[int, StepReport] = {}  # the last one by optimizer
 
     @override
@@ -70,12 +71,6 @@ class ZeroSyncMonitor(Callback):
             if self.prog_bar:
                 shown = {f"{which}MB": report.bytes_sent / 1e6, f"{which}of_floor": report.ratio}
                 pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
-
-
-def _run_log(file: str | Path) -> Any:
-    from zerosync_strategy.planning.runlog import RunLog  # imports what training may need, which takes seconds
-
-    return RunLog(file)
 
 
 def metrics(report: StepReport) -> dict[str, float]:

@@ -1,0 +1,28 @@
+"""The command ``zerosync``. Its subcommands need the extra ``cli``; ``--version`` needs nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from zerosync_strategy.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with ``arguments``, or those of the process, and leave with its exit status.
+
+    Raises:
+        SystemExit: always, but after ``--version``.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
+        print(f"zerosync {__version__}")
+        return
+    try:
+        from zerosync_strategy.tools.commands import app
+    except ImportError as missing:
+        raise SystemExit(
+            f"zerosync {' '.join(arguments[:1])} needs the package {missing.name!r}, which is not installed:"
+            " pip install 'zerosync-strategy[cli]'"
+        ) from None
+    app(list(arguments), prog_name="zerosync")

@@ -1,0 +1,129 @@
+"""What is to be planned: a model, what one step of it does, and the options to compare."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerosync_strategy.tools.links import Links
+
+STOCK, ZEROSYNC = "stock", "zerosync"
+DTYPES = ("fp32", "bf16")
+BACKENDS = ("nccl", "gloo")
+
+
+class UsageError(ValueError):
+    """What was asked for is not there: a model, a size of it, an optimizer. No fault of a replay."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step of a model on one rank.
+
+    Attributes:
+        model: ``"package.module:function"``, a transformers configuration's path, or ``"layers=32,hidden=4096,..."``.
+        batch: shape of one micro-batch of one rank: of token numbers ``(samples, length)``, or of a float input.
+        micro_batches: backwards per optimizer step.
+        dtype: ``"fp32"`` or ``"bf16"``.
+        optimizer: a class of ``torch.optim``.
+        deepspeed: DeepSpeed's configuration beside what the other fields say; its stage is replaced.
+    """
+
+    model: str
+    batch: tuple[int, ...] = (1, 2048)
+    micro_batches: int = 1
+    dtype: str = "bf16"
+    optimizer: str = "AdamW"
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype takes {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches takes 1 or more, got {self.micro_batches}.")
+        if not self.batch or min(self.batch) < 1:
+            raise ValueError(f"batch takes a shape of positive sizes, such as 1x2048, got {self.batch}.")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where it is to run.
+
+    Attributes:
+        ranks: in all.
+        ranks_per_node: of which so many share a node, in the order of their numbers.
+        links: speeds; of links that were measured, those of their fast quartile.
+        memory: bytes of one rank's device; ``None`` where nothing is to be compared with it.
+        backend: ``"nccl"``, or ``"gloo"``, on which ranks send point to point.
+        slow_links: those of their slow quartile; ``None``: as ``links``.
+    """
+
+    ranks: int
+    ranks_per_node: int = 8
+    links: Links = field(default_factory=Links)
+    memory: int | None = None
+    backend: str = "nccl"
+    slow_links: Links | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend takes {' or '.join(BACKENDS)}, got {self.backend!r}.")
+        if self.ranks < 2:
+            raise ValueError(f"ranks takes 2 or more, got {self.ranks}: one rank sends nothing.")
+        if self.ranks_per_node < 1 or (self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node):
+            raise ValueError(
+                f"ranks_per_node takes a divisor of ranks, got {self.ranks_per_node} with {self.ranks} ranks."
+            )
+
+    @property
+    def per_node(self) -> int:
+        """Ranks that share a node."""
+        return min(self.ranks, self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class OptionSet:
+    """One way to train it.
+
+    Attributes:
+        system: ``"stock"`` DeepSpeed or ``"zerosync"``.
+        stage: of ZeRO.
+        options: ZeroSync's, as in its block. ``param_memory_budget``, or its part for the device, may be a part of all
+            parameters, as a float.
+    """
+
+    system: str
+    stage: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        given = ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
+        return f"{self.system} {self.stage}" + (f", {given}" if given else "")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " + ".join(f"{_short(size)} on the {where}" for where, size in value.items())
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True) -> list[OptionSet]:
+    """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside."""
+    sets = []
+    for stage in stages:
+        sets += [OptionSet(STOCK, stage)] if stock else []
+        sets.append(OptionSet(ZEROSYNC, stage))
+        if stage == 2:
+            sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
+        if stage == 3:
+            sets += [OptionSet(ZEROSYNC, 3, {"param_memory_budget": part}) for part in (0.25, 0.5, "all")]
+            sets.append(OptionSet(ZEROSYNC, 3, {"param_memory_budget": {"device": 0.25, "host": "all"}}))
+            sets.append(OptionSet(ZEROSYNC, 3, {"grad_memory_budget": 0}))
+    return sets

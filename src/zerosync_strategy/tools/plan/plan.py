@@ -1,0 +1,236 @@
+"""``plan()``: replay option sets, and say which are worth their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, UsageError, Workload, cores, usual_sets
+from zerosync_strategy.tools.plan.replay import PREFIX, REPLAY, TIMED, describe
+from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Span, bounds, crossing, own_work
+from zerosync_strategy.version import __version__
+
+MEASURE = "measure"
+KERNELS = "kernels"
+"""What resident memory has beside tensors: workspaces of kernels, Python's objects. Where it is measured."""
+
+
+class PlanError(RuntimeError):
+    """A replay failed; the message says which, and why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One option set, replayed.
+
+    Attributes:
+        options: which; budgets in bytes.
+        collectives: by kind, calls and bytes that one rank sends in a step.
+        peak: bytes of live tensors by kind at the moment of the step when they are most.
+        resident: the same of those that something was written to, which is what a CPU's memory is given to; with
+            ``compute="measure"`` also what a training has beside them (:data:`KERNELS`).
+        sent: over which links, and how long they take.
+        work: seconds of the rank's own work in a step.
+        time: bounds of the step's seconds.
+    """
+
+    options: OptionSet
+    collectives: dict[str, tuple[int, int]]
+    peak: dict[str, int]
+    resident: dict[str, int]
+    sent: Crossing
+    work: Span
+    time: Bounds
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that one rank sends in a step."""
+        return sum(nbytes for _, nbytes in self.collectives.values())
+
+    @property
+    def calls(self) -> int:
+        """Collectives of a step."""
+        return sum(calls for calls, _ in self.collectives.values())
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All option sets of one workload on one cluster.
+
+    Attributes:
+        parameters: number of elements of the model.
+        batch: shape of a micro-batch of one rank: the model's own, or as the workload says.
+        compute: as it was given: seconds of a micro-batch's computation, 0 where it is not known, or ``"measure"``.
+        measured: how the time of a rank's own work was measured, in words; ``None`` where it was given.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    parameters: int
+    batch: tuple[int, ...]
+    compute: float | str
+    outcomes: tuple[Outcome, ...]
+    measured: str | None = None
+
+    def fits(self, outcome: Outcome) -> int | None:
+        """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
+        return None if self.cluster.memory is None else self.cluster.memory - outcome.memory
+
+    @property
+    def front(self) -> tuple[Outcome, ...]:
+        """Those of ZeroSync that no other of its beats in memory and bytes, by rising memory."""
+        ours = [each for each in self.outcomes if each.options.system != STOCK]
+        ours.sort(key=lambda each: (each.memory, each.bytes_sent))
+        front: list[Outcome] = []
+        for each in ours:
+            if not front or each.bytes_sent < front[-1].bytes_sent:
+                front.append(each)
+        return tuple(front)
+
+    @property
+    def recommended(self) -> Outcome | None:
+        """The one on the front that fits and sends least; ``None`` where none fits."""
+        fitting = [each for each in self.front if (self.fits(each) or 0) >= 0]
+        return min(fitting, key=lambda each: each.bytes_sent, default=None)
+
+    def to_json(self) -> str:
+        """Return all of it as a JSON object."""
+        outcomes = [
+            {
+                "name": each.options.name, **dataclasses.asdict(each), "bytes_sent": each.bytes_sent,
+                "calls": each.calls, "memory": each.memory, "left": self.fits(each), "on_front": each in self.front,
+                "recommended": each is self.recommended,
+            }
+            for each in self.outcomes
+        ]  # fmt: skip
+        of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster")}
+        fields = {name: getattr(self, name) for name in ("parameters", "batch", "compute", "measured")}
+        found = {"version": __version__, **of_plan, **fields}
+        return json.dumps({**found, "outcomes": outcomes}, indent=1)
+
+
+def plan(
+    workload: Workload,
+    cluster: Cluster,
+    sets: Sequence[OptionSet] | None = None,
+    compute: float | str = 0.0,
+    processes: int | None = None,
+    timeout: float = 600.0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    at_once: int | None = None,
+    threads: int = 1,
+) -> Plan:
+    """Replay ``workload`` on ``cluster`` with each of ``sets``, in processes of their own.
+
+    Args:
+        sets: by default those of :func:`usual_sets`.
+        compute: seconds of the computation of one micro-batch, forward and backward; ``"measure"``: each option set is
+            trained here, on this machine's CPU, with all that a rank does itself, and its steps are timed.
+        processes: replays at once; by default as many as there are CPUs.
+        timeout: seconds for all.
+        progress: called with how many replays are done, and of how many.
+        at_once: ranks that share a machine's cores, and are measured at once; by default those of a node.
+        threads: of torch, of each rank that is measured.
+
+    Raises:
+        PlanError: a replay failed or ran into the timeout.
+        ValueError: ``compute`` is neither, or the workload names a model or an optimizer that is not there.
+    """
+    if isinstance(compute, str) and compute != MEASURE:
+        raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
+    sets = list(usual_sets() if sets is None else sets)
+    at_once = min(at_once or cluster.per_node, cluster.ranks)
+    timed = {"at_once": at_once, "threads": threads} if compute == MEASURE else None
+    job = describe(workload, sets, cluster, processes or os.cpu_count() or 1, timed)
+    found = _replay(job, sets, cluster.ranks, REPLAY if timed is None else TIMED, timeout, progress)
+    outcomes = []
+    for index, options in enumerate(sets):
+        each = found[REPLAY, index]
+        collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
+        sent, resident = crossing(collectives, cluster), dict(each["resident"])
+        if timed is None:
+            seconds = workload.micro_batches * float(compute)
+            work = Span(seconds, seconds)
+        else:
+            measured_here = found[TIMED, index]
+            work = own_work(measured_here["seconds"])
+            resident[KERNELS] = max(0, measured_here["resident"] - sum(resident.values()))
+        options = dataclasses.replace(options, options=each["options"])
+        time = bounds(sent, work)
+        outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
+    measured = None
+    if timed is not None:
+        measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {cores()} core(s)"
+    first = found[REPLAY, 0]
+    return Plan(workload, cluster, first["parameters"], tuple(first["batch"]), compute, tuple(outcomes), measured)
+
+
+def _replay(
+    job: str, sets: list[OptionSet], ranks: int, last: str, timeout: float, progress: Callable[[int, int], None]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return what the replays of a job found, by their kind and the index of the option set."""
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    awaited = [(kind, index) for kind in dict.fromkeys((REPLAY, last)) for index in range(len(sets))]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zerosync_strategy.tools.plan.replay"], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        late = threading.Timer(timeout, _end, (process,))
+        late.start()
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        progress(0, len(awaited))
+        try:
+            for result in _results(process, job):
+                key = result["kind"], result["index"]
+                if result.get("usage"):
+                    raise UsageError(result["error"])
+                if "error" in result:
+                    raise PlanError(f"The replay of {sets[key[1]].name!r} failed: {result['error']}")
+                found[key] = result
+                progress(len(found), len(awaited))
+        finally:
+            late.cancel()
+            _end(process)
+            process.wait()
+        if missing := ", ".join(repr(sets[index].name) for kind, index in awaited if (kind, index) not in found):
+            log.seek(0)
+            said = log.read().strip().splitlines()[-1:]
+            raise PlanError(
+                f"No result of {missing}: the replay ended, or was ended after {timeout:g} s. Give it more time or"
+                f" memory, or fewer option sets. {' '.join(said)}"
+            )
+    return found
+
+
+def _results(process: subprocess.Popen[str], job: str) -> Iterator[dict[str, Any]]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(job)
+    process.stdin.close()
+    for line in process.stdout:
+        if line.startswith(PREFIX):
+            yield json.loads(line.removeprefix(PREFIX))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the replay and its forks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,195 @@
+"""Training without the arithmetic: what is large is allocated, by the shapes that torch's kernels give, not computed.
+
+Real tensors with real storages, so that DeepSpeed and ZeroSync run as they are; but nobody writes to the large ones,
+and Linux gives memory that was never written to no pages. So a model of any size is replayed in little memory and time.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from zerosync_strategy.core.runlog import LARGE_BYTES  # smaller tensors are computed
+
+_RESERVED_BYTES = 1 << 30  # from here on without the system's check that so much memory is there
+_MAP_NORESERVE = 0x4000
+
+# These change what a tensor is and no values, or share a storage without saying so.
+_METADATA = {
+    "resize_", "resize_as_", "set_", "as_strided_", "transpose_", "t_", "squeeze_", "unsqueeze_", "detach_",
+    "swapaxes_", "swapdims_", "_unsafe_view", "lift_fresh", "_resize_output_", "record_stream", "is_pinned",
+}  # fmt: skip
+
+_UNINITIALISED = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::empty_like",
+}
+
+
+def empty(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape, strides and dtype of ``like``, of zeros that take no memory until written to."""
+    needed = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    nbytes = needed * like.element_size() if like.numel() else 0
+    if nbytes < _RESERVED_BYTES:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+class SkippedCompute(TorchDispatchMode):
+    """While active, operators on large tensors allocate their results and leave all values as they are.
+
+    Args:
+        on_result: called with each tensor that an operator returns or writes to, and whether it writes to it.
+    """
+
+    def __init__(self, on_result: Callable[[torch.Tensor, bool], None] = lambda *_: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_result = on_result
+        self._shapes: dict[Any, Any] = {}  # by what they follow from: layers are alike, and steps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _keeps_values(func):
+            return func(*args, **(kwargs or {}))  # a storage that is known
+        result = self._run(func, args, kwargs or {})
+        if func._schema.name in _UNINITIALISED and _nbytes(result) < LARGE_BYTES:
+            result.zero_()  # what would be written to it may be skipped
+        writes = func._schema.name not in _UNINITIALISED
+        for tensor in _tensors(result):
+            self._on_result(tensor, writes)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if func.namespace == "c10d" or (
+                argument.alias_info is not None and argument.alias_info.is_write and writes
+            ):
+                for tensor in _tensors(value):
+                    self._on_result(tensor, True)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten.equal.default:
+            return True  # who looks for changed values finds none
+        given = _tensors((args, kwargs))
+        is_small = not any(_nbytes(tensor) >= LARGE_BYTES for tensor in given)
+        if is_small and given and not _may_grow(func):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return _sent(func, args)
+        if func.namespace != "aten" or str(kwargs.get("device")) == "meta":
+            return func(*args, **kwargs)
+        key = func, _described(args), _described(kwargs)
+        if key not in self._shapes:
+            try:
+                self._shapes[key] = _shapes_of(func, args, kwargs)
+            except (NotImplementedError, RuntimeError):  # depends on values, or has no kernel that gives shapes alone
+                self._shapes[key] = NotImplemented
+        if (shapes := self._shapes[key]) is NotImplemented:
+            return func(*args, **kwargs)
+        made = shapes if isinstance(shapes, (tuple, list)) else (shapes,)
+        if is_small and not any(_nbytes(tensor) >= LARGE_BYTES for tensor in _tensors(made)):
+            return func(*args, **kwargs)
+        results = [
+            value if (written := _written(func, returned, args, kwargs)) is None else written
+            for returned, value in zip(func._schema.returns, made, strict=False)
+        ]
+        results = [tree_map_only(torch.Tensor, _real, value) for value in results]
+        if not func._schema.returns:
+            return None
+        return results[0] if len(func._schema.returns) == 1 else tuple(results)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor
+    return empty(tensor) if _nbytes(tensor) >= LARGE_BYTES else torch.zeros_like(tensor, device="cpu")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists and dicts. torch's pytree does that too, in half of a replay's time."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _may_grow(func: Any) -> bool:
+    """Whether small arguments may give a large result."""
+    return func._schema.name in {
+        "aten::repeat", "aten::embedding", "aten::new_zeros", "aten::new_empty", "aten::new_ones", "aten::new_full",
+        "aten::zeros_like", "aten::mm", "aten::bmm", "aten::addmm", "aten::add", "aten::mul", "aten::where",
+        "aten::embedding_dense_backward", "aten::convolution", "aten::constant_pad_nd", "aten::index",
+        "aten::slice_backward", "aten::select_backward", "aten::new_empty_strided", "aten::le", "aten::bitwise_and",
+    }  # fmt: skip
+
+
+@functools.cache
+def _keeps_values(func: Any) -> bool:
+    """Whether the result shares the storage of an argument and nothing is written."""
+    returns = func._schema.returns
+    is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return is_view or func._schema.name.split("::")[-1] in _METADATA
+
+
+def _described(value: Any) -> Any:
+    """Return what the shapes of an operator's results follow from, to look them up by."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items() if name != "generator")
+    return type(value), value
+
+
+def _shapes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    metas: dict[int, torch.Tensor] = {}
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in metas:
+            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return metas[id(tensor)]
+
+    args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+    names = {argument.name for argument in func._schema.arguments}
+    if "device" in names and (kwargs.get("device") is not None or not metas):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+    return func(*args, **kwargs)
+
+
+def _written(func: Any, returned: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the argument that is returned because it was written to; ``None`` for a new tensor."""
+    if returned.alias_info is None:
+        return None
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & returned.alias_info.before_set:
+            return args[position] if position < len(args) else kwargs[argument.name]
+    return None
+
+
+def _sent(func: Any, args: Any) -> Any:
+    """Return what a collective returns that was sent and received at once; its tensors stay as they are."""
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork().boxed()
+    returns = func._schema.returns
+    if not returns:
+        return None
+    if len(returns) == 1:
+        return work
+    return (args[0], work)

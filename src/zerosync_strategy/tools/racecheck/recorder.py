@@ -1,0 +1,307 @@
+"""Tells the checker of operators, collectives and memory, for simulated streams and for CUDA's.
+
+A subclass determines the stream of each operation, and the order between streams: :mod:`device` and :mod:`simulation`
+simulate both, :mod:`cuda` follows the real ones.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerosync_strategy.tools.racecheck import modes
+from zerosync_strategy.tools.racecheck.autograd import Nodes
+from zerosync_strategy.tools.racecheck.checker import Block, Checker, Finding, Operation
+from zerosync_strategy.tools.racecheck.clocks import Clock, Timeline
+
+# Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
+_ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
+_READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+_TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
+# The paths of frames that a site leaves out: torch, and layers of communication and tracing.
+_LAYERS = re.compile(
+    r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py"
+    r"|/zerosync_strategy/tools/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
+)
+
+
+_running: Recorder | None = None
+
+
+def running() -> Recorder | None:
+    """The recorder between its start and its stop, if there is one."""
+    return _running
+
+
+class Recorder(ABC):
+    """Records the device operations of this thread, and of the backwards that it calls, for a checker.
+
+    Attributes:
+        checker: holds the findings.
+        operations: the operations in the order of their issue, each with its timeline's clock at that time.
+        host_waits: where the host waited for the device, in order: for what, and the line.
+    """
+
+    def __init__(self) -> None:
+        self.checker = Checker()
+        self.operations: list[tuple[Operation, Clock]] = []
+        self.host_waits: list[str] = []
+        self._blocks: dict[int, tuple[Block, Any]] = {}  # by storage, with a weak reference to it
+        self._silent = 0
+        self._undo: list[Callable[[], Any]] = []
+        self._lock = threading.RLock()  # on CUDA, the threads of a backward and callers of the allocator enter at once
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Each pair of accesses that nothing orders, once."""
+        return [finding for finding, _ in self.checker.findings.values()]
+
+    def start(self) -> None:
+        """Record from here on what this thread runs.
+
+        Raises:
+            RuntimeError: another recorder is running.
+        """
+        global _running
+        if _running is not None:
+            raise RuntimeError("The race checker runs already in this process; there can be one at a time.")
+        _running = self
+        try:
+            self._begin()
+            nodes = self._nodes()
+            nodes.start()
+            self._undo.append(nodes.stop)
+            for mode in (nodes, Operators(self)):
+                modes.put_below(mode)
+                self._undo.append(partial(modes.take_out, mode))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Undo :meth:`start`."""
+        global _running
+        while self._undo:
+            self._undo.pop()()
+        self._blocks.clear()
+        _running = None
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        stock = vars(owner).get(name)  # absent if it is inherited
+        setattr(owner, name, value)
+        self._undo.append(partial(delattr, owner, name) if stock is None else partial(setattr, owner, name, stock))
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Ignore operators that run inside. Collectives are recorded all the same."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    # ---- what differs between the devices ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start to follow streams and events, and append to ``_undo`` what stops it."""
+
+    @abstractmethod
+    def _nodes(self) -> Nodes:
+        """The follower of autograd for this device."""
+
+    @property
+    @abstractmethod
+    def current_timeline(self) -> Timeline:
+        """The current stream."""
+
+    @property
+    @abstractmethod
+    def default_timeline(self) -> Timeline:
+        """The default stream. Memory that was allocated before the start counts as allocated on it."""
+
+    @abstractmethod
+    def is_host_memory(self, tensor: torch.Tensor) -> bool: ...
+
+    @abstractmethod
+    def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
+        """Whether an operator with arguments ``inputs`` and newly allocated results ``new`` ran on the host."""
+
+    @abstractmethod
+    def launch(self, collective: Callable[[], Any], issue: Callable[..., None], tensors: list[torch.Tensor]) -> Any:
+        """Run ``collective``, which uses ``tensors``, and return its result.
+
+        At its start, call ``issue`` with its timeline and maybe a name.
+        """
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def block(self, tensor: torch.Tensor, *, new: bool = False) -> Block:
+        """The block of the tensor's storage, which lives until the storage is freed.
+
+        Args:
+            new: an operator has just allocated the storage.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._blocks:
+            nbytes = storage.nbytes()
+            if self.is_host_memory(tensor):
+                block = Block(self.checker.host, nbytes)
+            elif new:
+                block = self.checker.allocate(self.current_timeline, nbytes)
+            else:
+                block = Block(self.default_timeline, nbytes)
+            self._blocks[key] = (block, weakref.ref(storage, partial(self._free, key)))
+        return self._blocks[key][0]
+
+    def _free(self, key: int, _: Any) -> None:
+        with self._lock:
+            block, _ = self._blocks.pop(key)
+            if block.timeline is not self.checker.host:
+                self.checker.free(block)
+
+    def record(self, tensor: torch.Tensor, timeline: Timeline) -> None:
+        """Record a use, as ``record_stream`` does: freed memory of ``tensor`` is reused only after the operations that
+        ``timeline`` has at the time of the free.
+        """
+        with self._lock:
+            self.block(tensor).recorded.append(timeline)
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Issue an operator of torch that has run to the checker, with its accesses."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or self._silent or any(isinstance(value, FakeTensor) for value in _tensors([args, out])):
+            return  # higher-order operators have no schema, and a compiler's fake tensors have no memory
+        name = schema.name.split("::")[1]
+        aliases = [value.alias_info for value in schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if name in _TOUCHES_NOTHING or (is_view and name not in _ALLOCATES):
+            return
+        inputs = [
+            (tensor, argument.alias_info is not None and argument.alias_info.is_write)
+            for argument, value in _arguments(schema, args, kwargs)
+            for tensor in _tensors(value)
+        ]
+        old = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
+        new = [tensor for tensor in _tensors(out) if is_view or tensor.untyped_storage()._cdata not in old]
+        touched = inputs + [(tensor, True) for tensor in new]
+        with self._lock:
+            on_host = self.runs_on_host([tensor for tensor, _ in inputs], new)
+            host_waits = name in _READS_BACK
+            if not on_host and name in _COPIES:
+                # A copy between host and device is synchronous by default.
+                asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
+                host_waits = not asynchronous and any(self.is_host_memory(tensor) for tensor, _ in touched)
+            elif not on_host and (written := [tensor for tensor, writes in touched if writes]):
+                on_host = all(map(self.is_host_memory, written))
+                if on_host:  # it reads values of the device
+                    self.host_waits_for(self.current_timeline.clock, name)
+            for tensor in new:
+                self.block(tensor, new=True)
+            if name in _ALLOCATES:
+                return
+            timeline = self.checker.host if on_host else self.current_timeline
+            self._issue(timeline, name, touched)
+            if host_waits and not on_host:
+                self.host_waits_for(timeline.clock, name)
+
+    def host_waits_for(self, clock: Clock, what: str) -> None:
+        """The host waits for the operations that ``clock`` counts, because of ``what``."""
+        self.host_waits.append(f"{what} at {_site()}")
+        self.checker.host.wait(clock)
+
+    def collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run and issue one of torch.distributed's operators, inside :meth:`silent` too."""
+        name = func._schema.name.split("::")[1]
+        # The schema does not mark written arguments. All but inputs are written.
+        touched = [
+            (tensor, name != "send" and not argument.name.startswith("input"))
+            for argument, value in _arguments(func._schema, args, kwargs)
+            for tensor in _tensors(value)
+        ]
+
+        def issue(timeline: Timeline, name: str = name) -> None:
+            with self._lock:
+                self._issue(timeline, name, touched)
+
+        if touched and all(self.is_host_memory(tensor) for tensor, _ in touched):
+            issue(self.checker.host)
+            return func(*args, **kwargs)
+        return self.launch(lambda: func(*args, **kwargs), issue, [tensor for tensor, _ in touched])
+
+    def _issue(self, timeline: Timeline, name: str, touched: Iterable[tuple[torch.Tensor, bool]]) -> Operation:
+        operation = self.checker.issue(timeline, name, _site())
+        self.operations.append((operation, Clock(timeline.clock)))
+        for tensor, writes in touched:
+            if tensor.numel() and not tensor.is_meta:
+                size = tensor.element_size()
+                start = tensor.storage_offset() * size
+                span = 1 + sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                self.checker.access(self.block(tensor), int(start), int(start + span * size), writes, operation)
+        return operation
+
+
+class Operators(TorchDispatchMode):
+    """Passes every operator to a recorder. The threads of a backward inherit this mode."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch.compile falls back to eager execution under this mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") == "c10d":
+            return self._recorder.collective(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._recorder.operator(func, args, kwargs, out)
+        return out
+
+
+def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    given = list(zip(schema.arguments, args, strict=False))
+    return given + [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The strided tensors in an argument or a result. A sparse tensor has no storage of its own."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _site() -> str:
+    """The innermost two frames of this thread outside of ``_LAYERS``."""
+    frame: FrameType | None = sys._getframe(1)
+    places: list[str] = []
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if not _LAYERS.search(path):
+            places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    node = None if places else torch._C._current_autograd_node()
+    return " < ".join(places) if node is None else f"the backward of {node.name()}"  # in the engine's own thread
