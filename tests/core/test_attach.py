@@ -17,10 +17,10 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
+from zerosync_strategy.core.attached.engine import check_backends
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
-from zerosync_strategy.core.options.checks import check_backends
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

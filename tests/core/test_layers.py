@@ -15,9 +15,10 @@ from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
+from zerosync_strategy.core.attached.overrides import EngineOverrides
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import EngineOverrides, GatherOverrides, ReleaseOverrides
+from zerosync_strategy.core.engine.overrides import GatherOverrides, ReleaseOverrides
 from zerosync_strategy.core.engine.several import part_of, restrict
 
 T = TypeVar("T")

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.attached import AttachedEngine
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.overrides import EngineOverrides, attach_engine
+from zerosync_strategy.core.attached.weights import export_weights, full_weights
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
-from zerosync_strategy.core.engine.overrides import EngineOverrides
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
@@ -123,7 +124,7 @@ class ZeroSync:
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         self.engine = engine
         self.config = config
-        self._attached = AttachedEngine(engine, config)
+        self._attached = attach_engine(engine, config)
         self.window = self._attached.window
         self.parameters = self._attached.reducer.params
         self.counter = self._attached.traffic
@@ -314,7 +315,7 @@ class ZeroSync:
                 ``state_dict()`` is no tensor.
             RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
         """
-        return iter(self._while_attached("full_weights()").full_weights(module, dtype))
+        return iter(full_weights(self._while_attached("full_weights()"), module, dtype))
 
     def export(
         self,
@@ -343,7 +344,7 @@ class ZeroSync:
                 parameters under one name (:func:`~zerosync_strategy.shard_over`).
         """
         max_shard_bytes = parse_bytes("max_shard_size", max_shard_size)
-        self._while_attached("export()").export(Path(directory), module, dtype, max_shard_bytes)
+        export_weights(self._while_attached("export()"), Path(directory), module, dtype, max_shard_bytes)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.

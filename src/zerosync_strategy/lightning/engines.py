@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.contract import fetch
-from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.several import part_of
 from zerosync_strategy.core.optimizer.supported import optimizer_problem
 

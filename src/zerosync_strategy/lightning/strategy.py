@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import gathering, param_class, patches, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.contract import fetch, require
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.overrides import ModeOverrides
 from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict

@@ -139,6 +139,18 @@ def _with(beside: list[int], held: int, everything: int) -> int:
     return max(each + min(everything, held + level * everything // LEVELS) for level, each in enumerate(beside))
 
 
+class FixedBudgets:
+    """No budget of an engine sets itself."""
+
+    choice: None = None
+
+    def sample(self) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def end_window(self) -> None: ...
+
+
 class AutomaticBudgets:
     """Chooses what one engine holds.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, Usage
+import torch
+
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets, Usage
 from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -17,22 +19,22 @@ def automatic_budgets(
     engine: Any,
     config: ZeroSyncConfig,
     reducer: Reducer,
-    scheduler: GatherScheduler | None,
-    cache: ParameterCache | None,
-) -> AutomaticBudgets | None:
-    """Return the budgets of ``engine`` that set themselves; ``None``: its options ask for none.
+    scheduler: GatherScheduler | None = None,
+    cache: ParameterCache | None = None,
+) -> FixedBudgets | AutomaticBudgets:
+    """Return the budgets of ``engine`` that set themselves, if its options ask for some.
 
     Args:
         engine: the DeepSpeed engine.
-        config: the options, which :func:`~zerosync_strategy.core.options.checks.check_stage` has checked.
+        config: the options, which :func:`check_limit` has checked.
         reducer, scheduler, cache: of the engine; the last two on stage 3.
     """
     if not (config.auto_parameters or config.auto_gradients):
-        return None
+        return FixedBudgets()
     gauge = gauge_of(engine.device)
     limit = config.auto_limit
     if limit is None:
-        assert isinstance(gauge, DeviceGauge)  # check_stage() has seen to it
+        assert isinstance(gauge, DeviceGauge)  # check_limit() has seen to it
         limit = gauge.limit()
 
     def usage() -> Usage:
@@ -57,3 +59,15 @@ def automatic_budgets(
     if scheduler is not None:
         scheduler.unsharded.watch = budgets.look
     return budgets
+
+
+def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
+    """Raise a ``ValueError`` where a budget of ``config`` sets itself, and nothing says what may be used."""
+    for name, is_automatic in (
+        ("param_memory_budget", config.auto_parameters), ("grad_memory_budget", config.auto_gradients),
+    ):  # fmt: skip
+        if is_automatic and config.auto_limit is None and device.type != "cuda":
+            raise ValueError(
+                f'ZeroSync option {name!r} got "auto" on a device of type {device.type!r}, whose free memory is not'
+                ' known. Give a limit: {"auto": "8GiB"}, the resident memory that each rank\'s process may have.'
+            )

@@ -90,6 +90,11 @@ def overflow_check_on_callers_stream(optimizer: Any) -> Iterator[None]:
         optimizer.reduce_and_partition_stream = stream
 
 
+def scales_gradients(optimizer: Any) -> bool:
+    """Return whether a step multiplies its gradients: to undo the scale of the loss, or to clip them."""
+    return bool(optimizer.loss_scale != 1 or optimizer.clip_grad > 0)
+
+
 def discard_gradients(optimizer: Any) -> None:
     """Let the optimizer forget which gradient shards its step would use."""
     optimizer.averaged_gradients = {}

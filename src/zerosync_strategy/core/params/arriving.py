@@ -54,13 +54,17 @@ class ArrivingParameters:
     def __init__(self, streams: Streams, activity: Callable[[str], AbstractContextManager[None]]) -> None:
         self._streams = streams
         self._activity = activity
-        self.renew_stream()
         self._gathers: list[InFlight] = []
         self._of: dict[int, tuple[Any, list[InFlight]]] = {}  # by id of a parameter: itself, and what it waits for
 
+    @functools.cached_property
+    def _stream(self) -> Any:
+        (stream,) = self._streams.make_gather_streams(1, None) or [None]
+        return stream
+
     def renew_stream(self) -> None:
         """The device has gained streams or lost them. No parameter may be on its way."""
-        (self._stream,) = self._streams.make_gather_streams(1, None) or [None]
+        vars(self).pop("_stream", None)
 
     def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, InFlight]]) -> None:
         """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""

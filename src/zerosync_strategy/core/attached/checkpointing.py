@@ -1,0 +1,140 @@
+"""Saving and loading the checkpoints of an attached engine (W5, K1, K2)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.checkpoints.loads import Source, verify
+from zerosync_strategy.core.checkpoints.manifests import LATEST
+from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
+from zerosync_strategy.core.checkpoints.together import together
+from zerosync_strategy.core.engine import checkpoint_files, universal, zero
+from zerosync_strategy.core.engine.several import as_trained
+from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
+from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.version import __version__
+
+_VERSION = "zerosync_version"  # of what saved a checkpoint
+_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
+
+
+@contextmanager
+def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
+    """Around ``save_checkpoint``; the value: whether DeepSpeed is to write the file ``latest``."""
+    engine = attached.engine
+    if engine.global_rank == 0:
+        attached.window.warn_if_open("save_checkpoint() was called")
+    attached.before_save()
+    with attached.parameters_as_they_are():
+        attached.adopt_edits()  # a resumed run starts from the master weights
+    save = EngineSave(Path(path), tag, engine.global_steps, attached.config.checkpoint_checksums, save_latest)
+    verifiable = checkpoint_files.writes_at_once(engine)
+    with _checkpointing(attached, save.what), engine_save(save, verifiable):
+        if not verifiable:
+            yield save_latest
+            return
+        with checkpoint_files.writing(engine, save.writing):
+            yield False  # the save does, when all is written
+
+
+def client_state(attached: AttachedEngine) -> dict[str, Any]:
+    """Return what a checkpoint is to hold beside the program's own state. Collective."""
+    cohorts = attached.frozen.state(attached.names, zero.data_parallel_group(attached.engine.optimizer))
+    return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
+
+
+@contextmanager
+def loading(
+    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool
+) -> Iterator[str | None]:
+    """Around ``load_checkpoint``; the value: the tag to load."""
+    engine = attached.engine
+    is_universal, is_stage_3 = universal.loads_universal(engine), zero.stage(engine) == 3
+    if is_universal and attached.shards_over_groups:
+        raise ValueError(
+            "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
+            " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
+            " save_checkpoint() wrote, on as many ranks."
+        )
+    weights_in_shards = is_stage_3 and not module_only
+    source = Source(
+        Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
+        shards=optimizer_states or weights_in_shards,
+        same_ranks=optimizer_states,
+        latest=universal.LATEST if is_universal else LATEST,
+        weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
+        files=lambda directory, tag: checkpoint_files.files_to_load(engine, directory, tag, optimizer_states),
+    )  # fmt: skip
+    what = f"read the checkpoint in {path}"
+    with attached.activity(f"the attempt to {what}"):
+        tag = verify(source)
+    # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
+    attached.window.abort("load_checkpoint() was called")
+    failed: list[Exception] = []
+    try:
+        with _checkpointing(attached, what):
+            yield tag
+    except RankError:
+        raise
+    except Exception as error:
+        failed.append(error)
+    finally:
+        attached.parameters_loaded()
+
+    def loaded() -> tuple[str, None]:
+        for error in failed:
+            raise error
+        return f"step {engine.global_steps}", None
+
+    with attached.activity(f"the attempt to {what}"):
+        together(what, loaded, lambda: HALF_LOADED)
+
+
+def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
+    """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
+    if universal.loads_universal(attached.engine):
+        trained = [param for each in AttachedEngine.all for param in each.reducer.params]
+        universal.restore_rest(attached.engine, trained, model_file, strict, optimizer_state)
+
+
+def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
+    """Take out of ``state`` what :func:`client_state` has put there."""
+    state.pop(_VERSION, None)
+    cohorts = state.pop(_COHORTS, [])
+    if optimizer_states:
+        attached.frozen.load(cohorts, attached.names)
+
+
+def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
+    """``load_checkpoint`` has found no checkpoint in the directory."""
+    if attached.engine.global_rank == 0:
+        warnings.warn(
+            f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
+            " the directory that save_checkpoint() was called with, or a tag=.",
+            stacklevel=3,
+        )
+
+
+def check_full_state_dict(attached: AttachedEngine) -> None:
+    """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
+    if attached.shards_over_groups:
+        raise ValueError(
+            "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
+            " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
+            " rank has the group's."
+        )
+
+
+@contextmanager
+def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
+    # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
+    with attached.activity(f"the attempt to {what}"), as_trained(attached.reducer.params):
+        attached.in_stock_layout()
+        with attached.parameters_as_they_are():
+            attached.release_held()
+            yield

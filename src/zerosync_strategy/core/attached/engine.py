@@ -1,0 +1,434 @@
+"""What an attached engine has on every stage: its parts, and what DeepSpeed's overridden methods do with them."""
+
+# ruff: noqa: B027  (a stage that lacks a part has nothing to do where the other one does something)
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.attached.meter import StepMeter
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
+from zerosync_strategy.core.coming_step import ComingStep
+from zerosync_strategy.core.comm.collectives import is_native, share_timeout
+from zerosync_strategy.core.comm.host_memory import keep_freed_memory
+from zerosync_strategy.core.comm.messages import messages_of
+from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.engine import compilation, fragments, patches, zero
+from zerosync_strategy.core.engine.cpu import leave_out_ranges
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.gradients.changes import LocalChanges
+from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
+from zerosync_strategy.core.gradients.reducer import Pieces, Reducer
+from zerosync_strategy.core.gradients.window import Window, WindowState
+from zerosync_strategy.core.optimizer.frozen import FrozenParameters
+from zerosync_strategy.core.optimizer.stepping import can_step_by_part
+from zerosync_strategy.core.optimizer.supported import listed
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.edits import MasterWeights
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.race_check import CheckedEngine
+from zerosync_strategy.core.required_gradients import RequiredGradients
+
+
+class AttachedEngine(ABC):
+    """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
+
+    Args:
+        engine: the DeepSpeed engine, verified (C1).
+        config: the options.
+
+    Attributes:
+        all: the attached engines of this process.
+        names: of the module's parameters.
+        reducer, window, meter, traffic: of the gradients.
+        coming: access of the program to the gradients of the coming step.
+        trained: the parameters of the optimizer.
+        masters: what the optimizer steps.
+        frozen: which parameters are not stepped.
+        budgets: those that set themselves.
+        scheduler: of the gathers of ZeRO-3.
+        race_check: the engine's part in the check of this process.
+        gradient_ready: the window's, without a step between unless gradients are noted down.
+
+    Raises:
+        ValueError: an option needs another stage, or a process group another backend.
+    """
+
+    all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
+    reducer: Reducer
+    coming: ComingStep
+    meter: StepMeter
+    budgets: FixedBudgets | AutomaticBudgets
+    scheduler: GatherScheduler | None = None
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+        self.check_options(engine, config)
+        check_backends(zero.process_groups(engine), engine.device)
+        self.engine, self.config = engine, config
+        self._patch_process()
+        self._rank_status = rank_status()
+        optimizer = engine.optimizer
+        self.names = {param: name for name, param in engine.module.named_parameters()}
+        self.messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
+        self.reducer = self._make_reducer()
+        self.trained = frozenset(self.reducer.params)
+        self.traffic = EngineCounter()
+        self.frozen = FrozenParameters(
+            lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
+        )
+        self.masters = MasterWeights(self.reducer.streams)
+        self.changes = LocalChanges(self.reducer.params, self.names)
+        self.window = Window(
+            self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, self.changes
+        )
+        self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
+        self._required: RequiredGradients | None = None
+        if zero.needs_every_gradient(engine):
+            self._required = RequiredGradients(self.reducer.params, self.names, self.window.gradient_ready)
+            self.gradient_ready = self._required.gradient_ready
+        self.race_check = CheckedEngine(config.racecheck, self._device_changed)
+        # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
+        self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
+        self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
+        self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
+        self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
+        self._infers = False  # in gathered_for_inference()
+
+    # ---- attaching -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+        """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
+
+    @abstractmethod
+    def _make_reducer(self) -> Reducer: ...
+
+    def _patch_process(self) -> None:
+        """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
+        patches.hold(self.engine)
+        allow_scalars()
+        zero.count_parameters_quickly()
+        if self.engine.device.type == "cpu":
+            keep_freed_memory()
+            leave_out_ranges()
+
+    def begin(self, *layers: tuple[Any, type]) -> None:
+        """Interpose ``layers``, of an object of DeepSpeed and the overrides of its methods, and start."""
+        optimizer = self.engine.optimizer
+        share_timeout({
+            zero.data_parallel_group(optimizer), *(layout.process_group for layout in self.reducer.layouts)
+        })  # fmt: skip
+        self.traffic.start()
+        self._layers = layers
+        for target, layer in layers:
+            target._zerosync_attached = self
+            interpose(target, layer)
+        self.fragments_linked()
+        self.race_check.join()
+        AttachedEngine.all.add(self)
+        self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
+
+    def detach(self) -> None:
+        """Give the engine back as it was.
+
+        Raises:
+            RuntimeError: DeepCompile has compiled it.
+        """
+        if self._compiled is not None:
+            raise RuntimeError(
+                "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
+                " Leave it attached, or build the engine anew."
+            )
+        self.in_stock_layout()
+        self._detach()
+
+    def destroyed(self) -> None:
+        """The engine is about to be destroyed: detach, and drop the window."""
+        self.window.abort("the engine was destroyed")
+        if self._compiled is not None:
+            self._compiled.detach()
+        self.wait_for_parameters()
+        self._detach()
+
+    def _detach(self) -> None:
+        AttachedEngine.all.discard(self)
+        self.race_check.detach()
+        self.coming.restore_clip_norm()
+        self._stop_counting()
+        self._detach_parameters()
+        fragments.release(self.reducer.params)
+        for target, layer in self._layers:
+            restore(target, layer)
+            del target._zerosync_attached, target._zerosync
+        patches.release(self.engine)
+
+    def _detach_parameters(self) -> None:
+        """Detach what a stage has of its own."""
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    def wait_for_parameters(self) -> None:
+        """Wait for parameters that are on their way, before DeepSpeed reads or writes them (U5)."""
+
+    def parameters_as_they_are(self) -> AbstractContextManager[None]:
+        """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
+        return nullcontext()
+
+    def parameters_written(self) -> None:
+        """A step, or a checkpoint, has written the parameters."""
+
+    def parameters_loaded(self) -> None:
+        """A checkpoint was loaded, or its loading has failed half-way."""
+        self.parameters_written()
+
+    @abstractmethod
+    def adopt_edits(self) -> None:
+        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
+
+    @abstractmethod
+    def version(self) -> int:
+        """Return a number that grows whenever a step or a checkpoint changes the parameters."""
+
+    @property
+    def shards_over_groups(self) -> bool:
+        """Whether some parameters are sharded over fewer ranks than all."""
+        return False
+
+    @abstractmethod
+    def _master_weights(self) -> list[zero.MasterWeights]: ...
+
+    def _states_made(self) -> None:
+        """The torch optimizer has made its states."""
+
+    def _device_changed(self) -> None:
+        """The device has gained streams or lost them."""
+        zero.renew_streams(self.engine)
+        self.wait_for_parameters()
+        self.reducer.streams.renew()
+
+    # ---- forward and backward ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward."""
+
+    @contextmanager
+    def backward(self, is_boundary: bool) -> Iterator[None]:
+        """Around ``engine.backward``; ``is_boundary``: DeepSpeed's own accumulation makes a step follow."""
+        if is_boundary:
+            self.window.expect_last()
+        with self.activity("the backward"), self.window.engine_backward():
+            yield
+
+    def backward_begins(self) -> None:
+        """From inside an autograd graph, before the first gradient."""
+        self._refuse_in_inference("backward()")
+        if self._required is not None and self.window.state is WindowState.CLOSED:
+            self._required.forget()  # what a dropped window had
+        trains = self._trains()
+        self.budgets.sample()  # a forward has left its activations
+        if trains:  # else the loss only passes through
+            self.window.enter_graph()
+
+    def _trains(self) -> bool:
+        """Return whether a backward, which begins, may give a gradient to a parameter of the optimizer."""
+        if thawed := [param for param in self._untrained if param.requires_grad]:
+            self._check_trained(thawed)
+        return any(param.requires_grad for param in self.reducer.params)
+
+    def _check_trained(self, thawed: list[Any]) -> None:
+        """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""
+        trained = {id(param) for attached in AttachedEngine.all for param in attached.reducer.params}
+        names = [repr(self.names[param]) for param in thawed if id(param) not in trained]
+        if names:
+            raise RuntimeError(
+                f"backward() found that {listed(names)} required no gradient when the DeepSpeed engine was"
+                " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine is"
+                " built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that is not"
+                " to be trained must stay frozen."
+            )
+
+    def _window_backward_begins(self, opens: bool) -> None:
+        self.frozen.backward_begins(opens)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the window."""
+        self.coming.dropped()
+        self.frozen.forget()
+        if self._required is not None:
+            self._required.forget()
+        self.window.zero_grad()
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def postponing_step(self, context: str) -> Iterator[None]:
+        """Around what runs inside of DeepSpeed's ``context``, in which a step is illegal."""
+        self._postponing.append(context)
+        try:
+            yield
+        finally:
+            self._postponing.pop()
+
+    def check_step(self) -> None:
+        """Raise where ``engine.step()`` is illegal."""
+        self._refuse_in_inference("engine.step()")
+        if self._postponing:
+            raise RuntimeError(
+                f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"
+                " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
+                " in any case."
+            )
+        if len(zero.stepping_optimizer(self.engine).param_groups) != self._param_groups:
+            self.refuse_param_group()
+
+    def refuse_param_group(self) -> None:
+        """Raise: parameters were added to the optimizer."""
+        raise ValueError(
+            "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
+            " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
+            " as many groups as will need options of their own, and freeze after it those that are to train later. (In"
+            " Lightning, a BaseFinetuning callback may freeze them before.)"
+        )
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the ZeRO optimizer's own step."""
+        with self.activity("the optimizer step"), self.parameters_as_they_are():
+            self.wait_for_parameters()
+            if self._required is not None and self.window.state is not WindowState.CLOSED:
+                self._required.check()
+            with self.activity("the reduction"):
+                self._before_reduction()
+                self.window.begin_step()
+            self.budgets.step_begins()
+            self._before_update()
+            try:
+                with phase("step"), self._updating(), self.frozen.stepping(self._pieces()):
+                    yield
+            except BaseException as error:
+                self.race_check.leave(f"step() raised {type(error).__name__}")
+                raise
+            finally:
+                self.coming.restore_clip_norm()
+                self.parameters_written()
+            self._after_update()
+            self.meter.step_done(self.budgets.choice)
+            self.budgets.end_window()
+            self.race_check.stepped()
+
+    def _before_reduction(self) -> None:
+        """A step has begun; the gradients are about to be reduced."""
+
+    @abstractmethod
+    def _before_update(self) -> None:
+        """The gradients are reduced; the optimizer is about to step."""
+
+    def _updating(self) -> AbstractContextManager[None]:
+        """Around the optimizer's own work."""
+        return nullcontext()
+
+    @abstractmethod
+    def _after_update(self) -> None:
+        """The optimizer has stepped."""
+
+    def _pieces(self) -> Pieces | None:
+        """Return the pieces in which the coming step is to be made; ``None``: at once, and parameters follow it."""
+        if zero.offloads(self.engine.optimizer) or not can_step_by_part(zero.stepping_optimizer(self.engine)):
+            return None
+        pieces = self.reducer.pieces()
+        return pieces if any(len(of_master) > 1 for _, of_master in pieces) else None
+
+    def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
+        """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
+        if self.reducer.norm is None:
+            self.reducer.norm = self.reducer.combine_norms(stock)
+        return self.reducer.norm
+
+    # ---- what others read and write ------------------------------------------------------------------------------
+
+    def in_stock_layout(self) -> None:
+        """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be saved."""
+        self.wait_for_parameters()
+
+    def release_held(self) -> None:
+        """A checkpoint is about to read or write shards: release what is gathered of them."""
+
+    def fragments_linked(self) -> None:
+        """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""
+        fragments.intercept(self.reducer.params, self.coming)
+
+    @contextmanager
+    def gathered_for_inference(self) -> Iterator[None]:
+        """Around forwards without backwards; see :meth:`ZeroSync.gathered_for_inference`."""
+        if self._infers:
+            yield
+            return
+        self._infers = True
+        try:
+            with self._gathered():
+                yield
+        finally:
+            self._infers = False
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """While active, all parameters are gathered. Collective."""
+        return nullcontext()
+
+    def _refuse_in_inference(self, what: str) -> None:
+        if self._infers:
+            raise RuntimeError(
+                f"{what} was called inside of gathered_for_inference(), which releases parameters at its end. Call it"
+                " after the block."
+            )
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Around DeepCompile's preparation of the engine."""
+        if self._required is not None:
+            raise ValueError(
+                "DeepCompile's graphs give every parameter a gradient, used or not, so that"
+                " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
+            )
+        CompiledGradientHook.verify(self.config, self.shards_over_groups, self.race_check.is_checked)
+        self._prepare_deepcompile()
+        params = {compilation.deepcompile_id(self.engine.optimizer, param): param for param in self.reducer.params}
+        self._compiled = CompiledGradientHook(params, self.window.add_gradient, self.window.gradient_ready)
+        return self._compiled.compiling()
+
+    def _prepare_deepcompile(self) -> None:
+        """DeepCompile may compile the engine."""
+
+    def activity(self, what: str) -> AbstractContextManager[None]:
+        """Around what may communicate (W4)."""
+        return self._rank_status.activity(what, self._position, self.meter)
+
+    def _position(self) -> str:
+        return f"{self.meter.steps} optimizer step(s) done, {self.window.backwards} backward(s) since"
+
+
+def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
+    """Raise where the backend of one of ``process_groups`` cannot send what is on ``device`` point to point.
+
+    gloo would take an address of the device for one of the host.
+    """
+    for group in process_groups:
+        if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
+            raise ValueError(
+                f"attach() found the process group of the ranks {dist.get_process_group_ranks(group)} with the backends"
+                f" {dist.get_backend_config(group)!r}, and parameters on {device}, which gloo cannot send. Make the"
+                " process group with 'nccl', or 'cpu:gloo,cuda:nccl', or train on the CPU."
+            )

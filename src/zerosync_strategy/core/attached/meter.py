@@ -1,0 +1,132 @@
+"""The measure of each optimizer step: what it sent, what it had to send, and the peaks of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.budgets.automatic import Choice
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.window import Window
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.report import StepReport
+
+
+class StepMeter:
+    """Makes a report of each optimizer step of one engine, and says how far the engine has come.
+
+    Implements :class:`~failures.observation.Progress`.
+
+    Args:
+        module: of the engine.
+        traffic: counts what the engine sends.
+        window, reducer: of the engine.
+
+    Attributes:
+        steps: optimizer steps since the engine was attached.
+        report: of the last step; ``None`` before the first.
+        parameter_bytes: by parameter, what one rank must send to give it to all ranks once.
+    """
+
+    def __init__(self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer) -> None:
+        self._module = module
+        self._traffic = traffic
+        self._window = window
+        self._reducer = reducer
+        self.steps = 0
+        self.report: StepReport | None = None
+        self.parameter_bytes = reducer.parameters_floor()
+
+    def step_done(self, budgets: Choice | None) -> None:
+        """An optimizer step has been taken, with these automatic budgets: make its report, and count from zero."""
+        window = self._window
+        self.steps += 1
+        self.report = StepReport(
+            step=self.steps,
+            backwards=window.backwards,
+            reductions=window.reductions,
+            early_reductions=window.early_reductions,
+            floor_bytes=self._reducer.sent_floor + self._gathers_floor(window.backwards),
+            peak_unreduced_bytes=self._reducer.local.peak_bytes,
+            seconds=window.seconds,
+            collectives=self._traffic.take(),
+            budgets=budgets,
+            **self._parameter_peaks(),
+        )
+        window.end_step()
+
+    def _gathers_floor(self, backwards: int) -> int:
+        """Return what this rank must send to gather parameters, for a window of so many backwards and its step."""
+        return sum(self.parameter_bytes.values())
+
+    def _parameter_peaks(self) -> dict[str, Any]:
+        """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
+        return {"peak_unsharded_bytes": 0, "peak_held_bytes": 0, "peak_host_bytes": 0, "loaded_bytes": 0}
+
+    # ---- how far the engine has come -----------------------------------------------------------------------------
+
+    @property
+    def backwards(self) -> int:
+        return self._window.backwards or self._window.dropped
+
+    def departure(self, in_forward: bool, in_step: bool) -> str:
+        if self.report is None:
+            return ""
+        made, before = self.backwards, self.report.backwards
+        if in_step and made not in (0, before):
+            return f"steps after {made} backward(s), and did after {before} in the window before"
+        if in_forward and made == before:
+            return f"goes on to backward {made + 1}, and stepped after {before} in the window before"
+        return ""
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        if module is self._module:
+            return type(module).__name__
+        return next((name for name, each in self._module.named_modules() if each is module), "")
+
+
+class Stage3Meter(StepMeter):
+    """The meter of a ZeRO-3 engine, whose modules gather parameters.
+
+    Args:
+        scheduler, cache: of the engine.
+
+    Attributes:
+        counts_gathers: the gathers go through what counts; not so in DeepCompile's graphs.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer,
+        scheduler: GatherScheduler, cache: ParameterCache,
+    ) -> None:  # fmt: skip
+        super().__init__(module, traffic, window, reducer)
+        self._scheduler = scheduler
+        self._cache = cache
+        self.counts_gathers = True
+
+    def step_done(self, budgets: Choice | None) -> None:
+        super().step_done(budgets)
+        self._cache.end_window(self.parameter_bytes)  # all that the step has released
+        self._scheduler.unsharded.end_window()
+
+    def _gathers_floor(self, backwards: int) -> int:
+        if not self.counts_gathers:
+            return 0
+        return sum(nbytes * self._cache.gathers_in(param, backwards) for param, nbytes in self.parameter_bytes.items())
+
+    def _parameter_peaks(self) -> dict[str, Any]:
+        host = self._cache.host
+        return {
+            "peak_unsharded_bytes": self._scheduler.unsharded.peak,
+            "peak_held_bytes": self._cache.peak_bytes,
+            "peak_host_bytes": 0 if host is None else host.peak_bytes,
+            "loaded_bytes": 0 if host is None else host.loaded_bytes,
+        }
+
+    def departure(self, in_forward: bool, in_step: bool) -> str:
+        if self.report is None:
+            return ""
+        return super().departure(in_forward, in_step) or self._scheduler.departure()

@@ -1,0 +1,267 @@
+"""The methods of DeepSpeed's engine and optimizer that ZeroSync overrides.
+
+Each class here is interposed before DeepSpeed's own (``interpose.py``) and holds no state: it passes the call on to the
+attached engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.attached import checkpointing
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.stage3 import Stage3Engine
+from zerosync_strategy.core.attached.stage12 import Stage12Engine
+from zerosync_strategy.core.engine import zero, zero3_optimizer
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+
+
+class ModeOverrides:
+    """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
+
+    module: torch.nn.Module
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        return self  # as every other module; DeepSpeed returns nothing
+
+    def eval(self) -> Any:
+        super().eval()  # type: ignore[misc]
+        return self
+
+
+class EngineOverrides(ModeOverrides):
+    """Overrides of ``DeepSpeedEngine``."""
+
+    _zerosync_attached: AttachedEngine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_attached.forward():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        engine: Any = self
+        is_boundary = engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary()
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
+            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
+        with self._zerosync_attached.backward(is_boundary):
+            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+
+    def _backward_prologue(self) -> None:
+        self._zerosync_attached.backward_begins()
+        super()._backward_prologue()  # type: ignore[misc]
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing is sent before the step in any case; legal on every stage. A step inside is illegal, as in stock."""
+        with self._zerosync_attached.postponing_step("no_sync()"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """DeepSpeed's explicit window: ours is open already, and the step after the block closes it."""
+        with self._zerosync_attached.postponing_step("coalesce_grad_reduction()"):
+            yield
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_attached.check_step()
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._zerosync_attached.window.end_engine_step()
+        return result
+
+    def zero_grad(self) -> None:
+        self._zerosync_attached.zero_grad()
+        super().zero_grad()  # type: ignore[misc]
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        engine: Any = self
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
+        attached = self._zerosync_attached
+        with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
+            state = {**(client_state or {}), **checkpointing.client_state(attached)}
+            return super().save_checkpoint(save_dir, tag, state, names_latest, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        states = load_optimizer_states and not load_module_only
+        options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        with checkpointing.loading(self._zerosync_attached, load_dir, tag, states, load_module_only) as tag:
+            loaded = super().load_checkpoint(load_dir, tag, *options, **kwargs)  # type: ignore[misc]
+            if loaded[0] is not None:
+                checkpointing.restore_universal(
+                    self._zerosync_attached, loaded[0], load_module_strict, load_optimizer_states
+                )
+        if loaded[0] is None:
+            checkpointing.warn_of_nothing_loaded(self._zerosync_attached, load_dir)
+        else:
+            checkpointing.take_client_state(self._zerosync_attached, loaded[1], states)
+        return loaded
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        checkpointing.check_full_state_dict(self._zerosync_attached)
+        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_attached.compiling():
+            return super().get_deepcompile_backend(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        self._zerosync_attached.destroyed()  # this object is a plain engine from here on
+        self.destroy()
+
+
+class OptimizerOverrides:
+    """Overrides of a ZeRO optimizer on every stage."""
+
+    _zerosync_attached: AttachedEngine
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_attached.step():
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._zerosync_attached.zero_grad()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raises: DeepSpeed would never step it."""
+        self._zerosync_attached.refuse_param_group()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
+
+    def zerosync_stock_finalize(self) -> None:
+        super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
+
+
+class Stage12Overrides(OptimizerOverrides):
+    """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
+
+    _zerosync_attached: Stage12Engine
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._zerosync_attached.gather_parameters():
+            return super().step(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_attached.in_stock_layout()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._zerosync_attached.in_stock_layout()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()  # type: ignore[misc]
+        self._zerosync_attached.fragments_linked()
+
+    def refresh_fp32_params(self) -> None:
+        self._zerosync_attached.in_stock_layout()
+        super().refresh_fp32_params()  # type: ignore[misc]
+
+    def setup_buckets(self) -> None:
+        """Makes no buffers for DeepSpeed's own reductions: of ``reduce_bucket_size`` elements, two with overlap."""
+        optimizer: Any = self
+        asked, optimizer.contiguous_gradients = optimizer.contiguous_gradients, False
+        try:
+            super().setup_buckets()  # type: ignore[misc]
+        finally:
+            optimizer.contiguous_gradients = asked
+
+    def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
+        self._zerosync_attached.gradient_ready(param)
+
+    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        stock = super().scaled_global_norm  # type: ignore[misc]
+        return self._zerosync_attached.norm(lambda: stock(*args, **kwargs))
+
+
+class Stage3Overrides(OptimizerOverrides):
+    """Overrides of the optimizer of ZeRO-3."""
+
+    _zerosync_attached: Stage3Engine
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
+            super().zero_grad(*args, **kwargs)
+
+    def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
+        self._zerosync_attached.gradient_ready(param)
+
+    def _partition_all_parameters(self) -> None:
+        if not self._zerosync_attached.release_parameters():
+            super()._partition_all_parameters()  # type: ignore[misc]
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        return [self._zerosync_attached.norm(super()._get_norm_groups)]  # type: ignore[misc]
+
+    def has_overflow(self, *args: Any, **kwargs: Any) -> Any:
+        with zero3_optimizer.overflow_check_on_callers_stream(self):
+            return super().has_overflow(*args, **kwargs)  # type: ignore[misc]
+
+    def unscale_and_clip_grads(self, *args: Any) -> None:
+        """Does nothing where there is nothing to multiply by."""
+        if zero3_optimizer.scales_gradients(self):
+            super().unscale_and_clip_grads(*args)  # type: ignore[misc]
+
+    # What DeepSpeed's functions safe_get_... and safe_set_... call.
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> Any:
+        self._zerosync_attached.coming.check_gradients("safe_get_local_grad()")
+        return super().get_local_fp32_grad_for_param(param)  # type: ignore[misc]
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_attached.coming.check_gradients("safe_set_local_grad()")
+        super().set_local_grad_for_param(value, param)  # type: ignore[misc]
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_attached.coming.check_gradients("safe_set_full_grad()")
+        super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        self._zerosync_attached.coming.check_gradients("safe_update_full_grad_vectorized()")
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3_optimizer.take_master_weights(self, param)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3_optimizer.take_master_weights(self, param)
+
+
+def attach_engine(engine: Any, config: ZeroSyncConfig) -> AttachedEngine:
+    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them.
+
+    Raises:
+        ValueError: as :class:`AttachedEngine`.
+    """
+    is_stage_3 = zero.stage(engine) == 3
+    attached = (Stage3Engine if is_stage_3 else Stage12Engine)(engine, config)
+    attached.begin((engine, EngineOverrides), (engine.optimizer, Stage3Overrides if is_stage_3 else Stage12Overrides))
+    return attached

@@ -1,0 +1,116 @@
+"""An attached engine of ZeRO-1 or ZeRO-2: optimizer states in stripes, parameters that follow a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.meter import StepMeter
+from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
+from zerosync_strategy.core.coming_step import ComingStep
+from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
+from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
+from zerosync_strategy.core.optimizer.states import StripedStates
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.arriving import ArrivingParameters
+from zerosync_strategy.core.params.edits import Weights, restore_flat_parameters, weights_of_stage_1_2
+
+
+class Stage12Engine(AttachedEngine):
+    """The parts that only stages 1 and 2 have.
+
+    Attributes:
+        states: in which order the optimizer has its shards.
+        arriving: the parameters that are on their way, with ``overlap_gather``; else there are none.
+    """
+
+    reducer: Stage12Reducer
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+        super().__init__(engine, config)
+        stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
+        self.states = StripedStates(engine.optimizer, stepping, self.reducer.layouts)
+        self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
+        self.coming = ComingStep(engine, self.reducer, self.window, self.changes, self.states, self.activity)
+        self.meter = StepMeter(engine.module, self.traffic, self.window, self.reducer)
+        self.budgets = automatic_budgets(engine, config, self.reducer)
+        self._times_written = 0  # parameters, by steps and checkpoints
+
+    @staticmethod
+    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+        check_limit(engine.device, config)
+        stage = zero.stage(engine)
+        if config.keeps_parameters:
+            raise ValueError(
+                "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
+                f" {stage}. Leave it out, or use stage 3."
+            )
+        if any(map(zero3.has_own_group, engine.module.parameters())):
+            raise ValueError(
+                f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
+            )
+        if config.trace_gathers:
+            raise ValueError(
+                f"ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage {stage}. Leave it"
+                " out, or use stage 3."
+            )
+
+    def _make_reducer(self) -> Stage12Reducer:
+        return Stage12Reducer(self.engine.optimizer, self.config, self.names, self.messages)
+
+    def wait_for_parameters(self) -> None:
+        self.arriving.wait_for_all()
+
+    def parameters_written(self) -> None:
+        self._times_written += 1
+
+    def adopt_edits(self) -> None:
+        restore_flat_parameters(self.engine.optimizer, self.reducer.groups, self.names)
+        self.masters.adopt(self._weights())
+
+    def version(self) -> int:
+        self.wait_for_parameters()
+        return self._times_written
+
+    def _weights(self) -> Iterator[Weights]:
+        own = map(self.states.own, self.reducer.layouts)
+        return weights_of_stage_1_2(self.engine.optimizer, zip(self.reducer.groups, own, strict=True))
+
+    def _master_weights(self) -> list[zero.MasterWeights]:
+        return self.states.master_weights()
+
+    def _states_made(self) -> None:
+        zero12.link_states_anew(self.engine.optimizer)
+
+    def _device_changed(self) -> None:
+        super()._device_changed()
+        self.arriving.renew_stream()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        if self.arriving.is_waiting and compilation.is_compiled(self.engine.module):
+            self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
+        with self.activity("the forward"):
+            yield
+
+    def _before_update(self) -> None:
+        self.states.to_stripes()
+        self.adopt_edits()
+
+    def gather_parameters(self) -> AbstractContextManager[None]:
+        """Around the step of DeepSpeed's optimizer, which gathers parameters."""
+        overlap = self.arriving.launched if self.config.overlap_gather else None
+        return zero12.parameter_gather(self.engine.optimizer, lambda: self.reducer.gather_parameters(overlap))
+
+    def _after_update(self) -> None:
+        self.states.check()
+        if self.config.overlap_gather:
+            self.arriving.begin()
+        else:
+            self.masters.stepped(self._weights())
+
+    def in_stock_layout(self) -> None:
+        self.wait_for_parameters()
+        self.states.to_stock()

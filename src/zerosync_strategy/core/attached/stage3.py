@@ -1,0 +1,204 @@
+"""An attached engine of ZeRO-3: what gathers, holds and unshards its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.meter import Stage3Meter
+from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
+from zerosync_strategy.core.coming_step import ComingStep
+from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.outputs import allow_any_output
+from zerosync_strategy.core.engine.transformers import nothing_is_sharded
+from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
+from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.averages import let_average
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.edits import write_gathered_to_shards
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
+from zerosync_strategy.core.params.values import ParameterValues
+
+
+class Stage3Engine(AttachedEngine):
+    """The parts that only stage 3 has.
+
+    Attributes:
+        scheduler: in which order parameters are gathered.
+        cache: which are held.
+        values: what is read and written of them.
+        unshard_on_read: unshards what is read while it is partitioned; ``None`` without ``eager_frames``.
+    """
+
+    reducer: Stage3Reducer
+    meter: Stage3Meter
+    scheduler: GatherScheduler
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+        super().__init__(engine, config)
+        if config.eager_frames:
+            compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
+        self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams, self.messages)
+        self.cache = ParameterCache.of(
+            engine, config.held_bytes, config.host_bytes, config.auto_parameters, self.scheduler, config.eager_frames,
+            _is_constant,
+        )  # fmt: skip
+        self.values = ParameterValues.of(engine, self.scheduler)
+        self.unshard_on_read: UnshardOnRead | None = None
+        if config.eager_frames:
+            self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
+        self.cache.skip_backward_hooks()
+        self.reducer.first_uses = self._first_uses
+        self.scheduler.in_backward.append(self.window.comes_to)
+        self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
+        self.coming = ComingStep(engine, self.reducer, self.window, self.changes, None, self.activity)
+        self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
+        self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
+
+    @staticmethod
+    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+        check_limit(engine.device, config)
+        if config.overlap_gather:
+            raise ValueError(
+                "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
+                " which gathers parameters when modules need them. Leave it out."
+            )
+        if config.eager_frames:
+            contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+
+    def _make_reducer(self) -> Stage3Reducer:
+        return Stage3Reducer(self.engine.optimizer, self.config, self.names, self.messages)
+
+    def _patch_process(self) -> None:
+        super()._patch_process()
+        allow_any_output()
+        let_average()
+
+    def detach(self) -> None:
+        super().detach()
+        self._restore_buffers()
+
+    def _detach_parameters(self) -> None:
+        self.scheduler.in_backward.remove(self.window.comes_to)
+        # The last that came goes first.
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.detach()
+        self.values.detach()
+        self.cache.detach()
+        self.scheduler.detach()
+
+    def parameters_as_they_are(self) -> AbstractContextManager[None]:
+        return zero3.as_it_is()
+
+    def parameters_written(self) -> None:
+        self.scheduler.shards_written()
+        self.values.stepped()
+
+    def parameters_loaded(self) -> None:
+        super().parameters_loaded()
+        if self.cache.host is not None:
+            self.cache.host.expire()
+
+    def adopt_edits(self) -> None:
+        self.scheduler.shards_written()
+        write_gathered_to_shards(self.reducer.params, self.names)
+        self.masters.adopt(zero3_optimizer.weights(self.engine.optimizer))
+
+    def version(self) -> int:
+        return self.values.steps
+
+    @property
+    def shards_over_groups(self) -> bool:
+        return self.reducer.over_groups
+
+    def _master_weights(self) -> list[zero.MasterWeights]:
+        return zero3_optimizer.master_weights(self.engine.optimizer)
+
+    def _device_changed(self) -> None:
+        super()._device_changed()
+        self.scheduler.renew_streams()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        if self.window.state is WindowState.CLOSED:
+            self.scheduler.shards_written()  # by whatever the program has called since the step
+        renewed = self.cache.renew_hooks()
+        unsharding = self.unshard_on_read.forward(self.cache.holds) if self.unshard_on_read else nullcontext()
+        with self.activity("the forward"), self.scheduler.order.forward(), unsharding:
+            if renewed:
+                self.cache.skip_backward_hooks()
+            yield
+
+    @contextmanager
+    def backward(self, is_boundary: bool) -> Iterator[None]:
+        try:
+            with super().backward(is_boundary):
+                yield
+        except RankError:
+            raise  # what is in flight will not arrive
+        except BaseException:
+            if self.unshard_on_read is not None:
+                self.unshard_on_read.release(self.cache.holds)
+            raise
+
+    def _trains(self) -> bool:
+        with zero3.as_it_is():
+            trains = super()._trains()
+            self.cache.backward_begins()
+        return trains
+
+    def _window_backward_begins(self, opens: bool) -> None:
+        super()._window_backward_begins(opens)
+        self.scheduler.order.backward_begins()
+
+    def _first_uses(self) -> Mapping[int, int] | None:
+        """Return when the forward has used each parameter first, where the backward gathers some between others."""
+        if self._compiled is not None or self.cache.holds_all:
+            return None  # DeepCompile's graphs are the same on all ranks, and give every parameter a gradient
+        return self.scheduler.order.first_uses()
+
+    def _before_reduction(self) -> None:
+        self.scheduler.before_step()
+
+    def _before_update(self) -> None:
+        self.adopt_edits()
+        self.values.begin_step(self.trained)
+
+    def _updating(self) -> AbstractContextManager[None]:
+        return self.cache.stepping()
+
+    def release_parameters(self) -> bool:
+        """Release what a step changes, before it; return whether that is all that is to be released now."""
+        return self.cache.release_for_step()
+
+    def _after_update(self) -> None:
+        self.masters.stepped(zero3_optimizer.weights(self.engine.optimizer))
+
+    def before_save(self) -> None:
+        self.scheduler.before_checkpoint()
+
+    def release_held(self) -> None:
+        self.cache.release_kept()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            with self.activity("gathered_for_inference()"), zero3.as_it_is():
+                stack.enter_context(self.cache.gathered())
+            stack.enter_context(nothing_is_sharded())
+            yield
+
+    def _prepare_deepcompile(self) -> None:
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.prepare_deepcompile()
+        self.meter.counts_gathers = False
+
+
+def _is_constant(param: Any) -> bool:
+    """Return whether no optimizer step changes ``param``."""
+    return not param.requires_grad and not any(param in attached.trained for attached in AttachedEngine.all)
