@@ -1,7 +1,7 @@
 """The boundary to DeepSpeed (rule C1): only ``core/engine`` touches its internals, and only those in the tables.
 
-The overrides of DeepSpeed's methods call the attached engine, and so are a file above it: it has those methods and calls
-DeepSpeed's own of the same names, and touches nothing else.
+The overrides of DeepSpeed's methods call the attached engine, and so are a file above it. That file has those methods,
+calls DeepSpeed's own of the same names, and touches nothing else.
 """
 
 import ast
