@@ -161,12 +161,12 @@ def _steps_uncut() -> Iterator[None]:
     def uncut(master: Any, begin: int, end: int, stepped: Any = None) -> Iterator[Any]:
         yield begin, end, stepped
 
-    cut = stage12.pieces_of
-    stage12.pieces_of = stage3.pieces_of = uncut
+    cut = stage12.step_slices
+    stage12.step_slices = stage3.step_slices = uncut
     try:
         yield
     finally:
-        stage12.pieces_of = stage3.pieces_of = cut
+        stage12.step_slices = stage3.step_slices = cut
 
 
 def _collectives(engine: Any) -> Any:

@@ -8,4 +8,4 @@ from zerosync_strategy.core.gradients import reducer
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step have several pieces."""
-    monkeypatch.setattr(reducer, "PIECE_NUMEL", 50)
+    monkeypatch.setattr(reducer, "STEP_NUMEL", 50)

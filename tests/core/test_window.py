@@ -148,7 +148,7 @@ def test_a_promise_holds_for_one_backward_of_one_window() -> None:
     window.begin_step()
     window.end_step()
     backward(window)
-    assert notes.calls == ["begin last", "begin", "reduce", "close", "end_window", "begin"]
+    assert notes.calls == ["begin last", "begin", "reduce", "close", "reset_counts", "begin"]
 
     window = new_window(Notes(), overlap_last=False)
     window.expect_last()

@@ -166,7 +166,7 @@ class ZeroSync:
 
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
-        self._while_attached("reduce()").coming.reduce()
+        self._while_attached("reduce()").pending.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
@@ -191,7 +191,7 @@ class ZeroSync:
             A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
             backward ran since the last step. The coming step uses it and does not compute it again.
         """
-        return self._while_attached("gradient_norm()").coming.gradient_norm()
+        return self._while_attached("gradient_norm()").pending.gradient_norm()
 
     def mean_over(self, items: float | torch.Tensor) -> None:
         """Let the coming step be that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
@@ -209,8 +209,8 @@ class ZeroSync:
             ValueError: ``items`` is no number of items, or the option is not set.
             RuntimeError: the gradients are reduced already.
         """
-        coming = self._while_attached("mean_over()").coming
-        coming.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
+        pending = self._while_attached("mean_over()").pending
+        pending.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class ZeroSync:
         them at once in here, and before where it was called before. Without a backward since the last step, there are
         none. Collective.
         """
-        with self._while_attached("full_gradients()").coming.full_gradients():
+        with self._while_attached("full_gradients()").pending.full_gradients():
             yield
 
     @contextmanager
@@ -232,7 +232,7 @@ class ZeroSync:
         Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
         parameters of no shape, for which torch takes no new gradient.
         """
-        with self._while_attached("local_gradients()").coming.local_gradients():
+        with self._while_attached("local_gradients()").pending.local_gradients():
             yield
 
     @property
@@ -252,12 +252,12 @@ class ZeroSync:
         """
         if not (isinstance(max_norm, (Real, torch.Tensor)) and max_norm >= 0):
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
-        self._while_attached("clip_next_step()").coming.clip(float(max_norm))
+        self._while_attached("clip_next_step()").pending.clip(float(max_norm))
 
     @property
     def clips_next_step(self) -> bool:
         """Whether :meth:`clip_next_step` was called for the coming step."""
-        return self._attached.coming.is_clipped
+        return self._attached.pending.is_clipped
 
     @contextmanager
     def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:

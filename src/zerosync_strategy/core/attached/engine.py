@@ -15,29 +15,25 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
-from zerosync_strategy.core.coming_step import ComingStep
-from zerosync_strategy.core.comm.collectives import is_native, share_timeout
-from zerosync_strategy.core.comm.host_memory import keep_freed_memory
+from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
-from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.gradients.changes import LocalChanges
+from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
-from zerosync_strategy.core.gradients.reducer import Pieces, Reducer
+from zerosync_strategy.core.gradients.local import keep_freed_memory
+from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.frozen import FrozenParameters
-from zerosync_strategy.core.optimizer.stepping import can_step_by_part
-from zerosync_strategy.core.optimizer.supported import listed
+from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.race_check import CheckedEngine
-from zerosync_strategy.core.required_gradients import RequiredGradients
 
 
 class AttachedEngine(ABC):
@@ -51,7 +47,7 @@ class AttachedEngine(ABC):
         all: the attached engines of this process.
         names: of the module's parameters.
         reducer, window, meter, traffic: of the gradients.
-        coming: access of the program to the gradients of the coming step.
+        pending: user access to the gradients of the coming step.
         trained: the parameters of the optimizer.
         masters: what the optimizer steps.
         frozen: which parameters are not stepped.
@@ -66,7 +62,7 @@ class AttachedEngine(ABC):
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
     reducer: Reducer
-    coming: ComingStep
+    pending: PendingGradients
     meter: StepMeter
     budgets: FixedBudgets | AutomaticBudgets
     scheduler: GatherScheduler | None = None
@@ -83,9 +79,7 @@ class AttachedEngine(ABC):
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter()
-        self.frozen = FrozenParameters(
-            lambda: zero.stepping_optimizer(engine), self.reducer.params, self._master_weights, self._states_made
-        )
+        self.frozen = FrozenParameters(self.reducer)
         self.masters = MasterWeights(self.reducer.streams)
         self.changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
@@ -164,7 +158,7 @@ class AttachedEngine(ABC):
     def _detach(self) -> None:
         AttachedEngine.all.discard(self)
         self.race_check.detach()
-        self.coming.restore_clip_norm()
+        self.pending.restore_clip_norm()
         self._stop_counting()
         self._detach_parameters()
         fragments.release(self.reducer.params)
@@ -205,12 +199,6 @@ class AttachedEngine(ABC):
         """Whether some parameters are sharded over fewer ranks than all."""
         return False
 
-    @abstractmethod
-    def _master_weights(self) -> list[zero.MasterWeights]: ...
-
-    def _states_made(self) -> None:
-        """The torch optimizer has made its states."""
-
     def _device_changed(self) -> None:
         """The device has gained streams or lost them."""
         zero.renew_streams(self.engine)
@@ -235,7 +223,7 @@ class AttachedEngine(ABC):
         """From inside an autograd graph, before the first gradient."""
         self._refuse_in_inference("backward()")
         if self._required is not None and self.window.state is WindowState.CLOSED:
-            self._required.forget()  # what a dropped window had
+            self._required.reset()  # what a dropped window had
         trains = self._trains()
         self.budgets.sample()  # a forward has left its activations
         if trains:  # else the loss only passes through
@@ -253,7 +241,7 @@ class AttachedEngine(ABC):
         names = [repr(self.names[param]) for param in thawed if id(param) not in trained]
         if names:
             raise RuntimeError(
-                f"backward() found that {listed(names)} required no gradient when the DeepSpeed engine was"
+                f"backward() found that {zero.listed(names)} required no gradient when the DeepSpeed engine was"
                 " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine is"
                 " built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that is not"
                 " to be trained must stay frozen."
@@ -264,10 +252,10 @@ class AttachedEngine(ABC):
 
     def zero_grad(self) -> None:
         """Drop the gradients of the window."""
-        self.coming.dropped()
-        self.frozen.forget()
+        self.pending.dropped()
+        self.frozen.reset()
         if self._required is not None:
-            self._required.forget()
+            self._required.reset()
         self.window.zero_grad()
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -315,13 +303,13 @@ class AttachedEngine(ABC):
             self.budgets.step_begins()
             self._before_update()
             try:
-                with phase("step"), self._updating(), self.frozen.stepping(self._pieces()):
+                with phase("step"), self._updating(), self.frozen.stepping():
                     yield
             except BaseException as error:
                 self.race_check.leave(f"step() raised {type(error).__name__}")
                 raise
             finally:
-                self.coming.restore_clip_norm()
+                self.pending.restore_clip_norm()
                 self.parameters_written()
             self._after_update()
             self.meter.step_done(self.budgets.choice)
@@ -343,19 +331,6 @@ class AttachedEngine(ABC):
     def _after_update(self) -> None:
         """The optimizer has stepped."""
 
-    def _pieces(self) -> Pieces | None:
-        """Return the pieces in which the coming step is to be made; ``None``: at once, and parameters follow it."""
-        if zero.offloads(self.engine.optimizer) or not can_step_by_part(zero.stepping_optimizer(self.engine)):
-            return None
-        pieces = self.reducer.pieces()
-        return pieces if any(len(of_master) > 1 for _, of_master in pieces) else None
-
-    def norm(self, stock: Callable[[], Any]) -> torch.Tensor:
-        """Return the norm of the window's gradients; ``stock`` computes DeepSpeed's own."""
-        if self.reducer.norm is None:
-            self.reducer.norm = self.reducer.combine_norms(stock)
-        return self.reducer.norm
-
     # ---- what others read and write ------------------------------------------------------------------------------
 
     def in_stock_layout(self) -> None:
@@ -370,7 +345,7 @@ class AttachedEngine(ABC):
 
     def fragments_linked(self) -> None:
         """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""
-        fragments.intercept(self.reducer.params, self.coming)
+        fragments.intercept(self.reducer.params, self.pending)
 
     @contextmanager
     def gathered_for_inference(self) -> Iterator[None]:

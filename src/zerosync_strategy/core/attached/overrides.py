@@ -193,9 +193,8 @@ class Stage12Overrides(OptimizerOverrides):
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync_attached.gradient_ready(param)
 
-    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        stock = super().scaled_global_norm  # type: ignore[misc]
-        return self._zerosync_attached.norm(lambda: stock(*args, **kwargs))
+    def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self._zerosync_attached.reducer.norm()
 
 
 class Stage3Overrides(OptimizerOverrides):
@@ -215,7 +214,10 @@ class Stage3Overrides(OptimizerOverrides):
             super()._partition_all_parameters()  # type: ignore[misc]
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        return [self._zerosync_attached.norm(super()._get_norm_groups)]  # type: ignore[misc]
+        return [self._zerosync_attached.reducer.norm()]
+
+    def zerosync_stock_norms(self) -> list[Any]:
+        return super()._get_norm_groups()  # type: ignore[misc]
 
     def has_overflow(self, *args: Any, **kwargs: Any) -> Any:
         with zero3_optimizer.overflow_check_on_callers_stream(self):
@@ -229,19 +231,19 @@ class Stage3Overrides(OptimizerOverrides):
     # What DeepSpeed's functions safe_get_... and safe_set_... call.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:
-        self._zerosync_attached.coming.check_gradients("safe_get_local_grad()")
+        self._zerosync_attached.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)  # type: ignore[misc]
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        self._zerosync_attached.coming.check_gradients("safe_set_local_grad()")
+        self._zerosync_attached.pending.check_reduced("safe_set_local_grad()")
         super().set_local_grad_for_param(value, param)  # type: ignore[misc]
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        self._zerosync_attached.coming.check_gradients("safe_set_full_grad()")
+        self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
         super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
-        self._zerosync_attached.coming.check_gradients("safe_update_full_grad_vectorized()")
+        self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:

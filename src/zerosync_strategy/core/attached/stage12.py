@@ -9,9 +9,9 @@ from typing import Any
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
-from zerosync_strategy.core.coming_step import ComingStep
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
+from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.arriving import ArrivingParameters
@@ -30,10 +30,9 @@ class Stage12Engine(AttachedEngine):
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         super().__init__(engine, config)
-        stepping = lambda: zero.stepping_optimizer(engine)  # noqa: E731
-        self.states = StripedStates(engine.optimizer, stepping, self.reducer.layouts)
+        self.states = StripedStates(self.reducer)
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
-        self.coming = ComingStep(engine, self.reducer, self.window, self.changes, self.states, self.activity)
+        self.pending = PendingGradients(engine, self.reducer, self.window, self.changes, self.states, self.activity)
         self.meter = StepMeter(engine.module, self.traffic, self.window, self.reducer)
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints
@@ -75,14 +74,8 @@ class Stage12Engine(AttachedEngine):
         return self._times_written
 
     def _weights(self) -> Iterator[Weights]:
-        own = map(self.states.own, self.reducer.layouts)
+        own = map(self.states.slices, self.reducer.layouts)
         return weights_of_stage_1_2(self.engine.optimizer, zip(self.reducer.groups, own, strict=True))
-
-    def _master_weights(self) -> list[zero.MasterWeights]:
-        return self.states.master_weights()
-
-    def _states_made(self) -> None:
-        zero12.link_states_anew(self.engine.optimizer)
 
     def _device_changed(self) -> None:
         super()._device_changed()

@@ -9,13 +9,13 @@ from typing import Any
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
-from zerosync_strategy.core.coming_step import ComingStep
-from zerosync_strategy.core.engine import compilation, contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import compilation, contract, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.rank_status import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -56,7 +56,7 @@ class Stage3Engine(AttachedEngine):
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
-        self.coming = ComingStep(engine, self.reducer, self.window, self.changes, None, self.activity)
+        self.pending = PendingGradients(engine, self.reducer, self.window, self.changes, None, self.activity)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
 
@@ -115,9 +115,6 @@ class Stage3Engine(AttachedEngine):
     @property
     def shards_over_groups(self) -> bool:
         return self.reducer.over_groups
-
-    def _master_weights(self) -> list[zero.MasterWeights]:
-        return zero3_optimizer.master_weights(self.engine.optimizer)
 
     def _device_changed(self) -> None:
         super()._device_changed()

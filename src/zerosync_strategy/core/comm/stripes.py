@@ -10,7 +10,7 @@ as many elements as DeepSpeed's shard. One stripe alone is DeepSpeed's own layou
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,12 +20,16 @@ ALIGNMENT = 8
 """Elements of which each row of a stripe, but for the last one's, has a multiple: NCCL copies 16 bytes at a time."""
 
 
-class OwnSlice(NamedTuple):
+class ShardSlice(NamedTuple):
     """Elements ``start`` to ``stop`` of a flat tensor, at ``offset`` in this rank's shard; may be none."""
 
     start: int
     stop: int
     offset: int
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return these elements of this rank's shard."""
+        return shard[self.offset : self.offset + self.stop - self.start]
 
 
 class Stripe(NamedTuple):
@@ -69,17 +73,17 @@ class Stripes:
         self.shard_numel = offset
         self._rank, self._world_size = rank, world_size
         self._stock = [Stripe(0, numel, numel // world_size, 0)]
-        self._own = {stock: list(_own(self._stock if stock else self.all, rank)) for stock in (False, True)}
+        self._own = {stock: _slices(self._stock if stock else self.all, rank) for stock in (False, True)}
         self.is_stock = world_size == 1 or sum(stripe.width > 0 for stripe in self.all) <= 1
 
     def __iter__(self) -> Iterator[Stripe]:
         return (stripe for stripe in self.all if stripe.width)
 
-    def own(self, stock: bool = False) -> list[OwnSlice]:
+    def slices(self, stock: bool = False) -> list[ShardSlice]:
         """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
         return self._own[stock]
 
-    def own_of(self, begin: int, end: int, stock: bool = False) -> list[OwnSlice]:
+    def slices_of(self, begin: int, end: int, stock: bool = False) -> list[ShardSlice]:
         """Return which of the elements from ``begin`` up to ``end``, counted from there, are in this rank's shard."""
         found, slices = [], self._own[stock]
         index = max(0, bisect_right(slices, begin, key=lambda own: own.start) - 1)
@@ -87,7 +91,7 @@ class Stripes:
             own = slices[index]
             first, last = max(begin, own.start), min(end, own.stop)
             if first < last:
-                found.append(OwnSlice(first - begin, last - begin, own.offset + first - own.start))
+                found.append(ShardSlice(first - begin, last - begin, own.offset + first - own.start))
             index += 1
         return found
 
@@ -107,8 +111,8 @@ class Stripes:
         before, after = (self._stock, self.all) if to_stripes else (self.all, self._stock)
         own_before, own_after = self._own[to_stripes], self._own[not to_stripes]
         # Both lists are in the order of the flat buffer; what is exchanged with each rank keeps that order.
-        sent = [list(_common(own_before, list(_own(after, peer)))) for peer in range(self._world_size)]
-        received = [list(_common(own_after, list(_own(before, peer)))) for peer in range(self._world_size)]
+        sent = [list(_common(own_before, _slices(after, peer))) for peer in range(self._world_size)]
+        received = [list(_common(own_after, _slices(before, peer))) for peer in range(self._world_size)]
         out = torch.cat([shard[begin:end] for pieces in sent for begin, end in pieces]).to(device)
         into = torch.empty_like(out)
         sizes_in, sizes_out = (tuple(sum(b - a for a, b in each) for each in pieces) for pieces in (received, sent))
@@ -121,13 +125,16 @@ class Stripes:
         return result
 
 
-def _own(stripes: Iterable[Stripe], rank: int) -> Iterator[OwnSlice]:
-    for first, _, width, offset in stripes:
-        if width:
-            yield OwnSlice(first + rank * width, first + (rank + 1) * width, offset)
+def _slices(stripes: Sequence[Stripe], rank: int) -> list[ShardSlice]:
+    """Return what the shard of ``rank`` has of the flat buffer."""
+    return [
+        ShardSlice(first + rank * width, first + (rank + 1) * width, offset)
+        for first, _, width, offset in stripes
+        if width
+    ]
 
 
-def _common(own: list[OwnSlice], other: list[OwnSlice]) -> Iterator[tuple[int, int]]:
+def _common(own: list[ShardSlice], other: list[ShardSlice]) -> Iterator[tuple[int, int]]:
     """Yield where in the shard of ``own`` the elements lie that ``other`` has too. Both ascend."""
     i = j = 0
     while i < len(own) and j < len(other):

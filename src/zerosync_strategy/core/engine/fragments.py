@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,24 +20,11 @@ _GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "ge
 _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
-class FragmentHooks(Protocol):
-    """What these functions call."""
-
-    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
-        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards. Collective."""
-
-    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
-        """Set this rank's part of the averaged gradient of ``param``, on stages 1 and 2."""
-
-    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param``, or its state ``key``, on stages 1 and 2. Collective."""
-
-    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        """Set this rank's part of what :meth:`full_master` returns."""
-
-
-def intercept(params: Iterable[Any], hooks: FragmentHooks) -> None:
+def intercept(params: Iterable[Any], hooks: Any) -> None:
     """Let DeepSpeed's functions ask ``hooks`` about each of ``params`` until :func:`release`.
+
+    Args:
+        hooks: an ``optimizer.pending.PendingGradients``.
 
     Raises:
         ContractError: DeepSpeed's functions look elsewhere.
@@ -75,7 +62,7 @@ def _let_marks_be_looked_for() -> None:
     patches.install(patches.FULL_GRADIENT, undo)
 
 
-def _intercept(param: Any, hooks: FragmentHooks) -> None:
+def _intercept(param: Any, hooks: Any) -> None:
     attributes = vars(param)
     if hasattr(param, "ds_id"):
         attributes[_GET] = lambda: hooks.full_gradient(

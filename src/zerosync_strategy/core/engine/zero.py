@@ -16,7 +16,7 @@ from zerosync_strategy.core.engine import contract, patches
 
 
 @dataclass(frozen=True)
-class MasterWeights:
+class MasterShard:
     """This rank's master weights of one flat group.
 
     Attributes:
@@ -255,3 +255,9 @@ def renew_streams(engine: Any) -> None:
     optimizer.reduce_and_partition_stream = stream
     setattr(offload, contract.OFFLOAD_GATHER_STREAM, stream)
     setattr(offload.get_param_coordinator(), contract.GATHER_STREAM, stream)
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """Return the first ``names``, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -146,12 +146,6 @@ def link_states_anew(optimizer: Any) -> None:
     optimizer._hp_optimizer_states_linked = False
 
 
-def gradient_norm(optimizer: Any) -> torch.Tensor:
-    """Return the L2 norm of the gradients in all ranks' shards, times the loss scale. Collective."""
-    norm: torch.Tensor = optimizer.scaled_global_norm()
-    return norm
-
-
 def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
     """Return which of ``params`` this rank counts in a norm: the first tensor-parallel rank counts what all have."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -160,7 +154,9 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
 
 
 def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Compute the norm of :func:`gradient_norm`. Collective.
+    """Return the L2 norm of the gradients in all ranks' shards, times the loss scale; infinity if it is not finite.
+
+    Collective.
 
     Args:
         shards: of each group, what this rank counts of its gradient shard.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import contract, zero3
-from zerosync_strategy.core.engine.zero import MasterWeights, offloads, sum_of_squares
+from zerosync_strategy.core.engine.zero import MasterShard, offloads, sum_of_squares
 
 
 def param_groups(optimizer: Any) -> list[list[Any]]:
@@ -100,9 +100,9 @@ def discard_gradients(optimizer: Any) -> None:
     optimizer.averaged_gradients = {}
 
 
-def gradient_norms(optimizer: Any) -> list[Any]:
-    """Return the L2 norm of the gradients times the loss scale, as one. Collective."""
-    norms: list[Any] = optimizer._get_norm_groups()
+def stock_norms(optimizer: Any) -> list[Any]:
+    """Return the L2 norms that DeepSpeed computes of its groups of parameters, times the loss scale. Collective."""
+    norms: list[Any] = optimizer.zerosync_stock_norms()
     return norms
 
 
@@ -156,7 +156,7 @@ def flat_master_weights(optimizer: Any) -> list[Any]:
     return list(optimizer.fp32_partitioned_groups_flat)
 
 
-def master_weights(optimizer: Any) -> list[MasterWeights]:
+def master_shards(optimizer: Any) -> list[MasterShard]:
     """Return this rank's master weights of each group, by the parameters that they are of, padding included.
 
     Raises:
@@ -170,7 +170,7 @@ def master_weights(optimizer: Any) -> list[MasterWeights]:
     masters = []
     for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         ends = list(itertools.accumulate(map(zero3.shard_numel, params)))
-        masters.append(MasterWeights(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
+        masters.append(MasterShard(flat, list(zip(params, [0, *ends[:-1]], ends, strict=True))))
     return masters
 
 

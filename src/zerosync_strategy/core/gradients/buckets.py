@@ -1,4 +1,4 @@
-"""Buckets: which gradients are reduced together, and when.
+"""Gradient buckets: which gradients are reduced together, and when.
 
 What is reduced when is the same on every rank without a message (W4). Buckets are in a fixed order, about that in which
 backward completes their gradients. A backward may *stream* some of them: it reduces each as soon as its gradients and
@@ -8,20 +8,23 @@ the buckets before it are complete, or at its end. Which ones depends on the opt
 - without coalescing: all;
 - with a budget: those that do not fit into it;
 - in the backward that is known to be the last: all.
+
+Over a process group of W ranks, each rank's shard of the gradients has the same number of elements, padding included.
+So all shards, one rank's in each row, are a matrix; a layout says where in it each gradient lies.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -29,38 +32,66 @@ AUTO_BUCKETS = 16
 """Buckets at least, as far as parameters are that small, where the budget sets itself."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one reduction sends.
+class ShardLayout(ABC):
+    """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
 
-    Attributes:
-        rows: a matrix of which rank r receives row r.
-        offset: in this rank's shard, where the result goes.
+    Args:
+        process_group: the group; ``rank`` is this process's rank in it, ``world_size`` its size.
+        params: the parameters, each once.
+        shard_numel: elements of one rank's shard.
+        divisor: what a sum over the group is divided by to average it.
+        dtype: of the reduction.
     """
+
+    def __init__(
+        self, process_group: Any, params: Sequence[Any], shard_numel: int, divisor: float, dtype: torch.dtype
+    ) -> None:
+        self.process_group = process_group
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.params = list(params)
+        self.shard_numel = shard_numel
+        self.divisor = divisor
+        self.dtype = dtype
+
+    @abstractmethod
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the matrices of shards in ``memory``, which has all shards: rows by rank, and where in the shard."""
+
+    @abstractmethod
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        """Return the gradient of ``param``, flat, in ``memory``, which has all shards. May be a copy."""
+
+    @abstractmethod
+    def shard_slices(self, param: Any) -> list[ShardSlice]:
+        """Return which parts of the gradient of ``param`` are in this rank's shard."""
+
+
+class ReduceScatterInput(NamedTuple):
+    """A matrix of which rank r receives the sum of row r, and where in this rank's shard that belongs."""
 
     rows: torch.Tensor
     offset: int
 
 
-class Bucket(ABC):
+class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
     Args:
         layout: of the gradients.
         params: the parameters, in the order of the layout.
         deferred: their gradients may stay local until the window closes.
-        chunk_bytes: of a chunk, where the bucket may be divided.
+        chunk_bytes: of one reduce-scatter, where the bucket may be divided.
         local: counts the bytes of the gradients.
         streams: of the engine.
         names: of the parameters, for profiles and errors.
 
     Attributes:
-        name, names: of its parameters the first and the last, for profiles and for errors.
+        name, names: of its first and its last parameter, for profiles and for errors.
         words: for its reduction in errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
-        pending: in a backward that reduces it when it is complete, the ids of parameters whose gradient is not.
+        pending_params: in a backward that reduces it when it is complete, the ids of those without their gradient yet.
         first_use: in one that reduces it by module, when the forward has used the first of its parameters.
         grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
             completed there (B1).
@@ -71,16 +102,9 @@ class Bucket(ABC):
     target: tuple[int, int]
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        params: Sequence[Any],
-        deferred: bool,
-        *,
-        chunk_bytes: int,
-        local: LocalGradients,
-        streams: Streams,
-        names: Mapping[Any, str],
-    ) -> None:
+        self, layout: ShardLayout, params: Sequence[Any], deferred: bool, *, chunk_bytes: int, local: LocalGradients,
+        streams: Streams, names: Mapping[Any, str],
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.params = list(params)
         self.deferred = deferred
@@ -88,7 +112,7 @@ class Bucket(ABC):
         self.streams = streams
         self.needs_reduce = False
         self.is_reduced = False
-        self.pending: set[int] = set()
+        self.pending_params: set[int] = set()
         self.first_use = 0
         self.grad_ready: dict[Any, Any] = {}
         self.spare_events: dict[Any, Any] = {}
@@ -102,7 +126,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def collect(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``: keep it where the bucket wants it."""
+        """Autograd has added to ``param.grad``: keep it where the bucket accumulates it."""
 
     def add(self, param: Any, gradient: torch.Tensor) -> None:
         """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
@@ -113,63 +137,50 @@ class Bucket(ABC):
             param.grad.add_(gradient)
 
     @abstractmethod
-    def chunks(self, before: float) -> Iterator[Chunk]:
-        """Yield what to send, on the reduction stream: every gradient, times ``before``; zeros where there is none."""
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
+        """Yield every gradient times ``factor``, zeros where there is none; on the reduction stream."""
 
-    def _columns(self, rows: torch.Tensor, offset: int, width: int) -> Iterator[Chunk]:
+    def _by_columns(self, rows: torch.Tensor, offset: int, width: int) -> Iterator[ReduceScatterInput]:
         """Yield ``rows``, of which this rank's belongs at ``offset`` of its shard, by ``width`` columns."""
         for first in range(0, rows.shape[1], width):
             columns = rows[:, first : first + width]
-            yield Chunk(columns.to(self.layout.dtype), offset + first)
+            yield ReduceScatterInput(columns.to(self.layout.dtype), offset + first)
 
     @abstractmethod
-    def drop(self) -> None:
-        """Forget the gradients."""
+    def _drop(self) -> None:
+        """Free the local gradients."""
 
-    def mark_reduced(self) -> None:
+    def free_gradients(self) -> None:
         """The gradients are reduced, or dropped."""
         self.needs_reduce = False
         self.grad_ready.clear()
-        self.drop()
+        self._drop()
 
 
 def choose_buckets(
-    layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int
+    layouts: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
 ) -> Iterator[tuple[Any, list[tuple[list[Any], bool]]]]:
     """Yield each layout with the parameters of its buckets, and whether they are deferred.
 
-    Buckets come in about the order in which backward is expected to complete them.
+    Buckets come in about the order in which backward is expected to complete them: from the last parameter to the
+    first. One bucket has at most ``limit`` bytes, or one parameter.
 
     Args:
         layouts: of all gradients, in the order of the parameters.
-        local: knows the bytes of each gradient.
-        config: says what may be deferred.
-        limit: bytes of a bucket with several parameters.
     """
     params = [param for layout in layouts for param in layout.params]
     nbytes = {param: local.nbytes(param) for param in params}
     deferred, limit = _choose_deferred(nbytes, config, limit)
     for layout in reversed(layouts):
-        runs = _runs(layout.params, nbytes, limit, deferred)
-        yield layout, [(members, members[0] in deferred) for members in runs]
-
-
-def _runs(params: Sequence[Any], nbytes: Mapping[Any, int], limit: int, deferred: set[Any]) -> Iterator[list[Any]]:
-    """Cut ``params`` into runs of at most ``limit`` bytes, or one parameter, of which all or none are deferred.
-
-    From the last parameter to the first, which is about the order in which backward completes them; each run is in the
-    order of ``params``.
-    """
-    members: list[Any] = []
-    size = 0
-    for param in reversed(params):
-        if members and (size + nbytes[param] > limit or (param in deferred) != (members[-1] in deferred)):
-            yield members[::-1]
-            size, members = 0, []
-        members.append(param)
-        size += nbytes[param]
-    if members:
-        yield members[::-1]
+        buckets: list[tuple[list[Any], bool]] = []
+        room = 0
+        for param in reversed(layout.params):
+            if not buckets or nbytes[param] > room or (param in deferred) != buckets[-1][1]:
+                buckets.append(([], param in deferred))
+                room = limit
+            buckets[-1][0].append(param)
+            room -= nbytes[param]
+        yield layout, [(members[::-1], is_deferred) for members, is_deferred in buckets]
 
 
 def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
@@ -177,7 +188,6 @@ def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: i
 
     Args:
         nbytes: of each gradient, in the order of the model.
-        config: says what may be deferred.
         limit: bytes of a bucket with several parameters.
     """
     budget = config.unreduced_bytes

@@ -1,5 +1,6 @@
-"""Buckets of stages 1 and 2: gradients lie in memory of the flat buffer's own order, so that nothing is packed.
+"""ZeRO-1 and 2: each group's gradients are one flat buffer, cut into stripes, and a bucket has one of them.
 
+The local gradients of a bucket lie in memory of the flat buffer's own order, so that nothing is packed.
 When autograd completes a gradient for the first time in a window, it is copied once into its place, and ``param.grad``
 is a view of that place from then on (as DDP's ``gradient_as_bucket_view``). A bucket sends one stripe. That begins a
 few elements after the bucket's first parameter, so that its rows are even: these elements, the bucket's *head*, go to
@@ -9,37 +10,101 @@ as backward completes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.host_memory import HostMemory
-from zerosync_strategy.core.gradients.buckets import Bucket, Chunk
-from zerosync_strategy.core.gradients.layout import FlatLayout
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
+from zerosync_strategy.core.gradients.buckets import GradientBucket, ReduceScatterInput, ShardLayout
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
 
-class FlatBucket(Bucket):
-    """A bucket of one flat layout. See :class:`Bucket`.
+class FlatLayout(ShardLayout):
+    """Parameter ``params[i]`` begins at ``offsets[i]`` of the flat buffer. The parameters are in that order.
+
+    Attributes:
+        group_index: DeepSpeed's index of the parameter group.
+        stripes: how the buffer is divided among the ranks.
+        buckets: that reduce it, one per stripe, in the order of the buffer. :meth:`divide` sets both.
+    """
+
+    stripes: Stripes
+    buckets: list[FlatBucket]
+
+    def __init__(
+        self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], shard_numel: int, divisor: float,
+        dtype: torch.dtype, group_index: int,
+    ) -> None:  # fmt: skip
+        self.offsets = dict(sorted(zip(params, offsets, strict=True), key=lambda pair: pair[1]))
+        super().__init__(process_group, list(self.offsets), shard_numel, divisor, dtype)
+        self.group_index = group_index
+
+    def divide(self, buckets: Sequence[tuple[list[Any], bool]], **common: Any) -> None:
+        """Let a stripe begin with each of ``buckets``, which have parameters in their order, or are deferred, or not.
+
+        Args:
+            common: as for :class:`GradientBucket`.
+        """
+        starts = [0, *(self.offsets[params[0]] for params, _ in buckets[1:])]
+        self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
+        self.buckets = []
+        below = None
+        for stripe, (params, deferred) in zip(self.stripes.all, buckets, strict=bool(buckets)):
+            below = FlatBucket(self, params, deferred, stripe=stripe, below=below, **common)
+            self.buckets.append(below)
+
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        for stripe in self.stripes:
+            yield stripe.rows(memory), stripe.offset
+
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        return memory.narrow(0, self.offsets[param], param.numel())
+
+    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+        """Return which parts of ``param`` this rank has by stripes, or in DeepSpeed's own layout with ``stock``."""
+        begin = self.offsets[param]
+        return self.stripes.slices_of(begin, begin + param.numel(), stock)
+
+    def read(self, shard: torch.Tensor, param: Any, stock: bool = False) -> torch.Tensor:
+        """Return ``param``'s elements of all ranks' shards, in its shape and in fp32. Collective."""
+        from deepspeed import comm
+
+        full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        for own in self.shard_slices(param, stock):
+            full[own.start : own.stop].copy_(own.of(shard))
+        comm.all_reduce(full, group=self.process_group)
+        return full.view(param.shape)
+
+    def write(self, value: torch.Tensor, shard: torch.Tensor, param: Any, stock: bool = False) -> None:
+        """Copy this rank's part of ``value``, of ``param``, into its shard."""
+        flat = value.detach().reshape(-1)
+        for own in self.shard_slices(param, stock):
+            own.of(shard).copy_(flat[own.start : own.stop])
+
+
+class FlatBucket(GradientBucket):
+    """A bucket of one flat layout. See :class:`GradientBucket`.
 
     Args:
-        common, named: as for :class:`Bucket`.
-        index: of its stripe.
+        stripe: its part of the flat buffer.
         below: the bucket of the parameters before, if there is one.
-        host_memory: where the gradients are, if the device is the CPU.
+
+    Attributes:
+        gather: of the parameters of the stripe, once this step has updated them; nobody has waited for it.
+        gather_words: for it in errors.
     """
 
     layout: FlatLayout
 
-    def __init__(
-        self, *common: Any, index: int, below: FlatBucket | None, host_memory: HostMemory, **named: Any
-    ) -> None:
+    def __init__(self, *common: Any, stripe: Stripe, below: FlatBucket | None, **named: Any) -> None:
         super().__init__(*common, **named)
-        self._host_memory = host_memory
         layout, params = self.layout, self.params
-        self._stripe = stripe = layout.stripes.all[index]
+        self.stripe = stripe
+        self.gather: InFlight | None = None
+        self.gather_words = f"the gather of the updated parameters {self.names}"
         self._below = below
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
@@ -83,23 +148,23 @@ class FlatBucket(Bucket):
         else:
             param.grad = self._place_of(param).copy_(gradient)
 
-    def chunks(self, before: float) -> Iterator[Chunk]:
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         memory = self._complete()
         if self._head and self._below is not None:
             self._below.take_head(memory[self._first - self._head : self._first])
-        if not self._stripe.width:
+        if not self.stripe.width:
             return
-        if before != 1.0:
-            memory.mul_(before)
-        rows = memory[self._first :].view(-1, self._stripe.width)
-        yield from self._columns(rows, self._stripe.offset, self._chunk_width)
+        if factor != 1.0:
+            memory.mul_(factor)
+        rows = memory[self._first :].view(-1, self.stripe.width)
+        yield from self._by_columns(rows, self.stripe.offset, self._chunk_width)
 
     def take_head(self, head: torch.Tensor) -> None:
         """Reduce also ``head``, the first elements of the bucket above, on whose reduction this one follows."""
         self._from_above = head.clone() if self._from_above is None else self._from_above.add_(head)
         self.needs_reduce = True
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         if self._memory is not None:
             self.local.count(-self._memory.nbytes)
         self._memory = self._allocation = self._from_above = None
@@ -133,7 +198,7 @@ class FlatBucket(Bucket):
 
     def _place_of(self, param: Any) -> torch.Tensor:
         if self._memory is None:
-            self._memory = self._host_memory.empty(self._numel, self.dtype, param.device)
+            self._memory = self.local.empty(self._numel, self.dtype, param.device)
             self.local.count(self._memory.nbytes)
             for begin, end in self._blanks:
                 self._memory[begin:end].zero_()

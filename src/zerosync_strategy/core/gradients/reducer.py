@@ -14,35 +14,40 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, is_native, reduce_scatter
-from zerosync_strategy.core.comm.host_memory import HostMemory
+from zerosync_strategy.core.comm.collectives import InFlight, is_native, phase, reduce_scatter
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.failures.aborted import BegunReductions
-from zerosync_strategy.core.gradients.buckets import Bucket
-from zerosync_strategy.core.gradients.layout import ShardLayout
+from zerosync_strategy.core.gradients.buckets import GradientBucket, ShardLayout
+from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.local import LocalGradients
-from zerosync_strategy.core.gradients.mean import ItemCount
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
 bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds buckets too, but a parameter
 that is larger goes in messages of as many bytes as this at least."""
-PIECE_NUMEL = 2**18
+STEP_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
 temporary tensors of more do not fit in a processor's cache."""
-Piece = tuple[int, int, Callable[[], None] | None]
-"""Where a piece of master weights begins and ends, and what to call, if anything, when it is stepped."""
-Pieces = Sequence[tuple[Any, Sequence[Piece]]]
-"""Master weights, each with its pieces."""
 _numbers = count()  # of reducers, the same on all ranks that attach alike
+
+
+class StepSlice(NamedTuple):
+    """Elements of master weights that are stepped at a time; then ``stepped`` is called, where there is one."""
+
+    begin: int
+    end: int
+    stepped: Callable[[], None] | None
+
+
+StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
+"""Master weights, each with its slices."""
 
 
 class Reducer(ABC):
@@ -62,13 +67,12 @@ class Reducer(ABC):
             the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
         items: that the coming gradients are the mean over.
-        sent_floor: bytes that one rank had to send for what was reduced since :meth:`end_window`.
+        sent_floor: bytes that one rank had to send for what was reduced since :meth:`reset_counts`.
         deferred_bytes: of the gradients that :meth:`defer` lets stay local.
-        norm: the L2 norm of the gradients in the shards, times DeepSpeed's loss scale, once it has been computed.
     """
 
     layouts: Sequence[ShardLayout]
-    buckets: Sequence[Bucket]
+    buckets: Sequence[GradientBucket]
     _shards_on_device = True  # else in host memory, of an offloaded optimizer
 
     def __init__(self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages) -> None:
@@ -78,27 +82,27 @@ class Reducer(ABC):
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(optimizer)
-        self.host_memory = HostMemory()
         self.is_native = bool(self.layouts) and all(
             is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
         )
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
-        self._chunk_bytes = min(largest, max(limit, SMALL_BYTES))
-        self.buckets = self._make_buckets(config, limit, names)
+        chunk_bytes = min(largest, max(limit, SMALL_BYTES))
+        common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
+        self.buckets = self._make_buckets(config, limit, common)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = 0
         self.deferred_bytes = 0
-        self.norm: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None  # once it has been computed
         self._ordered = config.reduction == "ordered"
         self._may_stream = config.auto_gradients  # sooner or later
         # By id: torch computes the hash of a tensor in Python.
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
-        self._to_stream: deque[Bucket] = deque()  # in the running backward
+        self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self.is_streaming = self._has_streamed = False
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
-        self._in_flight: deque[tuple[Bucket, InFlight]] = deque()
+        self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
         self._abandoned: list[InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
         self._streaming_backwards = 0
@@ -111,15 +115,19 @@ class Reducer(ABC):
     def _read_layouts(self) -> Sequence[ShardLayout]: ...
 
     @abstractmethod
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> Sequence[Bucket]:
-        """Return the buckets, of ``limit`` bytes, in the order in which backward is expected to complete them."""
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
+        """Return the buckets, of ``limit`` bytes, in the order in which backward is expected to complete them.
+
+        Args:
+            common: keyword arguments of all buckets.
+        """
 
     @abstractmethod
     def _allocate_shards(self) -> None:
         """Make this rank's gradient shards, with any values."""
 
     @abstractmethod
-    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
+    def shard_parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
         """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
 
     @abstractmethod
@@ -127,16 +135,16 @@ class Reducer(ABC):
         """Let DeepSpeed's step find the shards. Sends nothing."""
 
     @abstractmethod
-    def compute_norm(self) -> torch.Tensor:
-        """Return :attr:`norm`, the same on every rank. A collective call after :meth:`close`."""
+    def _compute_norm(self) -> torch.Tensor:
+        """Compute what :meth:`norm` returns."""
 
     @abstractmethod
-    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        """Return the norm of all gradients; ``stock`` is what DeepSpeed computes as such. A collective call."""
+    def master_shards(self) -> list[zero.MasterShard]:
+        """Return this rank's master weights by the parameters that they are of, as a step has them."""
 
     @abstractmethod
-    def pieces(self) -> Pieces:
-        """Return this rank's master weights, and the pieces in which a step can be made; none: at once."""
+    def step_slices(self) -> StepSlices:
+        """Return this rank's master weights, and the slices in which a step can be made; none: at once."""
 
     @abstractmethod
     def _discard_shards(self) -> None:
@@ -145,6 +153,10 @@ class Reducer(ABC):
     @abstractmethod
     def parameters_floor(self) -> dict[Any, int]:
         """Return, by parameter, the bytes that one rank must send to give it to all ranks once."""
+
+    @abstractmethod
+    def states_made(self) -> None:
+        """The torch optimizer has made states after its first step."""
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -177,7 +189,7 @@ class Reducer(ABC):
         self._reduces_by_module = first_uses is not None
         if first_uses is None:
             for bucket in self._to_stream:
-                bucket.pending = set(map(id, bucket.params))
+                bucket.pending_params = set(map(id, bucket.params))
             return
         for bucket in self._to_stream:
             # What no module has used, or is asked for too late, is reduced at the end.
@@ -197,12 +209,12 @@ class Reducer(ABC):
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
             return False
-        bucket.pending.discard(key)
-        return not self._to_stream[0].pending
+        bucket.pending_params.discard(key)
+        return not self._to_stream[0].pending_params
 
     def reduce_complete(self) -> None:
         """In a backward that streams, reduce the buckets that are complete, in their order."""
-        while self._to_stream and not self._to_stream[0].pending:
+        while self._to_stream and not self._to_stream[0].pending_params:
             self._reduce_bucket(self._to_stream.popleft())
         self.is_streaming = bool(self._to_stream)
 
@@ -248,7 +260,7 @@ class Reducer(ABC):
             else:
                 deferred += nbytes
         self.deferred_bytes = deferred
-        self.host_memory.free()
+        self.local.free_blocks()
         return deferred
 
     @property
@@ -284,9 +296,10 @@ class Reducer(ABC):
                 for part in self.shard_parts(bucket.layout, *bucket.target):
                     part.zero_()
             bucket.is_reduced = False
-        self._divide_by_items()
+        if self.layouts:
+            self._divide_by_items()
         self.hand_over()
-        self.norm = None
+        self.norm_changed()
         self._abandoned = [reduction for reduction in self._abandoned if not reduction.is_over]
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
         self._windows_closed += 1
@@ -296,11 +309,8 @@ class Reducer(ABC):
     @torch.no_grad()
     def _divide_by_items(self) -> None:
         """Let the shards, which have averages over the ranks, have the sums over the number of items."""
-        if not self.layouts:
-            return
-        device = self.layouts[0].params[0].device
-        items = self.items.total(zero.data_parallel_group(self.optimizer), device)
-        self.items.forget()
+        items = self.items.total(zero.data_parallel_group(self.optimizer), self.layouts[0].params[0].device)
+        self.items.reset()
         if items is None:
             return
         if not self._shards_on_device:
@@ -311,18 +321,33 @@ class Reducer(ABC):
             for part in self.shard_parts(layout, 0, layout.shard_numel):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
-    def end_window(self) -> None:
-        """The step has used the shards."""
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the gradients in the shards, times DeepSpeed's loss scale; infinity or NaN if it is not
+        finite.
+
+        The same on every rank, and computed once. A collective call after :meth:`close`.
+        """
+        if self._norm is None:
+            with phase("norm"):
+                self._norm = self._compute_norm()
+        return self._norm
+
+    def norm_changed(self) -> None:
+        """The gradients in the shards are others now."""
+        self._norm = None
+
+    def reset_counts(self) -> None:
+        """The step has used the shards: count bytes from here."""
         self.sent_floor = 0
         self.local.reset_peak()
 
     @torch.no_grad()
-    def _reduce_bucket(self, bucket: Bucket) -> None:
+    def _reduce_bucket(self, bucket: GradientBucket) -> None:
         self._has_streamed = True
         with self.streams.on_reduction_stream(bucket.grad_ready.values()):
             self._send(bucket)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         """Launch the reductions of one bucket, and forget its local gradients."""
         layout = bucket.layout
         # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
@@ -331,23 +356,23 @@ class Reducer(ABC):
         self._begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
-            for chunk in bucket.chunks(before):
+            for rows, offset in bucket.reduce_scatter_inputs(before):
                 self._wait_reduce_scatter(self._messages.in_flight - 1)
-                targets = self.shard_parts(layout, chunk.offset, chunk.rows.shape[1])
+                targets = self.shard_parts(layout, offset, rows.shape[1])
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
                 reduction = reduce_scatter(
-                    chunk.rows, layout.process_group, self._ordered, tag, out, self.host_memory.empty, bucket.words
+                    rows, layout.process_group, self._ordered, tag, out, self.local.empty, bucket.words
                 )
                 self._begun.add(layout.process_group)
                 reduction.then(partial(self._add_to_shard, layout, targets, adds))
                 self._in_flight.append((bucket, reduction))
         bucket.is_reduced = True
-        bucket.mark_reduced()
+        bucket.free_gradients()
         self.sent_floor += sent_by_one_rank(bucket.numel * layout.dtype.itemsize, layout.world_size)
 
     def _wait_reduce_scatter(self, allowed: int) -> None:
-        """Wait until at most ``allowed`` chunks are in flight; put the others' averages into the shards."""
+        """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
         while len(self._in_flight) > allowed:
             bucket, reduction = self._in_flight.popleft()
             with phase("wait_reduce_scatter", bucket.name):
@@ -395,10 +420,10 @@ class Reducer(ABC):
         self._abandoned.extend(reduction for _, reduction in self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:
-            bucket.mark_reduced()
+            bucket.free_gradients()
             bucket.is_reduced = False
         self._shards_ready = False
-        self.items.forget()
+        self.items.reset()
         self._discard_shards()
 
     def reset(self) -> None:
@@ -414,9 +439,11 @@ def sent_by_one_rank(nbytes: int, world_size: int) -> int:
     return nbytes * (world_size - 1) // world_size
 
 
-def pieces_of(master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None) -> Iterator[Piece]:
-    """Yield the range of ``master`` from ``begin`` to ``end`` in pieces, of which the last one calls ``stepped``."""
-    count = max(1, (end - begin) // PIECE_NUMEL) if master.device.type == "cpu" else 1
-    for number in range(count):
-        is_last, first = number == count - 1, begin + number * PIECE_NUMEL
-        yield first, end if is_last else first + PIECE_NUMEL, stepped if is_last else None
+def step_slices(
+    master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None
+) -> Iterator[StepSlice]:
+    """Yield the elements of ``master`` from ``begin`` to ``end`` in slices, of which the last one calls ``stepped``."""
+    count = max(1, (end - begin) // STEP_NUMEL) if master.device.type == "cpu" else 1
+    for first in range(begin, begin + (count - 1) * STEP_NUMEL, STEP_NUMEL):
+        yield StepSlice(first, first + STEP_NUMEL, None)
+    yield StepSlice(begin + (count - 1) * STEP_NUMEL, end, stepped)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather_rows
-from zerosync_strategy.core.comm.profile import phase
-from zerosync_strategy.core.comm.stripes import Stripe
-from zerosync_strategy.core.engine import zero12
+from zerosync_strategy.core.comm.collectives import all_gather_rows, phase
+from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
-from zerosync_strategy.core.gradients.flat import FlatBucket
-from zerosync_strategy.core.gradients.layout import FlatLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Piece, Pieces, Reducer, pieces_of, sent_by_one_rank
+from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
+from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, sent_by_one_rank, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
@@ -32,8 +29,6 @@ class Stage12Reducer(Reducer):
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
-    _gathers: dict[int, dict[Stripe, InFlight]]  # in flight, by id of the layout
-    _gather_words: dict[int, dict[Stripe, str]]  # for errors, by id of the layout
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -44,7 +39,7 @@ class Stage12Reducer(Reducer):
             for group in self.groups
         ]
 
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[FlatBucket]:
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[FlatBucket]:
         self.keeps_stock_layout = _why_stock(self.optimizer)
         if self.keeps_stock_layout and (not config.coalesce or config.unreduced_bytes is not None):
             raise ValueError(
@@ -52,46 +47,32 @@ class Stage12Reducer(Reducer):
                 f" shards of stages 1 and 2 must be laid out anew, and {self.keeps_stock_layout}. Leave them out, or"
                 " use stage 3."
             )
-        common: dict[str, Any] = {"local": self.local, "streams": self.streams, "names": names}
-        common |= {"host_memory": self.host_memory, "chunk_bytes": self._chunk_bytes}
         buckets: list[FlatBucket] = []
-        self._gather_words = {}
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
             if self.keeps_stock_layout and chosen:
                 chosen = [(layout.params, True)]
-            ascending = chosen[::-1]
-            layout.divide([params[0] for params, _ in ascending])
-            below, of_layout = None, []
-            for index, (params, deferred) in enumerate(ascending):
-                below = FlatBucket(layout, params, deferred, index=index, below=below, **common)
-                of_layout.append(below)
-            buckets += of_layout[::-1]
-            self._gather_words[id(layout)] = {
-                stripe: f"the gather of the updated parameters {bucket.names}"
-                for stripe, bucket in zip(layout.stripes.all, of_layout, strict=True)
-            }
+            layout.divide(chosen[::-1], **common)
+            buckets += layout.buckets[::-1]
         return buckets
 
     def _allocate_shards(self) -> None:
         dtype = zero12.shard_dtype(self.optimizer)
         for layout in self.layouts:
             device = zero12.flat_parameters(self.optimizer, layout.group_index).device
-            flat = self.host_memory.empty(layout.shard_numel, dtype, device)
+            flat = self.local.empty(layout.shard_numel, dtype, device)
             zero12.give_gradient_shard(self.optimizer, layout.group_index, flat)
 
-    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
+    def shard_parts(self, layout: FlatLayout, offset: int, numel: int) -> list[torch.Tensor]:
         return [zero12.gradient_shard(self.optimizer, layout.group_index).narrow(0, offset, numel)]
 
     def hand_over(self) -> None:
-        self._gathers = {}  # of a step that raised
+        for layout in self.layouts:
+            for bucket in layout.buckets:
+                bucket.gather = None  # of a step that raised
         zero12.hand_over_gradients(self.optimizer)
 
-    def compute_norm(self) -> torch.Tensor:
-        return zero12.gradient_norm(self.optimizer)
-
-    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        with phase("norm"):
-            return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
+    def _compute_norm(self) -> torch.Tensor:
+        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
 
     def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
         """Return what this rank counts of its gradient shard in the norm of all gradients."""
@@ -99,8 +80,7 @@ class Stage12Reducer(Reducer):
         counted = zero12.counted_in_norm(self.optimizer, layout.params)
         if counted is layout.params:
             return [shard]
-        slices = (own for param in counted for own in layout.own_slices(param))
-        return [shard[own.offset : own.offset + own.stop - own.start] for own in slices] or [shard[:0]]
+        return [own.of(shard) for param in counted for own in layout.shard_slices(param)] or [shard[:0]]
 
     def _discard_shards(self) -> None:
         for layout in self.layouts:
@@ -113,53 +93,70 @@ class Stage12Reducer(Reducer):
             for param in layout.params
         }
 
-    def pieces(self) -> Pieces:
+    def states_made(self) -> None:
+        zero12.link_states_anew(self.optimizer)
+
+    def master_shards(self) -> list[zero.MasterShard]:
+        masters = []
+        for layout in self.layouts:
+            slices = [
+                (param, own.offset, own.offset + own.stop - own.start)
+                for param in layout.params
+                for own in layout.shard_slices(param)
+            ]
+            slices.sort(key=lambda each: each[1])
+            masters.append(zero.MasterShard(zero12.master(self.optimizer, layout.group_index), slices))
+        return masters
+
+    def step_slices(self) -> StepSlices:
         """As in the base class; what is called when one is stepped begins to gather it."""
         masters = (zero12.master(self.optimizer, layout.group_index) for layout in self.layouts)
         return [
-            (flat, list(self._by_stripes(flat, layout))) for flat, layout in zip(masters, self.layouts, strict=True)
+            (flat, list(self._by_buckets(flat, layout))) for flat, layout in zip(masters, self.layouts, strict=True)
         ]
 
-    def _by_stripes(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[Piece]:
-        stripes: list[Stripe] = []
-        for stripe in layout.stripes:
-            stripes.append(stripe)
-            begin, end = stripes[0].offset, stripe.offset + stripe.width
-            if end - begin >= reducer.PIECE_NUMEL or end == layout.shard_numel:
-                yield from pieces_of(master, begin, end, functools.partial(self._gather, layout, stripes))
-                stripes = []
+    def _by_buckets(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[StepSlice]:
+        """Yield slices of a few buckets each, as many as are worth a gather."""
+        buckets: list[FlatBucket] = []
+        for bucket in (bucket for bucket in layout.buckets if bucket.stripe.width):
+            buckets.append(bucket)
+            begin, end = buckets[0].stripe.offset, bucket.stripe.offset + bucket.stripe.width
+            if end - begin >= reducer.STEP_NUMEL or end == layout.shard_numel:
+                yield from step_slices(master, begin, end, functools.partial(self._gather, layout, buckets))
+                buckets = []
 
     @torch.no_grad()
-    def _gather(self, layout: FlatLayout, stripes: Iterable[Stripe]) -> None:
+    def _gather(self, layout: FlatLayout, buckets: list[FlatBucket]) -> None:
         """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
         tag = _GATHER_TAG + self._windows_closed % 2**16
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
-        gathers, words = self._gathers.setdefault(id(layout), {}), self._gather_words[id(layout)]
-        for stripe in stripes:
+        for bucket in buckets:
+            stripe = bucket.stripe
             rows = stripe.rows(flat)
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-            gathers[stripe] = all_gather_rows(rows, layout.process_group, tag, words[stripe])
+            bucket.gather = all_gather_rows(rows, layout.process_group, tag, bucket.gather_words)
 
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
         Args:
-            overlap: takes, by group, the parameters' offsets and the gathers in flight, and waits for them. Without it,
-                they are complete on return.
+            overlap: takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits
+                for them. Without it, they are complete on return.
         """
-        for layout in self.layouts:
-            begun = self._gathers.get(id(layout), {})
-            self._gather(layout, (stripe for stripe in layout.stripes if stripe not in begun))
-        gathers, self._gathers = self._gathers, {}
-        for layout in self.layouts:
-            of_layout = gathers.get(id(layout), {})
+        by_layout = [(layout, [bucket for bucket in layout.buckets if bucket.stripe.width]) for layout in self.layouts]
+        for layout, buckets in by_layout:
+            self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
+        for layout, buckets in by_layout:
+            gathers = [(bucket.stripe, bucket.gather) for bucket in buckets if bucket.gather is not None]
+            for bucket in buckets:
+                bucket.gather = None
             if overlap is not None:
-                overlap(layout.offsets, of_layout.items())
+                overlap(layout.offsets, gathers)
                 continue
             with phase("wait_gather"):
-                for pending in of_layout.values():
-                    pending.wait()
+                for _, gather in gathers:
+                    gather.wait()
 
 
 def _why_stock(optimizer: Any) -> str:

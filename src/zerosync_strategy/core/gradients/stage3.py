@@ -1,29 +1,130 @@
-"""The reduction of ZeRO-3: each parameter is cut by itself; it may be released while its gradient is there in full."""
+"""The reduction of ZeRO-3: each parameter is sharded by itself; it may be resharded while its gradient is unsharded."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.gradients.buckets import choose_buckets
-from zerosync_strategy.core.gradients.cut import CutBucket
-from zerosync_strategy.core.gradients.layout import CutLayout, ShardLayout
-from zerosync_strategy.core.gradients.reducer import Pieces, Reducer, pieces_of, sent_by_one_rank
+from zerosync_strategy.core.gradients.buckets import (
+    GradientBucket,
+    ReduceScatterInput,
+    ShardLayout,
+    choose_buckets,
+)
+from zerosync_strategy.core.gradients.reducer import Reducer, StepSlices, sent_by_one_rank, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
+
+
+class PerParamLayout(ShardLayout):
+    """Parameter ``params[i]`` has ``shard_numels[i]`` columns, which begin where those of the one before end."""
+
+    def __init__(
+        self, process_group: Any, params: Sequence[Any], shard_numels: Sequence[int], divisor: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__(process_group, params, sum(shard_numels), divisor, dtype)
+        self.shard_numels = dict(zip(params, shard_numels, strict=True))
+        self.columns: dict[Any, int] = {}
+        column = 0
+        for param, shard_numel in self.shard_numels.items():
+            self.columns[param] = column
+            column += shard_numel
+        self.column_list = list(self.columns.values())
+
+    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        yield memory.view(self.world_size, self.shard_numel), 0
+
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        rows = memory.view(self.world_size, self.shard_numel)
+        columns = rows.narrow(1, self.columns[param], self.shard_numels[param])
+        return columns.reshape(-1)[: zero3.full_numel(param)]
+
+    def shard_slices(self, param: Any) -> list[ShardSlice]:
+        shard_numel, numel = self.shard_numels[param], zero3.full_numel(param)
+        first, last = (min((self.rank + k) * shard_numel, numel) for k in (0, 1))
+        return [ShardSlice(first, last, self.columns[param])]
+
+
+class PerParamBucket(GradientBucket):
+    """A bucket of one layout. Gradients stay where autograd accumulates them, and are packed in one call."""
+
+    layout: PerParamLayout
+
+    def __init__(self, *common: Any, **named: Any) -> None:
+        super().__init__(*common, **named)
+        layout, params = self.layout, self.params
+        self._counted: set[int] = set()  # ids of parameters
+        self._width = sum(layout.shard_numels[param] for param in params)
+        self._numels = [zero3.full_numel(param) for param in params]
+        # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
+        for param, numel in zip(params, self._numels, strict=True):
+            assert layout.shard_numels[param] == -(-numel // layout.world_size)
+        self.target = (layout.columns[params[0]], self._width)
+
+    def collect(self, param: Any) -> None:
+        if param.grad is None:
+            return
+        if self.local.converts:
+            gradient = param.grad.detach().to(self.local.dtype)
+            before = zero.accumulated_gradient(param)
+            zero.set_accumulated_gradient(param, gradient if before is None else before.add_(gradient))
+            param.grad = None
+        if id(param) not in self._counted:
+            self._counted.add(id(param))
+            self.local.count(self.local.nbytes(param))
+
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
+        layout = self.layout
+        gradients = [self._gradient(param) for param in self.params]
+        device = self.params[0].device
+        shape = layout.world_size, self._width
+        dense = gradients[0]
+        if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
+            packed = dense.view(shape).to(layout.dtype)  # as it lies
+        elif all(gradient is None for gradient in gradients):
+            packed = torch.zeros(shape, dtype=layout.dtype, device=device)
+        else:
+            packed = torch.empty(shape, dtype=layout.dtype, device=device)
+            pieces = [
+                torch.zeros(numel, dtype=self.dtype, device=device) if gradient is None else gradient.reshape(-1)
+                for numel, gradient in zip(self._numels, gradients, strict=True)
+            ]
+            if any(piece.dtype is not self.dtype for piece in pieces):
+                pieces = [piece.to(layout.dtype) for piece in pieces]
+            torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
+        for gradient in gradients:
+            if gradient is not None:
+                self.streams.record_stream_for_reduction(gradient)
+        if factor != 1.0:
+            packed.mul_(factor)
+        offset, width = self.target
+        # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
+        yield from self._by_columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
+
+    def _drop(self) -> None:
+        for param in self.params:
+            param.grad = None
+            if self.local.converts:
+                zero.set_accumulated_gradient(param, None)
+        self.local.count(-sum(self.local.nbytes(param) for param in self.params if id(param) in self._counted))
+        self._counted.clear()
+
+    def _gradient(self, param: Any) -> torch.Tensor | None:
+        gradient: torch.Tensor | None = zero.accumulated_gradient(param) if self.local.converts else param.grad
+        return gradient
 
 
 class Stage3Reducer(Reducer):
     """Reduces into one shard per parameter, over the process group that shards the parameter."""
 
-    layouts: list[CutLayout]
+    layouts: list[PerParamLayout]
 
-    def _read_layouts(self) -> list[CutLayout]:
+    def _read_layouts(self) -> list[PerParamLayout]:
         optimizer = self.optimizer
         self._shards_on_device = not zero.offloads(optimizer)
         by_group: dict[Any, list[Any]] = {}
@@ -37,13 +138,12 @@ class Stage3Reducer(Reducer):
             ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
             divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
             dtype = optimizer.communication_data_type
-            layouts.append(CutLayout(process_group, params, shard_numels, divisor, dtype))
+            layouts.append(PerParamLayout(process_group, params, shard_numels, divisor, dtype))
         return layouts
 
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, names: Mapping[Any, str]) -> list[CutBucket]:
-        common = {"chunk_bytes": self._chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[PerParamBucket]:
         buckets = [
-            CutBucket(layout, params, deferred, **common)
+            PerParamBucket(layout, params, deferred, **common)
             for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
             for params, deferred in chosen
         ]
@@ -53,8 +153,7 @@ class Stage3Reducer(Reducer):
     def _allocate_shards(self) -> None:
         pass  # DeepSpeed keeps them
 
-    def shard_parts(self, layout: ShardLayout, offset: int, numel: int) -> list[torch.Tensor]:
-        assert isinstance(layout, CutLayout)
+    def shard_parts(self, layout: PerParamLayout, offset: int, numel: int) -> list[torch.Tensor]:
         shards, columns = zero3_optimizer.gradient_shards(self.optimizer), layout.column_list
         parts: list[torch.Tensor] = []
         index, end = bisect_right(columns, offset) - 1, offset + numel
@@ -70,10 +169,6 @@ class Stage3Reducer(Reducer):
     def hand_over(self) -> None:
         zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
 
-    def compute_norm(self) -> torch.Tensor:
-        (norm,) = zero3_optimizer.gradient_norms(self.optimizer)
-        return norm
-
     @property
     def _computes_norm(self) -> bool:
         """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
@@ -85,36 +180,41 @@ class Stage3Reducer(Reducer):
         everyone = dist.get_world_size(zero.data_parallel_group(self.optimizer))
         return any(layout.world_size < everyone for layout in self.layouts)
 
-    def combine_norms(self, stock: Callable[[], Any]) -> torch.Tensor:
-        """Return the norm of all gradients, the same on every rank (U3).
+    def _compute_norm(self) -> torch.Tensor:
+        """As in the base class, over groups of ranks too (U3).
 
         Where DeepSpeed computes it, it does by group of parameters, and sums over the ranks that shard these.
         Parameters of another group of ranks are others, so each of its ranks adds its share of the square, and each
-        element counts once. A collective call.
+        element counts once.
         """
         from deepspeed import comm
 
         optimizer = self.optimizer
         if self._computes_norm:
-            with phase("norm"):
-                return zero3_optimizer.norm_of_shards(optimizer)
-        stacked = torch.stack([torch.as_tensor(norm) for norm in stock()])
+            return zero3_optimizer.norm_of_shards(optimizer)
+        norms = torch.stack([torch.as_tensor(norm) for norm in zero3_optimizer.stock_norms(optimizer)])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
-        stacked = torch.where(stacked >= 0, stacked, torch.inf)
+        norms = torch.where(norms >= 0, norms, torch.inf)
         if not self.over_groups:
-            return stacked.norm()
-        squares = stacked.double().square().to(self.params[0].device)  # offloaded, they are on the host
+            return norms.norm()
+        squares = norms.double().square().to(self.params[0].device)  # offloaded, they are on the host
         for index, group in enumerate(zero3_optimizer.param_groups(optimizer)):
             world_size = dist.get_world_size(zero3_optimizer.gradient_group(optimizer, group[0]))
             squares[index] /= zero3_optimizer.averaging_divisor(optimizer, group, world_size)
         total = squares.sum()
         comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
-        return total.sqrt().to(stacked)
+        return total.sqrt().to(norms)
 
-    def pieces(self) -> Pieces:
-        """As in the base class; nothing is sent by piece, but the C library gives small temporary tensors at once."""
+    def master_shards(self) -> list[zero.MasterShard]:
+        return zero3_optimizer.master_shards(self.optimizer)
+
+    def states_made(self) -> None:
+        pass  # no parameter refers to them
+
+    def step_slices(self) -> StepSlices:
+        """As in the base class; nothing is sent by slice, but the C library gives small temporary tensors at once."""
         masters = zero3_optimizer.flat_master_weights(self.optimizer)
-        return [(flat, list(pieces_of(flat, 0, flat.numel()))) for flat in masters]
+        return [(flat, list(step_slices(flat, 0, flat.numel()))) for flat in masters]
 
     def _discard_shards(self) -> None:
         zero3_optimizer.discard_gradients(self.optimizer)

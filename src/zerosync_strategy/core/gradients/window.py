@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.profile import phase
+from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.gradients.changes import LocalChanges
+from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 
@@ -249,7 +249,7 @@ class Window:
         self._forget_graphs()
         self._changes.check()
         self._end_backward()
-        self._changes.forget()  # and the memory that is freed as they are reduced
+        self._changes.reset()  # and the memory that is freed as they are reduced
         if self._state is not WindowState.OPEN:
             return
         with self._reducing():
@@ -287,7 +287,7 @@ class Window:
         self.seconds = 0.0
         self._stepped = True
         self._last = _Last.UNKNOWN
-        self._reducer.end_window()
+        self._reducer.reset_counts()
         self._forget_graphs()
 
     def end_engine_step(self) -> None:
@@ -301,7 +301,7 @@ class Window:
         """Drop the gradients of this window, local or reduced; the window stays open."""
         self._zeroed = True
         self._forget_graphs()
-        self._changes.forget()
+        self._changes.reset()
         if self._state is WindowState.CLOSED:
             return
         self._reducer.drop()
@@ -324,7 +324,7 @@ class Window:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
         self._graphs.clear()
         self._leave_backward()
-        self._changes.forget()
+        self._changes.reset()
         if self._state is WindowState.CLOSED:
             return
         backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0

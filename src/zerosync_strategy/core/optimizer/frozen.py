@@ -17,9 +17,16 @@ from typing import Any
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.zero import MasterWeights
-from zerosync_strategy.core.gradients.reducer import Pieces
-from zerosync_strategy.core.optimizer.stepping import Part, Scalars, copied, scalar_states, stepping_by_part
+from zerosync_strategy.core.engine.zero import MasterShard, offloads
+from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices
+from zerosync_strategy.core.optimizer.stepping import (
+    Part,
+    Scalars,
+    can_step_by_part,
+    copied,
+    scalar_states,
+    stepping_by_part,
+)
 
 
 @dataclass
@@ -31,71 +38,67 @@ class _Cohort:
 
 
 class FrozenParameters:
-    """Keeps an optimizer of ZeRO from stepping what is frozen.
+    """Keeps the optimizer that ``reducer`` reduces for from stepping what is frozen."""
 
-    Args:
-        optimizer: returns the torch optimizer that steps the master weights.
-        params: that it trains.
-        masters: returns the master weights.
-        states_made: is called when the optimizer has made states after its first step.
-    """
-
-    def __init__(
-        self, optimizer: Callable[[], Any], params: Sequence[Any], masters: Callable[[], list[MasterWeights]],
-        states_made: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._optimizer = optimizer
-        self._params = params
-        self._masters = masters
-        self._states_made = states_made
-        self._cohorts = [_Cohort(set(params))]
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._cohorts = [_Cohort(set(reducer.params))]
         self._frozen: set[Any] | None = None  # in all backwards since the last step; None before the first
+
+    @property
+    def _optimizer(self) -> Any:
+        """The torch optimizer that steps the master weights."""
+        return self._reducer.optimizer.optimizer
 
     def backward_begins(self, is_first: bool) -> None:
         """A backward begins, the first of its step or a further one: what requires a gradient now is stepped."""
         with zero3.as_it_is():
-            frozen = {param for param in self._params if not param.requires_grad}
+            frozen = {param for param in self._reducer.params if not param.requires_grad}
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The gradients since the last step are dropped."""
         self._frozen = None
 
     @contextmanager
-    def stepping(self, pieces: Pieces | None) -> Iterator[None]:
-        """Around the step of the ZeRO optimizer.
-
-        Args:
-            pieces: in which the master weights are stepped; ``None``: all at once.
-        """
+    def stepping(self) -> Iterator[None]:
+        """Around the step of the ZeRO optimizer."""
         frozen, self._frozen = self._frozen or set(), None
         if frozen:
             self._split(frozen)
-        if len(self._cohorts) == 1 and pieces is None:
+        slices = self._slices()
+        if len(self._cohorts) == 1 and slices is None:
             yield
             return
-        masters = self._masters() if len(self._cohorts) > 1 else None
-        if pieces is None:
-            pieces = [(master.flat, [(0, master.flat.numel(), None)]) for master in masters or ()]
+        masters = self._reducer.master_shards() if len(self._cohorts) > 1 else None
+        if slices is None:
+            slices = [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters or ()]
         if masters is None:
-            self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in pieces])
+            self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in slices])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
-        with stepping_by_part(self._optimizer(), _parts(pieces, masters, cohorts), self._states_made):
+        with stepping_by_part(self._optimizer, _parts(slices, masters, cohorts), self._reducer.states_made):
             yield
-        for index, (flat, _) in enumerate(pieces):
+        for index, (flat, _) in enumerate(slices):
             # DeepSpeed's checkpoints have one count of steps: that of the first.
             shared = (cohort.scalars.get(index) for cohort in self._cohorts)
             if scalars := next(filter(None, shared), None):
-                self._optimizer().state[flat].update(copied(scalars))
+                self._optimizer.state[flat].update(copied(scalars))
+
+    def _slices(self) -> StepSlices | None:
+        """Return the slices in which the coming step is to be made; ``None``: at once."""
+        if offloads(self._reducer.optimizer) or not can_step_by_part(self._optimizer):
+            return None
+        slices = self._reducer.step_slices()
+        return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
     def _scalars_now(self, flats: Sequence[Any]) -> Scalars:
-        states = (self._optimizer().state.get(flat) for flat in flats)
+        states = (self._optimizer.state.get(flat) for flat in flats)
         pairs = zip(states, flats, strict=True)
         return {index: scalar_states(state, flat) for index, (state, flat) in enumerate(pairs) if state}
 
     def _split(self, frozen: set[Any]) -> None:
         if len(self._cohorts) == 1:
-            self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._masters()])
+            self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._reducer.master_shards()])
         for cohort in list(self._cohorts):
             apart = cohort.params & frozen
             if apart and apart != cohort.params:
@@ -123,29 +126,29 @@ class FrozenParameters:
         """Go on with what :meth:`state` has returned."""
         cohort_of = {name: number for number, (of_cohort, _) in enumerate(state) for name in of_cohort}
         cohorts = [_Cohort(set(), copy.deepcopy(scalars)) for _, scalars in state] or [_Cohort(set())]
-        for param in self._params:
+        for param in self._reducer.params:
             cohorts[cohort_of.get(names[param], 0)].params.add(param)
         self._cohorts = cohorts
         self._frozen = None
 
 
 def _parts(
-    pieces: Pieces, masters: Sequence[MasterWeights] | None, cohorts: Sequence[_Cohort]
+    slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
 ) -> Callable[[Any], Iterator[Part]]:
-    """Return what lists the parts of master weights: of each piece, those of the ``cohorts``.
+    """Return what lists the parts of master weights: of each slice, those of the ``cohorts``.
 
     Args:
-        pieces: of all master weights.
+        slices: of all master weights.
         masters: these, where the cohorts have parts of them only.
         cohorts: that are stepped.
     """
-    index_of = {id(flat): index for index, (flat, _) in enumerate(pieces)}
+    index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
 
     def parts(flat: Any) -> Iterator[Part]:
         index = index_of[id(flat)]
         whole = [(0, flat.numel())]
         runs = [whole if masters is None else list(_runs(masters[index], cohort.params)) for cohort in cohorts]
-        for begin, end, stepped in pieces[index][1]:
+        for begin, end, stepped in slices[index][1]:
             for cohort, of_cohort in zip(cohorts, runs, strict=True):
                 within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
                 yield Part(index, within, cohort.scalars)
@@ -154,7 +157,7 @@ def _parts(
     return parts
 
 
-def _runs(master: MasterWeights, params: set[Any]) -> Iterator[tuple[int, int]]:
+def _runs(master: MasterShard, params: set[Any]) -> Iterator[tuple[int, int]]:
     """Yield where the elements of ``params`` lie, neighbours as one."""
     run: tuple[int, int] | None = None
     for param, begin, end in master.slices:

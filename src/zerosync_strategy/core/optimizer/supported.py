@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import memory_layout, zero3
+from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.optimizer.probe import Scope, probe
 from zerosync_strategy.core.optimizer.stepping import STEPPED_BY_TENSOR
 
@@ -189,12 +190,6 @@ def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) ->
         f"the optimizer has parameters that are not in the {type(module).__name__}: {listed(foreign)}. Make"
         " each an nn.Parameter of the module, or of a module in it, before the optimizer is made."
     )
-
-
-def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first ``names``, and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:

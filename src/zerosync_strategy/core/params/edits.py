@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.comm.stripes import OwnSlice
+from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3, zero12
 
 PIECE_NUMEL = 2**22
@@ -28,7 +28,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 def weights_of_stage_1_2(
-    optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[OwnSlice]]]
+    optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
 ) -> Iterator[Weights]:
     """Yield this rank's weights of ZeRO-1 or ZeRO-2.
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.profile import phase
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gather_contexts, gathering, param_class, shared, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore

@@ -46,8 +46,8 @@ class ItemCount:
         items = items / divided_by
         self._items = items if self._items is None else self._items + items
 
-    def forget(self) -> None:
-        """The gradients are dropped, or stepped."""
+    def reset(self) -> None:
+        """The gradients are dropped, or stepped: count from zero."""
         self._items = None
 
     def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:

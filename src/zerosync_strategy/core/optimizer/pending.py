@@ -1,4 +1,9 @@
-"""What a program does with the gradients of the coming step: it reads, changes and clips them, and says what of."""
+"""User access to pending gradients, between backward and step: read, modify, clip, normalise.
+
+Averaged gradients are in shards. In ``full_gradients()`` those of all ranks are gathered and shown on the parameters.
+What the program changes goes back into the shards: each rank takes its own part. Unchanged elements stay as they are in
+the shard, which may be of a wider dtype than the parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +13,31 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.collectives import all_gather_rows
 from zerosync_strategy.core.engine import zero, zero3, zero12
-from zerosync_strategy.core.gradients.changes import LocalChanges
-from zerosync_strategy.core.gradients.full import hide_gradients, show_gradients, take_gradients_back
-from zerosync_strategy.core.gradients.layout import FlatLayout
+from zerosync_strategy.core.gradients.buckets import ShardLayout
+from zerosync_strategy.core.gradients.checks import LocalChanges
+from zerosync_strategy.core.gradients.flat import FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.optimizer.states import StripedStates, full_from, into_shard
+from zerosync_strategy.core.optimizer.states import StripedStates
 
 
-class ComingStep:
-    """The gradients of the window, as a program sees them before the step.
-
-    Implements :class:`~engine.fragments.FragmentHooks`.
+class PendingGradients:
+    """The gradients of one engine's window, as a program sees them before the step.
 
     Args:
         engine: the DeepSpeed engine.
         reducer, window: of its gradients.
         changes: of local gradients.
-        states: in which order the optimizer has its shards; ``None`` on stage 3.
+        states: master weights and states of stages 1 and 2; ``None`` on stage 3.
         activity: around what may communicate.
     """
 
     def __init__(
-        self,
-        engine: Any,
-        reducer: Reducer,
-        window: Window,
-        changes: LocalChanges,
-        states: StripedStates | None,
+        self, engine: Any, reducer: Reducer, window: Window, changes: LocalChanges, states: StripedStates | None,
         activity: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._reducer = reducer
         self._window = window
@@ -47,7 +45,7 @@ class ComingStep:
         self._states = states
         self._activity = activity
         self._configured_clip_norm: float | None = None  # while another one is in force
-        self._shows_gradients = False  # in full_gradients(): what the parameters have is the gradient to step
+        self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 
     def reduce(self) -> None:
         """Reduce the window now. Collective."""
@@ -57,11 +55,11 @@ class ComingStep:
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the window's gradients; see :meth:`ZeroSync.gradient_norm`."""
         self.reduce()
-        if self._shows_gradients:
-            take_gradients_back(self._reducer)
+        if self._are_shown:
+            self._take_back()
         if self._window.state is WindowState.CLOSED:
             return torch.zeros((), device=self._engine.device)
-        return self._reducer.compute_norm() / zero.loss_scale(self._engine.optimizer)
+        return self._reducer.norm() / zero.loss_scale(self._engine.optimizer)
 
     def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
         """Let the step be that of a mean over items; see :meth:`ZeroSync.mean_over`."""
@@ -74,7 +72,7 @@ class ComingStep:
 
     def dropped(self) -> None:
         """``zero_grad()`` drops the gradients."""
-        self._shows_gradients = False  # they are dropped with those in the shards
+        self._are_shown = False  # they are dropped with those in the shards
         if self._window.state is WindowState.REDUCED:
             self.restore_clip_norm()  # it was asked for the gradients that are dropped
 
@@ -85,7 +83,7 @@ class ComingStep:
         before = zero.swap_clip_norm(self._engine.optimizer, max_norm)
         if self._configured_clip_norm is None:
             self._configured_clip_norm = before
-        if self._shows_gradients:
+        if self._are_shown:
             self._clip_shown()
 
     @property
@@ -112,23 +110,67 @@ class ComingStep:
     def full_gradients(self) -> Iterator[None]:
         """Around code that sees and changes averaged gradients; see :meth:`ZeroSync.full_gradients`."""
         self.reduce()
-        if self._shows_gradients or self._window.state is WindowState.CLOSED:
+        if self._are_shown or self._window.state is WindowState.CLOSED:
             yield
             return
         with self._activity("the gather of the gradients"):
-            show_gradients(self._reducer)
-        self._shows_gradients = True
+            self._show()
+        self._are_shown = True
         try:
             if self.is_clipped:
                 self._clip_shown()  # it was asked for before
             with zero3.accepting_gradients(self._reducer.params):
                 yield
-            if self._shows_gradients:
-                take_gradients_back(self._reducer)
+            if self._are_shown:
+                self._take_back()
         finally:
-            if self._shows_gradients:
-                hide_gradients(self._reducer)
-            self._shows_gradients = False
+            if self._are_shown:  # from here on those in the shards count
+                for param in self._reducer.params:
+                    param.grad = None
+            self._are_shown = False
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Give every parameter its averaged gradient, without the loss scale. Collective."""
+        for layout in self._reducer.layouts:
+            first = layout.params[0]
+            memory = torch.empty(layout.world_size * layout.shard_numel, dtype=first.dtype, device=first.device)
+            for rows, offset in layout.matrices(memory):
+                parts = self._reducer.shard_parts(layout, offset, rows.shape[1])
+                places = rows[layout.rank].split([part.numel() for part in parts])
+                for place, part in zip(places, parts, strict=True):
+                    place.copy_(self._unscaled(part, first.dtype))
+                all_gather_rows(rows, layout.process_group).wait()
+            for param in layout.params:
+                gradient = layout.gradient_in(memory, param).view(zero3.full_shape(param))
+                with zero3.in_full_shape(param):
+                    param.grad = gradient.clone()  # the program may keep it
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Take this rank's part of the shown gradients into its shards, zeros for one that was removed."""
+        for layout in self._reducer.layouts:
+            for param in layout.params:
+                for own in layout.shard_slices(param):
+                    if own.start < own.stop:
+                        part = None if param.grad is None else param.grad.reshape(-1)[own.start : own.stop]
+                        (target,) = self._reducer.shard_parts(layout, own.offset, own.stop - own.start)
+                        self._write(part, target)
+        self._reducer.hand_over()
+        self._reducer.norm_changed()
+
+    def _write(self, part: torch.Tensor | None, target: torch.Tensor) -> None:
+        if part is None:
+            target.zero_()
+            return
+        scale, part = zero.loss_scale(self._engine.optimizer), part.to(target.device)
+        scaled = part if scale == 1 else part.float() * scale
+        unchanged = part == self._unscaled(target, part.dtype)
+        target.copy_(torch.where(unchanged, target, scaled.to(target.dtype)))
+
+    def _unscaled(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scale = zero.loss_scale(self._engine.optimizer)
+        return (shard if scale == 1 else shard.float() / scale).to(dtype)
 
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
@@ -138,10 +180,11 @@ class ComingStep:
         if self._window.state is WindowState.OPEN:
             self._changes.note()
 
-    # ---- one gradient or master weight, by DeepSpeed's functions ---------------------------------------------------
+    # ---- one gradient or master weight, by DeepSpeed's functions (engine/fragments.py) -----------------------------
 
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
-        if self._shows_gradients:
+        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards of stage 3. Collective."""
+        if self._are_shown:
             return param.grad
         if self._window.state is WindowState.CLOSED:
             raise ValueError(
@@ -153,27 +196,33 @@ class ComingStep:
             if self._window.state is WindowState.OPEN and is_local:
                 return self._average(param)
             self._window.reduce()
-            if self._states is None:
-                return stock()
-            layout, shard = self._gradient_shard(param)
-            return full_from(shard, layout, layout.own_slices(param), param)
+            layout = self._layout_of(param)
+            return layout.read(self._shard(layout), param) if isinstance(layout, FlatLayout) else stock()
 
     def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
-        self.check_gradients("safe_set_full_grad()")
-        layout, shard = self._gradient_shard(param)
-        into_shard(value, shard, layout.own_slices(param))
+        """Set this rank's part of the averaged gradient of ``param``, on stages 1 and 2."""
+        self.check_reduced("safe_set_full_grad()")
+        layout = self._layout_of(param)
+        assert isinstance(layout, FlatLayout)
+        layout.write(value, self._shard(layout), param)
 
     def full_master(self, param: Any, key: str | None) -> torch.Tensor:
+        """Return the master weights of ``param``, or its state ``key``, on stages 1 and 2. Collective."""
         assert self._states is not None
         with self._activity("safe_get_full_fp32_param()"):
             return self._states.read(param, key)
 
     def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        """Set this rank's part of what :meth:`full_master` returns."""
         assert self._states is not None
         self._states.write(param, value, key)
 
-    def check_gradients(self, function: str) -> None:
-        """Raise where the gradients in the shards are not those that the step uses."""
+    def check_reduced(self, function: str) -> None:
+        """Before DeepSpeed's ``function`` reads or changes gradients in the shards.
+
+        Raises:
+            RuntimeError: they are not those that the step uses.
+        """
         if self._window.state is not WindowState.REDUCED:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
             raise RuntimeError(
@@ -186,19 +235,19 @@ class ComingStep:
                 f"{function} does not reach an offloaded optimizer's norm of the gradients. Use 'with"
                 " zerosync.full_gradients():', where param.grad is the averaged gradient, to read and to change."
             )
-        self._reducer.norm = None
+        self._reducer.norm_changed()
 
-    def _gradient_shard(self, param: Any) -> tuple[FlatLayout, torch.Tensor]:
-        reducer = self._reducer
-        assert isinstance(reducer, Stage12Reducer)
-        layout = next(layout for layout in reducer.layouts if param in layout.offsets)
-        return layout, zero12.gradient_shard(reducer.optimizer, layout.group_index)
+    def _shard(self, layout: FlatLayout) -> torch.Tensor:
+        return zero12.gradient_shard(self._reducer.optimizer, layout.group_index)
+
+    def _layout_of(self, param: Any) -> ShardLayout:
+        return next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
 
     def _average(self, param: Any) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
         from deepspeed import comm
 
-        layout = next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
+        layout = self._layout_of(param)
         total = torch.zeros(zero3.full_shape(param), device=param.device)
         if param.grad is not None:
             total += param.grad

@@ -1,20 +1,20 @@
-"""Local gradients that a program changes between two backwards, or before the step (N1).
-
-They are this rank's own, where plain data parallelism would show their average; so a norm or a clamp would be wrong.
-"""
+"""What is checked of a window's gradients: that a program changes none by mistake (N1), and that none is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.zero import listed
 
 
 class LocalChanges:
-    """Finds changes to the local gradients since the last backward.
+    """Finds changes to the local gradients between two backwards, or before the step.
+
+    They are this rank's own, where plain data parallelism would show their average: a norm or a clamp would be wrong.
 
     Args:
         params: whose gradients.
@@ -61,6 +61,46 @@ class LocalChanges:
                     " reduction, which is right for what is linear."
                 )
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The gradients are dropped."""
         self._seen = []
+
+
+class RequiredGradients:
+    """DeepSpeed's ``"ignore_unused_parameters": false``: a step without the gradient of some parameter is an error.
+
+    Args:
+        params: of the optimizer.
+        names: of them.
+        gradient_ready: the window's.
+    """
+
+    def __init__(self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None]) -> None:
+        self._params = params
+        self._names = names
+        self._gradient_ready = gradient_ready
+        self._found: set[Any] = set()
+
+    def gradient_ready(self, param: Any) -> None:
+        """Autograd has added to ``param.grad``."""
+        self._found.add(param)
+        self._gradient_ready(param)
+
+    def reset(self) -> None:
+        """The gradients of this window are dropped."""
+        self._found = set()
+
+    def check(self) -> None:
+        """Before a step, which ends the window.
+
+        Raises:
+            RuntimeError: a trainable parameter has had no gradient.
+        """
+        found, self._found = self._found, set()
+        names = [repr(self._names[param]) for param in self._params if param.requires_grad and param not in found]
+        if names:
+            raise RuntimeError(
+                f"step() found no gradient of {listed(names)} since the last step, and the configuration"
+                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
+                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
+            )
