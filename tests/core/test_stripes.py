@@ -30,16 +30,16 @@ def test_an_exchange_and_back(starts: list[int]) -> None:
         flat = torch.randn(360, generator=torch.Generator().manual_seed(1))
         stripes = Stripes(starts, 360, rank(), 3)
         stock, striped = torch.zeros(120), torch.zeros(120)
-        for own in stripes.own(stock=True):
+        for own in stripes.slices(stock=True):
             stock[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
-        for own in stripes.own():
+        for own in stripes.slices():
             striped[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
         cpu = torch.device("cpu")
         assert torch.equal(stripes.exchange(stock, True, dist.group.WORLD, cpu), striped)
         assert torch.equal(stripes.exchange(striped, False, dist.group.WORLD, cpu), stock)
         for begin, end in ((0, 360), (17, 18), (50, 333)):
             for of_stock, shard in ((False, striped), (True, stock)):
-                for own in stripes.own_of(begin, end, of_stock):
+                for own in stripes.slices_of(begin, end, of_stock):
                     part = shard[own.offset : own.offset + own.stop - own.start]
                     assert torch.equal(part, flat[begin:end][own.start : own.stop])
 

@@ -109,7 +109,7 @@ def spoil(streams: list[Any]) -> None:
 @contextmanager
 def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
     """Each bucket is reduced late, on the reduction stream; ``ends`` gets an event after each."""
-    stock = Reducer._send
+    stock = Reducer._launch
 
     def send(self: Reducer, bucket: Any) -> None:
         torch.cuda._sleep(CYCLES)
@@ -118,5 +118,5 @@ def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
             ends.append(torch.cuda.current_stream().record_event())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "_send", send)
+        patch.setattr(Reducer, "_launch", send)
         yield

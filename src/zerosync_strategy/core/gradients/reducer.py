@@ -58,11 +58,10 @@ class Reducer(ABC):
     Args:
         optimizer: the ZeRO optimizer.
         config: the options.
-        names: of the parameters, for profiles.
+        names: of the parameters, for profiles and errors.
         messages: how large they are, and how many are under way.
 
     Attributes:
-        is_streaming: the running backward has buckets to reduce.
         first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
@@ -99,7 +98,7 @@ class Reducer(ABC):
         # By id: torch computes the hash of a tensor in Python.
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
-        self.is_streaming = self._has_streamed = False
+        self._has_streamed = False
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
         self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
@@ -171,8 +170,7 @@ class Reducer(ABC):
         for bucket in self.buckets:
             bucket.needs_reduce = True
         self._to_stream = deque(bucket for bucket in self.buckets if last or not bucket.deferred)
-        self.is_streaming = bool(self._to_stream)
-        if self.is_streaming:
+        if self._to_stream:
             self._choose_when_to_reduce(midway)
             self._begun.expect()
             self._streaming_backwards += 1
@@ -204,7 +202,7 @@ class Reducer(ABC):
         bucket = self._bucket_of[key]
         bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
-        if not self.is_streaming:
+        if not self._to_stream:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
@@ -214,23 +212,27 @@ class Reducer(ABC):
 
     def reduce_complete(self) -> None:
         """In a backward that streams, reduce the buckets that are complete, in their order."""
-        while self._to_stream and not self._to_stream[0].pending_params:
-            self._reduce_bucket(self._to_stream.popleft())
-        self.is_streaming = bool(self._to_stream)
+        self._stream(lambda bucket: not bucket.pending_params)
 
-    def is_due(self, behind: int) -> bool:
-        """Return whether :meth:`reduce_due` has something to do.
+    def needs_reduce_behind(self, behind: int) -> bool:
+        """Return whether :meth:`reduce_behind` has something to do."""
+        return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
+
+    def reduce_behind(self, behind: int) -> None:
+        """In a backward that streams, reduce the buckets that are behind it, the same on every rank.
 
         Args:
             behind: everything that was used first after this is behind the running backward.
         """
-        return self.is_streaming and self._reduces_by_module and self._to_stream[0].first_use > behind
+        self._stream(lambda bucket: bucket.first_use > behind)
 
-    def reduce_due(self, behind: int) -> None:
-        """In a backward that streams, reduce the buckets that are behind it, the same on every rank."""
-        while self._to_stream and self._to_stream[0].first_use > behind:
-            self._reduce_bucket(self._to_stream.popleft())
-        self.is_streaming = bool(self._to_stream)
+    @torch.no_grad()
+    def _stream(self, may_reduce: Callable[[GradientBucket], bool]) -> None:
+        while self._to_stream and may_reduce(self._to_stream[0]):
+            bucket = self._to_stream.popleft()
+            self._has_streamed = True
+            with self.streams.on_reduction_stream(bucket.grad_ready.values()):
+                self._launch(bucket)
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
@@ -238,9 +240,7 @@ class Reducer(ABC):
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
-        while self._to_stream:
-            self._reduce_bucket(self._to_stream.popleft())
-        self.is_streaming = False
+        self._stream(lambda bucket: True)
         with self.streams.on_reduction_stream(()):
             self._wait_reduce_scatter(0)
         streamed, self._has_streamed = self._has_streamed, False
@@ -251,17 +251,16 @@ class Reducer(ABC):
 
         Between two windows. It is those of the first parameters, which backward completes last.
         """
-        deferred = 0
+        self.deferred_bytes = 0
         for bucket in reversed(self.buckets):
             nbytes = sum(map(self.local.nbytes, bucket.params))
-            bucket.deferred = deferred + nbytes <= budget
-            if not bucket.deferred:
-                budget = 0  # and no other of the later ones
+            bucket.deferred = self.deferred_bytes + nbytes <= budget
+            if bucket.deferred:
+                self.deferred_bytes += nbytes
             else:
-                deferred += nbytes
-        self.deferred_bytes = deferred
+                budget = 0  # and no other of the later ones
         self.local.free_blocks()
-        return deferred
+        return self.deferred_bytes
 
     @property
     def keeps_gradients(self) -> bool:
@@ -282,7 +281,7 @@ class Reducer(ABC):
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
                 if bucket.needs_reduce:
-                    self._send(bucket)
+                    self._launch(bucket)
             self._wait_reduce_scatter(0)
 
     def close(self) -> None:
@@ -341,18 +340,12 @@ class Reducer(ABC):
         self.sent_floor = 0
         self.local.reset_peak()
 
-    @torch.no_grad()
-    def _reduce_bucket(self, bucket: GradientBucket) -> None:
-        self._has_streamed = True
-        with self.streams.on_reduction_stream(bucket.grad_ready.values()):
-            self._send(bucket)
-
-    def _send(self, bucket: GradientBucket) -> None:
-        """Launch the reductions of one bucket, and forget its local gradients."""
+    def _launch(self, bucket: GradientBucket) -> None:
+        """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
         # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
         tag = self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
-        before, _ = self._scales(layout)
+        before, after = self._scales(layout)
         self._begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
@@ -365,7 +358,7 @@ class Reducer(ABC):
                     rows, layout.process_group, self._ordered, tag, out, self.local.empty, bucket.words
                 )
                 self._begun.add(layout.process_group)
-                reduction.then(partial(self._add_to_shard, layout, targets, adds))
+                reduction.then(partial(self._add_to_shard, targets, adds, after))
                 self._in_flight.append((bucket, reduction))
         bucket.is_reduced = True
         bucket.free_gradients()
@@ -378,13 +371,10 @@ class Reducer(ABC):
             with phase("wait_reduce_scatter", bucket.name):
                 reduction.wait()
 
-    def _add_to_shard(
-        self, layout: ShardLayout, targets: Sequence[torch.Tensor], adds: bool, average: torch.Tensor
-    ) -> None:
+    def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
         """Put what was reduced into ``targets``, parts of the shard; ``adds``: to what this window has put there."""
-        _, after = self._scales(layout)
-        if after != 1.0:
-            average.mul_(after)
+        if factor != 1.0:
+            average.mul_(factor)
         done = 0
         for target in targets:
             part = average[done : done + target.numel()]
@@ -416,7 +406,7 @@ class Reducer(ABC):
     def drop(self) -> None:
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
-        self.is_streaming = self._has_streamed = False
+        self._has_streamed = False
         self._abandoned.extend(reduction for _, reduction in self._in_flight)
         self._in_flight.clear()
         for bucket in self.buckets:

@@ -183,11 +183,11 @@ class Window:
             self._traffic.attribute()  # what was reduced
 
     def comes_to(self, behind: int) -> None:
-        """The backward comes to a module of ZeRO-3; see :meth:`Reducer.is_due`."""
-        if self._backward is _Backward.OURS and self._reducer.is_due(behind):
+        """The backward comes to a module of ZeRO-3; see :meth:`Reducer.reduce_behind`."""
+        if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
             self._traffic.attribute()  # parameters that were gathered on the way
             with self._activity("a backward"):
-                self._reducer.reduce_due(behind)
+                self._reducer.reduce_behind(behind)
             self._traffic.attribute()
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:

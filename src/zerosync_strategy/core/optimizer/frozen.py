@@ -51,7 +51,7 @@ class FrozenParameters:
         return self._reducer.optimizer.optimizer
 
     def backward_begins(self, is_first: bool) -> None:
-        """A backward begins, the first of its step or a further one: what requires a gradient now is stepped."""
+        """A backward begins, the first of its step or not: what requires a gradient now is stepped."""
         with zero3.as_it_is():
             frozen = {param for param in self._reducer.params if not param.requires_grad}
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
@@ -135,19 +135,17 @@ class FrozenParameters:
 def _parts(
     slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
 ) -> Callable[[Any], Iterator[Part]]:
-    """Return what lists the parts of master weights: of each slice, those of the ``cohorts``.
+    """Return what lists the parts of master weights: of each slice, those of the ``cohorts``, which are stepped.
 
     Args:
-        slices: of all master weights.
-        masters: these, where the cohorts have parts of them only.
-        cohorts: that are stepped.
+        masters: those of ``slices``, where the cohorts have parts of them only.
     """
     index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
 
     def parts(flat: Any) -> Iterator[Part]:
         index = index_of[id(flat)]
         whole = [(0, flat.numel())]
-        runs = [whole if masters is None else list(_runs(masters[index], cohort.params)) for cohort in cohorts]
+        runs = [whole if masters is None else _runs(masters[index], cohort.params) for cohort in cohorts]
         for begin, end, stepped in slices[index][1]:
             for cohort, of_cohort in zip(cohorts, runs, strict=True):
                 within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
@@ -157,17 +155,11 @@ def _parts(
     return parts
 
 
-def _runs(master: MasterShard, params: set[Any]) -> Iterator[tuple[int, int]]:
-    """Yield where the elements of ``params`` lie, neighbours as one."""
-    run: tuple[int, int] | None = None
+def _runs(master: MasterShard, params: set[Any]) -> list[tuple[int, int]]:
+    """Return where the elements of ``params`` lie, neighbours as one."""
+    runs: list[tuple[int, int]] = []
     for param, begin, end in master.slices:
-        if param not in params:
-            continue
-        if run is not None and run[1] == begin:
-            run = (run[0], end)
-            continue
-        if run is not None:
-            yield run
-        run = (begin, end)
-    if run is not None:
-        yield run
+        if param in params:
+            begin = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+            runs.append((begin, end))
+    return runs

@@ -1,9 +1,8 @@
 """The torch optimizer's step, part by part instead of all master weights at once.
 
 The optimizer is given views of its flat master weights, with views of its own states, and scalar states (as Adam's
-``step``) of their own. That serves two ends. Parts of what a rank steps can be left out or be at another count
-(``frozen.py``); and the parameters of a part are on their way to other ranks while the next is stepped, whose temporary
-tensors are small.
+``step``) of their own. So parts can be left out or be at another count of steps (``frozen.py``); and the parameters of
+a part are gathered while the next is stepped, whose temporary tensors are small.
 """
 
 from __future__ import annotations
@@ -67,38 +66,35 @@ def stepping_by_part(
     stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
     # What counts calls of step() counts one.
     again = type(optimizer).step.__wrapped__.__get__(optimizer) if can_step_by_part(optimizer) else stock
-    optimizer.step = lambda *_, **__: _step(optimizer, parts, again, stock, states_made)
+
+    def step(*_: Any, **__: Any) -> None:
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        work = [(group, flat, part) for group, flats in groups for flat in flats for part in parts(flat)]
+        before = {(id(part.scalars), part.master): part.scalars.get(part.master) for _, _, part in work}
+        last = max((number for number, (_, _, part) in enumerate(work) if part.runs), default=-1)
+        try:
+            for group, _ in groups:
+                group["params"] = []
+            for number, (group, flat, part) in enumerate(work):
+                if part.runs:
+                    views = _enter(optimizer, flat, part.runs, before[id(part.scalars), part.master])
+                    group["params"] = views
+                    stock() if number == last else again()
+                    group["params"] = []
+                    part.scalars[part.master] = _leave(optimizer, flat, part.runs, views, states_made)
+                if part.stepped is not None:
+                    part.stepped()
+        finally:
+            for group, flats in groups:
+                group["params"] = flats
+
+    optimizer.step = step
     try:
         yield
     finally:
         del optimizer.step
         if own is not None:
             optimizer.step = own
-
-
-def _step(
-    optimizer: Any, parts: Callable[[Any], Iterable[Part]], step: Callable[[], Any], last_step: Callable[[], Any],
-    states_made: Callable[[], None],
-) -> None:  # fmt: skip
-    work = [(group, flat, part) for group in optimizer.param_groups for flat in group["params"] for part in parts(flat)]
-    whole = [(group, group["params"]) for group in optimizer.param_groups]
-    before = {(id(part.scalars), part.master): part.scalars.get(part.master) for _, _, part in work}
-    last = max((number for number, (_, _, part) in enumerate(work) if part.runs), default=-1)
-    try:
-        for group, _ in whole:
-            group["params"] = []
-        for number, (group, flat, part) in enumerate(work):
-            if part.runs:
-                views = _enter(optimizer, flat, part.runs, before[id(part.scalars), part.master])
-                group["params"] = views
-                last_step() if number == last else step()
-                group["params"] = []
-                part.scalars[part.master] = _leave(optimizer, flat, part.runs, views, states_made)
-            if part.stepped is not None:
-                part.stepped()
-    finally:
-        for group, params in whole:
-            group["params"] = params
 
 
 def _enter(optimizer: Any, flat: Any, runs: list[tuple[int, int]], scalars: State | None) -> list[torch.nn.Parameter]:

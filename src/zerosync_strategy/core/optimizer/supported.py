@@ -22,8 +22,10 @@ _WHOLE_TENSORS = frozenset({
     "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam", "swats",
 })  # fmt: skip
 _ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
-_REMEDY = "Use AdamW, SGD or another first-order optimizer that updates each element by itself."
-_OVERRIDE = "If you know that this one does, set ZeroSync's option elementwise_optimizer=True."
+_REMEDY = (
+    "Use AdamW, SGD or another first-order optimizer that updates each element by itself. If you know that this one"
+    " does, set ZeroSync's option elementwise_optimizer=True."
+)
 _WRONG = "but ZeRO gives each rank flat shards, so that its steps would be wrong."
 _FOUND = {
     Scope.PARAMETER: "computes with the shape or the norm of each parameter",
@@ -64,8 +66,7 @@ def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
     Args:
         elementwise: the user says that it updates each element by itself.
     """
-    problem = "" if elementwise else _known_problem(optimizer)
-    if problem:
+    if not elementwise and (problem := _known_problem(optimizer)):
         return problem
     for inner in _unwrapped(optimizer):
         if isinstance(inner, torch.optim.Adagrad):
@@ -92,11 +93,12 @@ def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
 
 
 def _known_problem(optimizer: Any) -> str:
+    """Say it by name of the classes that need more than elements: a trial of some would need a GPU."""
     for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
         words = _words(cls.__name__)
         for names, scope in ((_WHOLE_TENSORS, Scope.PARAMETER), (_ALL_PARAMETERS, Scope.EVERYTHING)):
             if words & names:
-                return f"the optimizer {_named(optimizer, cls)} {_FOUND[scope]}, {_WRONG} {_REMEDY} {_OVERRIDE}"
+                return f"the optimizer {_named(optimizer, cls)} {_FOUND[scope]}, {_WRONG} {_REMEDY}"
     return ""
 
 
@@ -119,11 +121,11 @@ def _found_problem(optimizer: Any) -> str:
     if scope is Scope.UNKNOWN:
         return (
             f"the optimizer {name} could not step a copy of itself on small parameters: {detail}. So nothing says"
-            f" whether it may step ZeRO's flat shards in place of the parameters. {_REMEDY} {_OVERRIDE}"
+            f" whether it may step ZeRO's flat shards in place of the parameters. {_REMEDY}"
         )
     return (
         f"the optimizer {name} {_FOUND[scope]}, {_WRONG} A copy that stepped small parameters as two flat pieces did"
-        f" otherwise than one that stepped them whole: {detail}. {_REMEDY} {_OVERRIDE}"
+        f" otherwise than one that stepped them whole: {detail}. {_REMEDY}"
     )
 
 
