@@ -21,8 +21,8 @@ from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.several import show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import building_engine
 from zerosync_strategy.core.failures.agreement import model_facts, require_same

@@ -22,9 +22,8 @@ from zerosync_strategy.core.engine import gathering, param_class, patches, zero3
 from zerosync_strategy.core.engine.contract import fetch, require
 from zerosync_strategy.core.engine.interpose import interpose
 from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.param_groups import show_parameters
 from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict
+from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status

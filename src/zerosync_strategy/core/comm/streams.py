@@ -6,11 +6,10 @@ to the gradient shards there. The rules, each with its method:
 - **B1** :meth:`Streams.on_reduction_stream`: a reduction starts after every producer of the gradients that it packs. A
   gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event
   where the backward reduces as it goes; else the reduction starts after the caller's stream, which has waited for all.
-- **B2** has no method: producers overwrite nothing that a reduction uses. Once a bucket is sent, its gradients leave
-  their parameters, and what autograd accumulates next is in new memory.
+- **B2** has no method: producers overwrite nothing that a reduction uses. What autograd accumulates after a bucket was
+  sent is in new memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
-  the reductions. Where an offloaded optimizer is to read them on the host, so does the host, once
-  (:meth:`Streams.host_waits_for_reductions`).
+  the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
 - **L1** :meth:`Streams.record_stream_for_reduction`: a gradient, or the memory of a bucket of them, belongs to a
   producer's stream and is read by the reduction stream, so it is recorded there before it is freed. What the reduction
   stream allocates returns to it: packed chunks after the collective, which the backend keeps alive, and gradient shards
@@ -159,9 +158,17 @@ class Streams:
     def host_waits_for_reductions(self) -> None:
         """Let the host wait for all reductions, whose results are copied to its memory (B3)."""
         if self._reduction is not None:
-            event = self._accelerator.Event()
-            event.record(self._reduction)
-            event.synchronize()
+            self._host_waits_for(self._reduction)
+
+    def host_waits_for_caller(self) -> None:
+        """Let the host wait for the caller's stream, which has copied to its memory."""
+        if self._reduction is not None:
+            self._host_waits_for(self._accelerator.current_stream())
+
+    def _host_waits_for(self, stream: Any) -> None:
+        event = self._accelerator.Event()
+        event.record(stream)
+        event.synchronize()
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
@@ -223,13 +230,6 @@ class Streams:
             tensor.device.type != self._accelerator.device_name() or self._accelerator.is_pinned(tensor)
         )
         return is_pinned
-
-    def host_waits_for_caller(self) -> None:
-        """Let the host wait for the caller's stream, which has copied to its memory."""
-        if self._reduction is not None:
-            event = self._accelerator.Event()
-            event.record(self._accelerator.current_stream())
-            event.synchronize()
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of any values on the host, pinned on a device with streams.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,25 +29,15 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How to read a call of one kind.
-
-    Attributes:
-        payload: the argument whose bytes count.
-        position: of that argument.
-        group_position: of the process group.
-        passes: how often (W-1)/W of the payload are sent.
-        passes_on_gloo: the same on gloo.
-        to_one_rank: the whole payload is sent, whatever W.
-    """
+class _Kind(NamedTuple):
+    """How to read a call of one kind: the argument whose bytes count, and what is sent of it."""
 
     payload: str
     position: int
     group_position: int
-    passes: int = 1
+    passes: int = 1  # (W-1)/W of the payload each
     passes_on_gloo: int = 1
-    to_one_rank: bool = False
+    to_one_rank: bool = False  # the whole payload is sent, whatever W
 
 
 _KINDS = {
@@ -132,7 +122,7 @@ class EngineCounter(CollectiveCounter):
 
     def start(self) -> EngineCounter:
         super().start()
-        _forget_unattributed()  # set-up counts for no engine
+        _reset_unattributed()  # set-up counts for no engine
         return self
 
     def attribute(self) -> None:
@@ -140,7 +130,7 @@ class EngineCounter(CollectiveCounter):
         if self.traffic:
             for kind, traffic in self.traffic.items():
                 self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
-            _forget_unattributed()
+            _reset_unattributed()
 
     def take(self) -> Mapping[str, Traffic]:
         self.attribute()
@@ -148,14 +138,10 @@ class EngineCounter(CollectiveCounter):
         return traffic
 
 
-def _forget_unattributed() -> None:
+def _reset_unattributed() -> None:
     for counter in comm_backend()._zerosync_counters:
         if isinstance(counter, EngineCounter):
             counter.traffic = {}
-
-
-def _tensors_of(payload: Any) -> Sequence[torch.Tensor]:
-    return [payload] if isinstance(payload, torch.Tensor) else payload
 
 
 class _CountingBackend:
@@ -172,7 +158,8 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = argument(args, kwargs, "group", kind.group_position)
         size = dist.get_world_size(group)
-        tensors = _tensors_of(argument(args, kwargs, kind.payload, kind.position))
+        payload = argument(args, kwargs, kind.payload, kind.position)
+        tensors: Sequence[torch.Tensor] = [payload] if isinstance(payload, torch.Tensor) else payload
         native = is_native(group, tensors[0].device) if tensors else True
         sent = (kind.passes if native else kind.passes_on_gloo) * sum(tensor.nbytes for tensor in tensors)
         if not kind.to_one_rank:

@@ -8,13 +8,16 @@ saves its own parameters, and gradients reach it by the hooks that DeepSpeed set
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import UserDict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import gathering, zero
+from zerosync_strategy.core.engine.interpose import interpose
 
 
 def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
@@ -70,3 +73,40 @@ def _requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterat
     finally:
         for param in changed:
             param.requires_grad_(not value)
+
+
+def show_parameters(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
+
+    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says. It
+    is an ``Optimizer``, too: a scheduler that is made during the training, as the learning-rate finder's, wants one.
+    """
+    optimizer._zerosync_groups = groups
+    interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
+
+
+class _ParamGroupsOverrides:
+    """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
+
+    _zerosync_groups: Sequence[Sequence[nn.Parameter]]
+    optimizer: Optimizer
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[Any]:
+        stock: list[dict[str, Any]] = super().param_groups  # type: ignore[misc]
+        return [_Group(group, params) for group, params in zip(stock, self._zerosync_groups, strict=True)]
+
+
+class _Group(UserDict[str, Any]):
+    """One of DeepSpeed's parameter groups, with these ``params``; all else is read and written there."""
+
+    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        self.data = group
+        self._params = params
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else super().__getitem__(key)
