@@ -100,11 +100,8 @@ class Window:
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
-        self.backwards = 0
-        self.reductions = 0
-        self.early_reductions = 0
+        self.backwards = self.reductions = self.early_reductions = self.dropped = 0
         self.seconds = 0.0
-        self.dropped = 0
         self._stepped = False  # since the last engine.step() has ended
         self._zeroed = True  # zero_grad() has come since the last step
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
@@ -183,7 +180,7 @@ class Window:
             self._traffic.attribute()  # what was reduced
 
     def comes_to(self, behind: int) -> None:
-        """The backward comes to a module of ZeRO-3; see :meth:`Reducer.reduce_behind`."""
+        """The backward comes to a module of ZeRO-3; ``behind`` is as :meth:`Reducer.reduce_behind` takes it."""
         if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
             self._traffic.attribute()  # parameters that were gathered on the way
             with self._activity("a backward"):
@@ -223,9 +220,8 @@ class Window:
         self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
 
     def _end_backward(self) -> None:
-        # A backward that runs inside another ends with it.
         if self._backward is not _Backward.NONE or self._state is not WindowState.OPEN:
-            return
+            return  # a backward that runs inside another ends with it
         with self._reducing():
             streamed = self._reducer.end_backward()
         self.early_reductions += streamed
@@ -327,14 +323,13 @@ class Window:
         self._changes.reset()
         if self._state is WindowState.CLOSED:
             return
-        backwards, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
-        self.dropped = backwards
+        self.dropped, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self._enter(WindowState.CLOSED)
         self._last = _Last.UNKNOWN
         self._aborted = reason
         self._reducer.reset()
         warnings.warn(
-            f"ZeroSync dropped the gradients of {backwards} backward(s) since the last optimizer step: {reason}."
+            f"ZeroSync dropped the gradients of {self.dropped} backward(s) since the last optimizer step: {reason}."
             " Dropping them sent nothing to other ranks.",
             stacklevel=2,
         )

@@ -37,12 +37,7 @@ class Scope(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """What was found about an optimizer.
-
-    Attributes:
-        scope: of its updates.
-        detail: for an error: by how much they differ, or why nothing could be found.
-    """
+    """What an optimizer's updates depend on; for an error, by how much they differ, or why nothing could be found."""
 
     scope: Scope
     detail: str = ""
@@ -62,10 +57,6 @@ _ROUNDING = 100 * torch.finfo(torch.float32).eps
 _ROUNDING_OF_PARAMETERS = 4
 # Of the elements of a tensor: where a sign or a clamp decides, the last bit may make a large difference.
 _OUTLIERS = 0.01
-
-
-class _CannotStep(Exception):
-    pass
 
 
 _found: dict[Any, Finding] = {}
@@ -91,13 +82,14 @@ def probe(optimizer: Any) -> Finding:
 
 
 def _probe(optimizer: Any) -> Finding:
-    problem = ""
+    unknown = None
     for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
-        try:
-            return _try(optimizer, shapes, dtype)
-        except _CannotStep as error:
-            problem = problem or str(error)
-    return Finding(Scope.UNKNOWN, problem)
+        found = _try(optimizer, shapes, dtype)
+        if found.scope is not Scope.UNKNOWN:
+            return found
+        unknown = unknown or found
+    assert unknown is not None
+    return unknown
 
 
 def _try(optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Finding:
@@ -106,7 +98,7 @@ def _try(optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) 
         try:
             whole = trial.run(lambda tensors: [tensors])
         except Exception as error:
-            raise _CannotStep(f"{type(error).__name__}: {error}") from error
+            return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
         try:
             cut = trial.run(_ranks)
         except Exception as error:
@@ -145,7 +137,9 @@ class _Trial:
         torch.manual_seed(0)
         before = torch.get_rng_state()
         generator = torch.Generator().manual_seed(2)
-        params = [[list(map(_parameter, part)) for part in divide(self._start)] for _ in self._groups]
+        params = [
+            [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self._groups
+        ]
         copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
         for step in range(self._steps):
             for parts in params:
@@ -184,10 +178,6 @@ class _Trial:
             rows = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=self._dtype).exp()
             values.append(rows * (torch.randn(shape, generator=generator, dtype=self._dtype) + 0.5))
         return values
-
-
-def _parameter(tensor: Tensor) -> Tensor:
-    return torch.nn.Parameter(tensor.clone())
 
 
 def _ranks(tensors: Tensors) -> list[Tensors]:
@@ -242,13 +232,13 @@ class _CopySmallTensors(TorchFunctionMode):
 
 def _copied(optimizer: Any, groups: Sequence[dict[str, Any]], params: Sequence[Tensors]) -> Any:
     """Return a copy of ``optimizer`` with these options and parameters, and without states and hooks."""
-    memo: dict[int, Any] = {}
     made = [copy.deepcopy(options) | {"params": list(own)} for options, own in zip(groups, params, strict=True)]
     with _CopySmallTensors():
-        return _twin(optimizer, made, memo)
+        return _twin(optimizer, made, {})
 
 
 def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
+    """Return the copy; ``memo``, of ``deepcopy()``, has the copies of the optimizers that share it, too."""
     twin = object.__new__(type(optimizer))
     own = dict(vars(optimizer))
     own.pop("step", None)  # a scheduler has wrapped it
@@ -280,11 +270,8 @@ def _key(optimizer: Any) -> Any:
 @contextmanager
 def _unnoticed() -> Iterator[None]:
     """Around a trial: what it does is seen by nothing else in this process."""
-    everyones: tuple[Any, ...] = (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
-    hooks = [dict(each) for each in everyones]
+    global_hooks: Any = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    hooks = [dict(each) for each in global_hooks]
     state = random.getstate()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -295,11 +282,11 @@ def _unnoticed() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(redirect_stderr(io.StringIO()))
-        for each in everyones:
+        for each in global_hooks:
             each.clear()
         try:
             yield
         finally:
             random.setstate(state)
-            for each, saved in zip(everyones, hooks, strict=True):
+            for each, saved in zip(global_hooks, hooks, strict=True):
                 each.update(saved)

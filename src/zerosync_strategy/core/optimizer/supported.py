@@ -61,11 +61,7 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool
 
 
 def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
-    """Return why this optimizer cannot step flat shards, or would wrongly; empty if it can.
-
-    Args:
-        elementwise: the user says that it updates each element by itself.
-    """
+    """Return why this optimizer cannot step flat shards, or would wrongly; as :func:`optimizer_problem`."""
     if not elementwise and (problem := _known_problem(optimizer)):
         return problem
     for inner in _unwrapped(optimizer):
@@ -93,7 +89,7 @@ def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
 
 
 def _known_problem(optimizer: Any) -> str:
-    """Say it by name of the classes that need more than elements: a trial of some would need a GPU."""
+    """Return what is known of a class by its name: some could be tried on a GPU alone."""
     for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
         words = _words(cls.__name__)
         for names, scope in ((_WHOLE_TENSORS, Scope.PARAMETER), (_ALL_PARAMETERS, Scope.EVERYTHING)):
@@ -106,11 +102,8 @@ def _is_elementwise(optimizer: Any) -> bool:
     """Return whether this is known of the class, or DeepSpeed has still to make the optimizer."""
     cls = type(optimizer)
     names = _ELEMENTWISE.get(cls.__module__.partition(".")[0], "")
-    return (
-        cls in STEPPED_BY_TENSOR
-        or re.fullmatch(names, cls.__name__) is not None
-        or not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"))
-    )
+    is_made = hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
+    return not is_made or cls in STEPPED_BY_TENSOR or re.fullmatch(names, cls.__name__) is not None
 
 
 def _found_problem(optimizer: Any) -> str:
