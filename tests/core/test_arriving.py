@@ -41,7 +41,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(autouse=True)
 def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read too early is not a number. Gathers are made when they are waited for."""
-    gather = stage12.all_gather_rows
+    gather = stage12.all_gather
 
     def late(rows: torch.Tensor, *told: Any) -> InFlight:
         for of_rank, row in enumerate(rows):
@@ -49,7 +49,7 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
                 row.fill_(torch.nan)
         return InFlight((), lambda: gather(rows, *told).wait())
 
-    monkeypatch.setattr(stage12, "all_gather_rows", late)
+    monkeypatch.setattr(stage12, "all_gather", late)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,9 @@ def recorded() -> Iterator[list[Issued]]:
     issued: list[Issued] = []
     stock = scheduler.all_gather
 
-    def all_gather(parts: Sequence[torch.Tensor], group: Any, tag: int) -> Any:
-        issued.append((ranks_of(group), sum(map(len, parts)), tag))
-        return stock(parts, group, tag)
+    def all_gather(rows: torch.Tensor, group: Any, tag: int) -> Any:
+        issued.append((ranks_of(group), rows.numel(), tag))
+        return stock(rows, group, tag)
 
     scheduler.all_gather = all_gather
     try:

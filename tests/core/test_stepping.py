@@ -56,7 +56,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which gathers and steps of pieces were made, in their order."""
     made: list[str] = []
-    gather, step = stage12.all_gather_rows, torch.optim.AdamW.step
+    gather, step = stage12.all_gather, torch.optim.AdamW.step
 
     def stepping(self: Any, *args: Any) -> Any:
         made.append(f"step {sum(param.numel() for group in self.param_groups for param in group['params'])}")
@@ -67,7 +67,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return gather(rows, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
-    monkeypatch.setattr(stage12, "all_gather_rows", gathering)
+    monkeypatch.setattr(stage12, "all_gather", gathering)
     return made
 
 

@@ -73,7 +73,7 @@ class InFlight:
                     self._wait()
                 self.event = self._streams.record_unshard(self._stream)
             self.is_done = True
-            self._works, self._finish, self._keep = (), _nothing, None
+            self._works, self._finish, self._keep = (), lambda: None, None
         if self.event is not None and self._streams is not None:
             self._streams.wait_for_unshard(self.event)
         return self._result
@@ -95,10 +95,6 @@ class InFlight:
         return all(work.is_completed() for work in self._works)
 
 
-def _nothing() -> None:
-    pass
-
-
 def is_native(process_group: Any, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
     return backend_for(process_group, device.type) not in ("gloo", None)
@@ -114,17 +110,13 @@ def _backends(config: str) -> dict[str, str]:
     return dict(pair.split(":") for pair in config.split(","))
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
 def reduce_scatter(
     rows: torch.Tensor,
     process_group: Any,
     ordered: bool,
     tag: int = 0,
     out: torch.Tensor | None = None,
-    empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] = _empty,
+    empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
     words: str = "",
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
@@ -150,7 +142,9 @@ def reduce_scatter(
         out = None
     if not is_native(process_group, rows.device):
         parts = rows.unbind(0)
-        received = empty((world_size - 1) * width, rows.dtype, rows.device).view(-1, width).unbind(0)
+        numel = (world_size - 1) * width
+        memory = rows.new_empty(numel) if empty is None else empty(numel, rows.dtype, rows.device)
+        received = memory.view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
         return _exchange(parts, gathered, process_group, tag, words, lambda: _sum(gathered, out))
     packed = rows.contiguous()
@@ -165,34 +159,21 @@ def reduce_scatter(
     return InFlight([work], lambda: result, keep=packed)
 
 
-def all_gather(parts: Sequence[torch.Tensor], process_group: Any, tag: int = 0, words: str = "") -> InFlight:
-    """Give every rank of ``process_group`` all ``parts``, of which rank r has the r-th. For backends but NCCL.
-
-    Args:
-        parts: contiguous, one per rank; this rank's is read, the others are written.
-        tag: only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of its own
-            all-gathers meet that are of different sizes.
-        words: for it in errors.
-
-    Returns:
-        This rank's part.
-    """
-    own = parts[dist.get_rank(process_group)]
-    return _exchange([own] * len(parts), list(parts), process_group, tag, words, lambda: own)
-
-
-def all_gather_rows(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> InFlight:
-    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th. On any backend.
+def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> InFlight:
+    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
     Args:
         rows: a matrix, contiguous.
-        tag, words: as for :func:`all_gather`.
+        tag: off NCCL, only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of
+            its own all-gathers meet that are of different sizes.
+        words: for it in errors.
     """
     from deepspeed import comm
 
-    if not is_native(process_group, rows.device):
-        return all_gather(rows.unbind(0), process_group, tag, words)
     own = rows[dist.get_rank(process_group)]
+    if not is_native(process_group, rows.device):
+        parts = rows.unbind(0)
+        return _exchange([own] * len(parts), parts, process_group, tag, words, lambda: own)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, words)
     return InFlight([work], lambda: own)

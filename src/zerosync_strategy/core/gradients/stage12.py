@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import all_gather_rows, phase
+from zerosync_strategy.core.comm.collectives import all_gather, phase
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import choose_buckets
@@ -135,7 +135,7 @@ class Stage12Reducer(Reducer):
             stripe = bucket.stripe
             rows = stripe.rows(flat)
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-            bucket.gather = all_gather_rows(rows, layout.process_group, tag, bucket.gather_words)
+            bucket.gather = all_gather(rows, layout.process_group, tag, bucket.gather_words)
 
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.

@@ -387,11 +387,11 @@ def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
 
 def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> InFlight:
     """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
-    shards = target.chunk(dist.get_world_size(process_group))
-    own = shards[dist.get_rank(process_group)]
+    rows = target.view(dist.get_world_size(process_group), -1)
+    own = rows[dist.get_rank(process_group)]
     if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
         own.copy_(source)
-    return all_gather(shards, process_group, tag)
+    return all_gather(rows, process_group, tag)
 
 
 class _Gathering(NamedTuple):
