@@ -29,7 +29,7 @@ class InFlight:
     Args:
         works: of the process group, or whatever has ``wait()``.
         finish: called once, on the stream that has waited for the works; returns the result.
-        keep: what must live until then.
+        alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo uses the one with which the group was made, unless one is given.
         exchange: for who looks at what this process waits for.
@@ -40,10 +40,10 @@ class InFlight:
     """
 
     def __init__(
-        self, works: Sequence[Any], finish: Callable[[], Any], keep: Any = None, timeout: timedelta | None = None,
+        self, works: Sequence[Any], finish: Callable[[], Any], alive: Any = None, timeout: timedelta | None = None,
         exchange: Wait | None = None,
     ) -> None:  # fmt: skip
-        self._works, self._finish, self._keep = works, finish, keep
+        self._works, self._finish, self._alive = works, finish, alive
         self._timeout, self._exchange = timeout, exchange
         self._streams: Streams | None = None
         self._stream: Any = None
@@ -73,7 +73,7 @@ class InFlight:
                     self._wait()
                 self.event = self._streams.record_unshard(self._stream)
             self.is_done = True
-            self._works, self._finish, self._keep = (), lambda: None, None
+            self._works, self._finish, self._alive = (), lambda: None, None
         if self.event is not None and self._streams is not None:
             self._streams.wait_for_unshard(self.event)
         return self._result
@@ -117,7 +117,7 @@ def reduce_scatter(
     tag: int = 0,
     out: torch.Tensor | None = None,
     empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
-    words: str = "",
+    label: str = "",
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
@@ -129,7 +129,7 @@ def reduce_scatter(
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
         empty: allocates the memory to receive into, off NCCL.
-        words: for it in errors.
+        label: names it in errors.
 
     Returns:
         A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -146,36 +146,36 @@ def reduce_scatter(
         memory = rows.new_empty(numel) if empty is None else empty(numel, rows.dtype, rows.device)
         received = memory.view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
-        return _exchange(parts, gathered, process_group, tag, words, lambda: _sum(gathered, out))
+        return _exchange(parts, gathered, process_group, tag, label, lambda: _sum(gathered, out))
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
-        note_launch(process_group, rows.device, words)
-        return InFlight([work], lambda: _tree_sum(received_all), keep=packed)
+        note_launch(process_group, rows.device, label)
+        return InFlight([work], lambda: _tree_sum(received_all), alive=packed)
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
-    note_launch(process_group, rows.device, words)
-    return InFlight([work], lambda: result, keep=packed)
+    note_launch(process_group, rows.device, label)
+    return InFlight([work], lambda: result, alive=packed)
 
 
-def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, words: str = "") -> InFlight:
+def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: str = "") -> InFlight:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
     Args:
         rows: a matrix, contiguous.
         tag: off NCCL, only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of
             its own all-gathers meet that are of different sizes.
-        words: for it in errors.
+        label: names it in errors.
     """
     from deepspeed import comm
 
     own = rows[dist.get_rank(process_group)]
     if not is_native(process_group, rows.device):
         parts = rows.unbind(0)
-        return _exchange([own] * len(parts), parts, process_group, tag, words, lambda: own)
+        return _exchange([own] * len(parts), parts, process_group, tag, label, lambda: own)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
-    note_launch(process_group, rows.device, words)
+    note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: own)
 
 
@@ -186,13 +186,13 @@ def phase(name: str, detail: str = "") -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"zerosync::{name}({detail})" if detail else f"zerosync::{name}")
 
 
-def note_launch(process_group: Any, device: torch.device, words: object) -> None:
-    """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``words``."""
+def note_launch(process_group: Any, device: torch.device, label: object) -> None:
+    """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``label``."""
     if backend_for(process_group, device.type) == "nccl":
         group: Any = dist.group.WORLD if process_group is None else process_group
         backend = group._get_backend(device)
         if backend.name() != "fake":  # torch's, in the place of another
-            launched(group.group_name, backend._get_sequence_number_for_group(), words)
+            launched(group.group_name, backend._get_sequence_number_for_group(), label)
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:
@@ -259,7 +259,7 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
 
 
 def _exchange(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, words: str,
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, label: str,
     finish: Callable[[], torch.Tensor],
 ) -> InFlight:  # fmt: skip
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
@@ -272,7 +272,7 @@ def _exchange(
             works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
         if len(sent[peer]):
             works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    exchange = issue_exchange(process_group, tag, words)
+    exchange = issue_exchange(process_group, tag, label)
     return InFlight(works, finish, (sent, received), timeout_of(process_group), exchange)
 
 

@@ -56,12 +56,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call in which a thread waits, with its process group, and the words for it in errors."""
+    """A call in which a thread waits, with its process group, and the label for it in errors."""
 
     call: Call
     process_group: Any
     thread: int
-    words: str = ""
+    label: str = ""
 
 
 _point_to_point: Counter[str] = Counter()  # by group, since they are counted
@@ -69,10 +69,10 @@ _alike: set[str] = set()  # the groups whose collectives have the same numbers o
 _exchanges: dict[str, dict[int, int]] = {}  # by group: the exchanges issued with each tag, the last used tag last
 _waiting: Wait | None = None
 _failed: Wait | None = None  # the last wait that ended with an error
-_launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # a backend's own collectives: group, number, words
+_launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # a backend's own collectives: group, number, label
 
 
-def issue_exchange(process_group: Any, tag: int, words: str = "") -> Wait:
+def issue_exchange(process_group: Any, tag: int, label: str = "") -> Wait:
     """Note down that this rank has sent what an exchange needs of it; return the wait for the others."""
     group: Any = process_group or dist.group.WORLD
     issued = _exchanges.setdefault(group.group_name, {})
@@ -83,17 +83,17 @@ def issue_exchange(process_group: Any, tag: int, words: str = "") -> Wait:
         count = issued.pop(oldest)
         if oldest == 0:  # of what has no tag, which comes in every step
             issued[0] = count
-    return Wait(Call(group.group_name, "", tag, number), group, threading.get_ident(), words)
+    return Wait(Call(group.group_name, "", tag, number), group, threading.get_ident(), label)
 
 
-def launched(group: str, number: int, words: object) -> None:
-    """Note down that this rank has launched a collective of the backend's own; ``str(words)`` is for errors."""
-    _launched.append((group, number, words))
+def launched(group: str, number: int, label: object) -> None:
+    """Note down that this rank has launched a collective of the backend's own; ``str(label)`` is for errors."""
+    _launched.append((group, number, label))
 
 
-def words_of_launched() -> dict[tuple[str, int], str]:
-    """Return the words for the last collectives that were launched, by group and number."""
-    return {(group, number): str(words) for group, number, words in list(_launched)}
+def labels_of_launched() -> dict[tuple[str, int], str]:
+    """Return the labels of the last collectives that were launched, by group and number."""
+    return {(group, number): str(label) for group, number, label in list(_launched)}
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def waiting(wait: Wait | None) -> Iterator[None]:
         _waiting = before
 
 
-def words(frame: FrameType | None, failed: bool = False) -> str:
+def describe_wait(frame: FrameType | None, failed: bool = False) -> str:
     """Return what the main thread waits for, or with ``failed`` has waited for in vain; nothing if it does not wait.
 
     Args:
@@ -121,15 +121,15 @@ def words(frame: FrameType | None, failed: bool = False) -> str:
     wait = _waiting
     if failed:
         wait, _failed = _failed, None
-    if wait is not None and wait.words:
-        return wait.words
+    if wait is not None and wait.label:
+        return wait.label
     while failed and frame is not None and not torch_collective(frame) and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     name = torch_collective(frame)
     return f"torch.distributed.{name}()" if name else ""
 
 
-def forget() -> None:
+def reset() -> None:
     """There are new process groups."""
     global _failed
     _failed = None

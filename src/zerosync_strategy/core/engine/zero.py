@@ -193,7 +193,7 @@ def expect_backward(optimizer: Any) -> None:
     optimizer._backward_active_depth = 0
 
 
-def forget_backward(optimizer: Any) -> None:
+def reset_backward(optimizer: Any) -> None:
     """Let ``optimizer`` forget a backward that raised."""
     optimizer._backward_active_depth = 0
     if contract.has(contract.CLEAR_BACKWARD):

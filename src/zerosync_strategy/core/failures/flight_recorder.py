@@ -61,7 +61,7 @@ def recorded() -> tuple[Recorded, ...]:
     bindings: Any = torch._C._distributed_c10d
     entries = [entry for name in _RECORDERS if hasattr(bindings, name) for entry in _read(getattr(bindings, name)())]
     entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: of one backend they stay in their order
-    return _of_interest(entries, waits.words_of_launched())
+    return _of_interest(entries, waits.labels_of_launched())
 
 
 def read_file(path: Path) -> tuple[Recorded, ...]:

@@ -55,7 +55,7 @@ def state_of(
         with_recorder: look into torch's flight recorder, which takes some 20 ms.
     """
     gather = next((what for what in activities[::-1] if what.startswith(_GATHER)), "")
-    waits_for = gather or waits.words(frame, failed)
+    waits_for = gather or waits.describe_wait(frame, failed)
     names = _NAME.findall(waits_for)
     module = names[0].rpartition(".")[0] if gather else ""
     steps, backward, departure = -1, 0, ""

@@ -233,7 +233,7 @@ def rank_status() -> RankStatus:
     if _current is None or _current[0]() is not group:
         if _current is not None:
             _current[1].end()
-            waits.forget()
+            waits.reset()
         store = dist.distributed_c10d._get_default_store()
         world_size = dist.get_world_size()
         watch = world_size > 1 and backend_for(None, "cpu") == "gloo"

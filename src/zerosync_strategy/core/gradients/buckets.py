@@ -87,7 +87,7 @@ class GradientBucket(ABC):
 
     Attributes:
         name, names: of its first and its last parameter, for profiles and for errors.
-        words: for its reduction in errors.
+        label: for its reduction in errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
@@ -121,7 +121,7 @@ class GradientBucket(ABC):
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"
         self.names = repr(first) if len(params) == 1 else f"{first!r} to {last!r}"
-        self.words = f"the reduction of the gradients of {self.names}"
+        self.label = f"the reduction of the gradients of {self.names}"
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
     @abstractmethod

@@ -94,7 +94,7 @@ class FlatBucket(GradientBucket):
 
     Attributes:
         gather: of the parameters of the stripe, once this step has updated them; nobody has waited for it.
-        gather_words: for it in errors.
+        gather_label: for it in errors.
     """
 
     layout: FlatLayout
@@ -104,7 +104,7 @@ class FlatBucket(GradientBucket):
         layout, params = self.layout, self.params
         self.stripe = stripe
         self.gather: InFlight | None = None
-        self.gather_words = f"the gather of the updated parameters {self.names}"
+        self.gather_label = f"the gather of the updated parameters {self.names}"
         self._below = below
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None

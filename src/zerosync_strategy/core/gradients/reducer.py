@@ -355,7 +355,7 @@ class Reducer(ABC):
                 adds = bucket.is_reduced
                 out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
                 reduction = reduce_scatter(
-                    rows, layout.process_group, self._ordered, tag, out, self.local.empty, bucket.words
+                    rows, layout.process_group, self._ordered, tag, out, self.local.empty, bucket.label
                 )
                 self._begun.add(layout.process_group)
                 reduction.then(partial(self._add_to_shard, targets, adds, after))
@@ -421,7 +421,7 @@ class Reducer(ABC):
         if self.is_native:
             self._begun.abort()
         self.drop()
-        zero.forget_backward(self.optimizer)
+        zero.reset_backward(self.optimizer)
 
 
 def sent_by_one_rank(nbytes: int, world_size: int) -> int:

@@ -135,7 +135,7 @@ class Stage12Reducer(Reducer):
             stripe = bucket.stripe
             rows = stripe.rows(flat)
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-            bucket.gather = all_gather(rows, layout.process_group, tag, bucket.gather_words)
+            bucket.gather = all_gather(rows, layout.process_group, tag, bucket.gather_label)
 
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.

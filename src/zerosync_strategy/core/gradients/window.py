@@ -242,7 +242,7 @@ class Window:
 
     def reduce(self) -> None:
         """Reduce what is local and make the shards ready for the step. All ranks must call it alike."""
-        self._forget_graphs()
+        self._reset_graphs()
         self._changes.check()
         self._end_backward()
         self._changes.reset()  # and the memory that is freed as they are reduced
@@ -284,7 +284,7 @@ class Window:
         self._stepped = True
         self._last = _Last.UNKNOWN
         self._reducer.reset_counts()
-        self._forget_graphs()
+        self._reset_graphs()
 
     def end_engine_step(self) -> None:
         """At the end of ``engine.step()``, which may have stepped, and then called ``zero_grad()`` by itself."""
@@ -296,7 +296,7 @@ class Window:
     def zero_grad(self) -> None:
         """Drop the gradients of this window, local or reduced; the window stays open."""
         self._zeroed = True
-        self._forget_graphs()
+        self._reset_graphs()
         self._changes.reset()
         if self._state is WindowState.CLOSED:
             return
@@ -344,7 +344,7 @@ class Window:
                 stacklevel=4,
             )
 
-    def _forget_graphs(self) -> None:
+    def _reset_graphs(self) -> None:
         # A backward that raised never runs its final callback. Outside of any graph, none can be running.
         if torch._C._current_graph_task_id() == -1:
             self._graphs.clear()
