@@ -134,7 +134,4 @@ def test_every_method_that_is_overridden_is_in_a_table() -> None:
     for name, cls in (vars(overrides) | vars(engine_overrides)).items():
         if name.endswith("Overrides"):
             methods = {method for method in vars(cls) if inspect.isfunction(vars(cls)[method])}
-            assert (
-                methods - DECLARED - OPEN["optimizer"] - {"forward", "train", "eval"}
-                == set()
-            ), name
+            assert methods - DECLARED - OPEN["optimizer"] - {"forward", "train", "eval"} == set(), name
