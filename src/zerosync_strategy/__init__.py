@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
     from zerosync_strategy.core.engine.contract import ContractError
     from zerosync_strategy.core.engine.cpu import prepare_cpu
-    from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
-    from zerosync_strategy.core.failures.rank_status import RankError
+    from zerosync_strategy.core.failures.errors import CheckpointError, RankError
     from zerosync_strategy.core.handle import ZeroSync, attach
     from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
@@ -44,9 +43,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointError": "zerosync_strategy.core.failures.checkpoint_errors",
+    "CheckpointError": "zerosync_strategy.core.failures.errors",
     "ContractError": "zerosync_strategy.core.engine.contract",
-    "RankError": "zerosync_strategy.core.failures.rank_status",
+    "RankError": "zerosync_strategy.core.failures.errors",
     "RunLog": "zerosync_strategy.core.runlog",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",

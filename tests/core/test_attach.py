@@ -20,7 +20,7 @@ from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
 from zerosync_strategy.core.attached.engine import check_backends
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import contract, zero
-from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
+from zerosync_strategy.core.failures.errors import CheckpointError
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

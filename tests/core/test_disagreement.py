@@ -21,7 +21,7 @@ from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.racecheck import simulate
 

@@ -16,9 +16,11 @@ from benchmarks.rank_status import measure
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.failures import rank_status as module
 from zerosync_strategy.core.failures.agreement import require_same
-from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer, ranks_text
+from zerosync_strategy.core.failures.errors import is_communication_error
 from zerosync_strategy.core.failures.flight_recorder import program_line
-from zerosync_strategy.core.failures.rank_status import RankStatus, is_communication_error, rank_status
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
+from zerosync_strategy.core.failures.rank_status import RankStatus, rank_status
+from zerosync_strategy.core.failures.verdict import lines_of, ranks_text
 
 ERROR = RuntimeError("Timed out")
 
@@ -116,16 +118,20 @@ def test_a_new_process_group_ends_the_thread_of_the_old() -> None:
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def an_answer(rank: int, **parts: Any) -> Answer:
-    return Answer(**{
-        "rank": rank, "activity": "in the reduction", "seconds": f" for {4 + rank % 2} s",
-        "position": ", 4 optimizer step(s) done, 1 backward(s) since", "place": ", at train.py:24 main",
+def a_state(rank: int, **parts: Any) -> RankState:
+    return RankState(**{
+        "rank": rank, "activity": "the reduction", "seconds": 4 + rank % 2,
+        "position": "4 optimizer step(s) done, 1 backward(s) since", "line": "train.py:24 main",
         "pid": 1000 + rank, "host": "node", **parts,
     })  # fmt: skip
 
 
+def no_answer(rank: int) -> RankState:
+    return RankState(rank, Phase.GONE)
+
+
 def test_few_ranks_have_a_line_each() -> None:
-    lines = lines_of([no_answer(1), an_answer(0)])
+    lines = lines_of([no_answer(1), a_state(0)])
     assert lines == [
         "  rank 0: in the reduction for 4 s, 4 optimizer step(s) done, 1 backward(s) since, at train.py:24 main"
         " (pid 1000)",
@@ -134,10 +140,10 @@ def test_few_ranks_have_a_line_each() -> None:
 
 
 def test_of_many_ranks_those_that_differ_come_first() -> None:
-    answers = {rank: an_answer(rank) for rank in range(1024)}
-    answers[18] = an_answer(18, activity="outside of the engine", seconds="", place=", at train.py:71 evaluate")
-    answers[700] = no_answer(700)
-    assert lines_of(answers.values()) == [
+    states = {rank: a_state(rank) for rank in range(1024)}
+    states[18] = a_state(18, activity="", seconds=-1, line="train.py:71 evaluate")
+    states[700] = no_answer(700)
+    assert lines_of(states.values()) == [
         "  rank 18: outside of the engine, 4 optimizer step(s) done, 1 backward(s) since, at train.py:71 evaluate"
         " (pid 1018 on node)",
         "  rank 700: gave no answer: its process has ended, or cannot be reached",
@@ -148,21 +154,19 @@ def test_of_many_ranks_those_that_differ_come_first() -> None:
 
 def test_counts_keep_ranks_apart_only_if_the_lines_suffice() -> None:
     def lines(kinds: int) -> list[str]:
-        return lines_of(an_answer(k, position=f", {k % kinds} backward(s) since") for k in range(1024))
+        return lines_of(a_state(k, position=f"{k % kinds} backward(s) since") for k in range(1024))
 
     assert len(lines(4)) == 4
     assert lines(100) == [
         "  ranks 0-1023: in the reduction for 4 to 5 s, 0 to 99 backward(s) since, at train.py:24 main"
     ]
-    gathers = lines_of(
-        an_answer(k, activity=f"in the gather of 'w' over the ranks [{k // 8 * 8}]") for k in range(1024)
-    )
+    gathers = lines_of(a_state(k, activity=f"the gather of 'w' over the ranks [{k // 8 * 8}]") for k in range(1024))
     assert len(gathers) == 1 and "over the ranks [0 to 1016] for" in gathers[0]
 
 
 def test_the_text_is_bounded() -> None:
     texts = ["".join(chr(97 + int(digit)) for digit in f"{k:04}") for k in range(1024)]
-    lines = lines_of(an_answer(k, activity=texts[k] + "x\ny" * 1000) for k in range(1024))
+    lines = lines_of(a_state(k, activity=texts[k] + "x\ny" * 1000) for k in range(1024))
     assert len(lines) == 20 and sum(map(len, lines)) < 20 * 500
     assert lines[-2].endswith(": 1005 other answers")
 

@@ -24,7 +24,7 @@ from tests.harness.groups import (
 from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 
 STEPS = 3
 OPTIONS: list[dict[str, Any]] = [

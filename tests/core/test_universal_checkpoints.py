@@ -11,7 +11,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, started, to_universal
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.failures.checkpoint_errors import CheckpointError
+from zerosync_strategy.core.failures.errors import CheckpointError
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -13,9 +13,8 @@ from tests.doctor.test_doctor import command
 from tests.faults.verdicts import Fault, die, train
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.core.failures.answers import Answer
+from zerosync_strategy.core.failures.rank_state import RankState
 from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshot, Snapshots, interval
-from zerosync_strategy.core.failures.state import RankState
 from zerosync_strategy.tools.doctor import dump
 
 
@@ -57,9 +56,8 @@ def test_files_of_torch_alone(tmp_path: Path) -> None:
 
 
 def save(directory: Path, state: RankState, stuck_for: float) -> None:
-    now = time.time()
-    answer = Answer(state.rank, "in " + (state.activity or "the loader"), state=state)
-    Snapshot(answer, now, now - stuck_for, 2).save(directory)
+    now = time.time() + 60  # however long the command takes to start, the file is not old
+    Snapshot(state, now, now - stuck_for, 2).save(directory)
 
 
 @pytest.mark.parametrize(("stuck_for", "status"), [(60.0, 1), (1.0, 0)])
@@ -83,7 +81,7 @@ def test_the_command_on_a_run_that_goes_on(stuck_for: float, status: int, tmp_pa
 
 def test_a_thousand_ranks_write_a_hundred_files_a_second(tmp_path: Path) -> None:
     assert [interval(ranks) for ranks in (2, 100, 1000)] == [1.0, 1.0, 10.0]
-    last = Snapshots(tmp_path, 999, 1000, lambda _: Answer(999, "in the forward", state=RankState(999)))
+    last = Snapshots(tmp_path, 999, 1000, lambda _: RankState(999, activity="the forward"))
     time.sleep(2.5)
     assert not list(tmp_path.iterdir())  # its turn comes in the tenth second
     last.write()  # what has failed does not wait
@@ -92,7 +90,7 @@ def test_a_thousand_ranks_write_a_hundred_files_a_second(tmp_path: Path) -> None
     last.end(finished=True)
     now = time.time()
     for number, age in ((0, 0), (1, 30), (2, 60)):
-        Snapshot(Answer(number, "in the forward", state=RankState(number)), now - age, now - age, 1000).save(tmp_path)
+        Snapshot(RankState(number, activity="the forward"), now - age, now - age, 1000).save(tmp_path)
     said = [line.strip() for line in dump.read(tmp_path).lines]
     assert "rank 2: its process has ended; it was in the forward" in said, said
     assert "ranks 0-1: in the forward" in said

@@ -13,8 +13,8 @@ from tests.faults.verdicts import FAULTS, is_right, verdicts
 from tests.harness.engines import start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.failures.flight_recorder import read_file, recorded
-from zerosync_strategy.core.failures.state import RankState, Recorded
+from zerosync_strategy.core.failures.flight_recorder import Recorded, read_file, recorded
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.verdict import judge
 
 # Each fault once; the slow test has all of it.
@@ -45,7 +45,7 @@ FORWARD = RankState(
 )
 OTHER = replace(FORWARD, waits_for="the gather of 'b.weight'")
 BARRIER = replace(FORWARD, activity="", waits_for="torch.distributed.barrier()", backward=1)
-GONE, IDLE = RankState(0, is_gone=True), replace(FORWARD, activity="", waits_for="")
+GONE, IDLE = RankState(0, Phase.GONE), replace(FORWARD, activity="", waits_for="")
 
 
 def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
@@ -67,8 +67,8 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
         ([BARRIER, BARRIER, FORWARD], "other order", (2,)),
         ([FORWARD, IDLE, FORWARD], "elsewhere", (1,)),
         ([FORWARD, GONE, IDLE], "process ended", (1,)),
-        ([FORWARD, replace(IDLE, failure="ValueError in the forward"), GONE], "exception", (1,)),
-        ([FORWARD, replace(IDLE, has_finished=True)], "program ended", (1,)),
+        ([FORWARD, replace(IDLE, phase=Phase.FAILED, failure="ValueError in the forward"), GONE], "exception", (1,)),
+        ([FORWARD, replace(IDLE, phase=Phase.FINISHED)], "program ended", (1,)),
         ([FORWARD, FORWARD], "same call", (0, 1)),
         ([reduces("[4]"), reduces("[4]"), reduces("[5]")], "other call", (2,)),  # NCCL: nobody waits on the host
         ([reduces("[4]"), reduces("[4]", 6, complete=True)], "elsewhere", (1,)),

@@ -26,7 +26,8 @@ from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.failures.rank_status import RankError, is_communication_error, rank_status
+from zerosync_strategy.core.failures.errors import RankError, is_communication_error
+from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizer.supported import dtype_problem
 from zerosync_strategy.core.options.arguments import StrategyArguments

@@ -12,11 +12,10 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
-from zerosync_strategy.core.checkpoints.together import together
 from zerosync_strategy.core.engine import checkpoint_files, universal, zero
 from zerosync_strategy.core.engine.several import as_trained
-from zerosync_strategy.core.failures.checkpoint_errors import HALF_LOADED
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import HALF_LOADED, RankError
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint

@@ -18,7 +18,7 @@ from zerosync_strategy.core.report import StepReport
 class StepMeter:
     """Makes a report of each optimizer step of one engine, and says how far the engine has come.
 
-    Implements :class:`~failures.observation.Progress`.
+    Implements :class:`~failures.rank_state.Progress`.
 
     Args:
         module: of the engine.

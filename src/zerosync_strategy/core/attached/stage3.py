@@ -12,7 +12,7 @@ from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_li
 from zerosync_strategy.core.engine import compilation, contract, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.pending import PendingGradients

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
-from zerosync_strategy.core.checkpoints.together import together
 from zerosync_strategy.core.comm.collectives import broadcast_object
-from zerosync_strategy.core.failures.checkpoint_errors import CONVERT, OTHER_SETUP
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import CONVERT, OTHER_SETUP
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, Manifest
-from zerosync_strategy.core.checkpoints.together import together
 from zerosync_strategy.core.comm.collectives import broadcast_object
-from zerosync_strategy.core.failures.checkpoint_errors import UNWRITABLE, CheckpointError, as_checkpoint_errors
-from zerosync_strategy.core.failures.rank_status import RankError, rank_status
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, RankError, wrap_checkpoint_errors
+from zerosync_strategy.core.failures.rank_status import rank_status
 
 
 class EngineSave:
@@ -179,6 +179,6 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
             _current.id = broadcast_object(secrets.token_hex(8), 0, None)
         _current.engines.append(engine)
         engine.begin(_current.id, verifiable)
-        with as_checkpoint_errors(engine.what, UNWRITABLE):
+        with wrap_checkpoint_errors(engine.what, UNWRITABLE):
             yield
         engine.check()

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import timeout_of
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 
 _POLL = 0.02  # seconds
 

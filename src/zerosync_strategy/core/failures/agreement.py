@@ -1,27 +1,34 @@
-"""A comparison of the ranks before the first step: their models and options must be the same (W4)."""
+"""What ranks compare, and raise alike where they differ: models and options (W4), and whether each could do its part.
+
+Collective: an all-reduce of 64 bytes if all is well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import broadcast_object, digest, gather_words, is_alike
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.failures.answers import ranks_text
+from zerosync_strategy.core.failures.errors import CheckpointError, in_words, is_communication_error
+from zerosync_strategy.core.failures.verdict import ranks_text
 
 _SHOWN = 5
 _KINDS = 4
 """Of so many kinds of ranks, one sends what it has."""
 _MISSING = "missing"
+_FAILED = "!"
+
+Found = TypeVar("Found")
 
 
 def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
-    """Compare ``facts`` over the ranks of ``process_group``. Collective: 64 bytes are reduced if they agree.
+    """Compare ``facts`` over the ranks of ``process_group``. Collective.
 
-    Else the first rank sends its facts, and one rank of each of the next kinds what it has otherwise.
+    If they differ, the first rank sends its facts, and one rank of each of the next kinds what it has otherwise.
 
     Raises:
         ValueError: on every rank, naming the facts that differ and which ranks have what; ``where`` leads the message.
@@ -29,7 +36,7 @@ def require_same(where: str, facts: Mapping[str, str], process_group: Any = None
     own = digest(repr(sorted(facts.items())))
     if is_alike(own, process_group):
         return
-    by_name = _differences(facts, own, process_group)
+    by_name = _differences(facts, _kinds(own, process_group), process_group)
     shown = [f"  {name}: {values}" for name, values in _described(facts, by_name, process_group).items()]
     more = f"\n  and {len(by_name) - _SHOWN} more" if len(by_name) > _SHOWN else ""
     raise ValueError(
@@ -53,26 +60,52 @@ def _fact(param: Any) -> str:
     return f"{zero3.full_shape(param)} {param.dtype}{frozen}{persistent}{ranks}"
 
 
-def said_by_ranks(text: str, process_group: Any) -> dict[str, list[int]]:
-    """Return the texts of the first kinds of ranks, with their ranks. Collective: 64 bytes are reduced if all agree."""
-    own = digest(text)
-    if is_alike(own, process_group):
-        return {text: list(range(dist.get_world_size(process_group)))}
-    kinds = _kinds(own, process_group)[:_KINDS]
-    return {broadcast_object(text, ranks[0], process_group): ranks for ranks in kinds}
+def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[[], str]) -> Found:
+    """Call ``part`` on every rank; return what it returned beside its facts, if they are the same everywhere (K2).
+
+    Collective. An error of the communication is raised as it is.
+
+    Args:
+        what: all ranks do, for the error.
+        part: this rank's; returns its facts in words, and its result.
+        remedy: returns the end of the error, on every rank. May be collective.
+
+    Raises:
+        CheckpointError: on every rank: one has failed, or the facts differ.
+    """
+    result: list[Found] = []
+    failed: Exception | None = None
+    try:
+        said, found = part()
+        result.append(found)
+    except Exception as error:
+        if is_communication_error(error):
+            raise
+        failed, said = error, _FAILED + in_words(error)
+    own = digest(said)
+    if is_alike(own, None):
+        if failed is None:
+            return result[0]
+        text = said.removeprefix(_FAILED)
+    else:
+        kinds = {broadcast_object(said, ranks[0], None): ranks for ranks in _kinds(own, None)}
+        problems = {text.removeprefix(_FAILED): ranks for text, ranks in kinds.items() if text.startswith(_FAILED)}
+        text = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in (problems or kinds).items())
+        text = text if problems else f"the ranks differ: {text}"
+    raise CheckpointError(f"Cannot {what}: {text.rstrip(':. ')}. {remedy()}".rstrip()) from failed
 
 
 def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
-    """Return the ranks of each kind, by the first of them: those with the same words. Collective."""
+    """Return the ranks of the first kinds, by the first of them: those with the same words. Collective."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, words in enumerate(gather_words(own, process_group)):
         kinds.setdefault(tuple(words), []).append(rank)
-    return list(kinds.values())
+    return list(kinds.values())[:_KINDS]
 
 
-def _differences(facts: Mapping[str, str], own: list[int], process_group: Any) -> dict[str, list[str]]:
-    """Return, by name, the values of facts that differ between the first ranks of the first kinds. Collective."""
-    first, *others = [ranks[0] for ranks in _kinds(own, process_group)[:_KINDS]]
+def _differences(facts: Mapping[str, str], kinds: Sequence[list[int]], process_group: Any) -> dict[str, list[str]]:
+    """Return, by name, the values of facts that differ between the first ranks of the kinds. Collective."""
+    first, *others = [ranks[0] for ranks in kinds]
     reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
     different = {
         name: facts.get(name, _MISSING)

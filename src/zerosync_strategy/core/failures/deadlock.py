@@ -21,7 +21,6 @@ Nothing is sent before a rank has waited for two seconds. The keys, of which the
 
 from __future__ import annotations
 
-import atexit
 import json
 import secrets
 import sys
@@ -29,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.collectives import is_alike
 from zerosync_strategy.core.comm.waits import Call, Wait
+from zerosync_strategy.core.failures.inquiry import read_keys
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits in a call before it says so."""
@@ -53,15 +53,15 @@ class Waiting:
 
     Attributes:
         call: that it has issued, and that is not complete.
-        ranks: of the call's process group.
+        ranks: of the call's process group; empty for all.
         collectives: of torch that the rank has issued, by group.
-        exchanges: that it has issued, by group and tag.
+        exchanges: that it has issued, by group and tag; in a key of their own, read where they matter.
     """
 
     call: Call
     ranks: tuple[int, ...]
     collectives: Mapping[str, int]
-    exchanges: Mapping[str, Mapping[int, int]]
+    exchanges: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     def lacks(self, call: Call) -> bool:
         """Whether the rank has not issued ``call``, or another one in its place."""
@@ -72,6 +72,19 @@ class Waiting:
         if self.call.name and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.name != call.name
         return self.collectives[call.group] < call.number
+
+    def encode(self) -> str:
+        """Return all but the exchanges, as a text."""
+        return json.dumps({"call": asdict(self.call), "ranks": self.ranks, "collectives": self.collectives})
+
+    @staticmethod
+    def decode(text: str, exchanges: str = "{}") -> Waiting:
+        """Return what ``text`` was encoded from, with ``exchanges`` from theirs."""
+        fields = json.loads(text)
+        issued = {
+            group: {int(tag): number for tag, number in tags.items()} for group, tags in json.loads(exchanges).items()
+        }
+        return Waiting(Call(**fields["call"]), tuple(fields["ranks"]), fields["collectives"], issued)
 
 
 def compare_numbers(process_groups: Iterable[Any]) -> None:
@@ -88,7 +101,7 @@ def deadlocked(waiting: Mapping[int, Waiting]) -> set[int]:
     for rank, state in waiting.items():
         calls.setdefault(state.call, set()).add(rank)
     missing = {
-        call: {rank for rank in waiting[next(iter(ranks))].ranks if rank in waiting and waiting[rank].lacks(call)}
+        call: {rank for rank in waiting[min(ranks)].ranks or waiting if rank in waiting and waiting[rank].lacks(call)}
         for call, ranks in calls.items()
     }
     found = set(waiting)
@@ -128,12 +141,10 @@ class DeadlockWatch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zerosync-deadlock-watch", daemon=True)
         self._thread.start()
-        atexit.register(self.end)
 
     def end(self) -> None:
-        """End the thread. A second call does nothing."""
+        """End the thread."""
         self._ended.set()
-        atexit.unregister(self.end)
         self._thread.join(timeout=2.0)
 
     def settle(self) -> None:
@@ -168,10 +179,9 @@ class DeadlockWatch:
         if self._store is None:
             self._store = PrefixStore(_PREFIX, self._shared.clone())
         ranks = dist.get_process_group_ranks(wait.process_group)
-        own = _Written(wait.call, [] if len(ranks) == self._world_size else ranks, waits.collectives())
-        self._store.multi_set(
-            [f"issued/{self._rank}", f"waits/{self._rank}"], [json.dumps(waits.exchanges()), own.encode()]
-        )
+        everyone = len(ranks) == self._world_size
+        own = Waiting(wait.call, () if everyone else tuple(ranks), waits.collectives()).encode()
+        self._store.multi_set([f"issued/{self._rank}", f"waits/{self._rank}"], [json.dumps(waits.exchanges()), own])
         began, pause = time.monotonic(), _POLL_SECONDS
         next_read = began + pause * max(0, ranks.index(self._rank) - 1)
         heard = confirmed = ""
@@ -180,7 +190,7 @@ class DeadlockWatch:
                 break
             if (name := self._suspicion()) != heard:
                 heard = name
-                if json.loads(self._store.get(f"suspects/{name}")).get(str(self._rank)) == own.encode():
+                if json.loads(self._store.get(f"suspects/{name}")).get(str(self._rank)) == own:
                     confirmed = name
                     self._expect_error()
                     self._store.add(f"confirmed/{name}", 1)
@@ -191,34 +201,22 @@ class DeadlockWatch:
             if time.monotonic() >= max(next_read, self._expected_until):  # not while another set is looked into
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 next_read = time.monotonic() + pause
-                written = self._read()
+                written = read_keys(self._store, {rank: f"waits/{rank}" for rank in range(self._world_size)})
                 found = self._deadlocked(written)
-                if self._rank in found and (lines := self._suspect({str(r): written[r].encode() for r in found})):
+                if self._rank in found and (lines := self._suspect({str(rank): written[rank] for rank in found})):
                     return lines
         return []
 
     # ---- the store -----------------------------------------------------------------------------------------------
 
-    def _read(self) -> dict[int, _Written]:
-        """Return what all ranks have written that have."""
-        keys = {rank: f"waits/{rank}" for rank in range(self._world_size)}
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        texts = self._store.multi_get(list(keys.values()))
-        return {rank: _Written.decode(text.decode()) for rank, text in zip(keys, texts, strict=True)}
-
-    def _deadlocked(self, written: Mapping[int, _Written]) -> set[int]:
-        if len({each.call for each in written.values()}) == 1:
+    def _deadlocked(self, written: Mapping[int, str]) -> set[int]:
+        if len({Waiting.decode(text).call for text in written.values()}) == 1:
             return set()
-        everyone = tuple(range(self._world_size))
-        texts = self._store.multi_get([f"issued/{rank}" for rank in written])
-        waiting = {}
-        for (rank, each), text in zip(written.items(), texts, strict=True):
-            issued = {
-                group: {int(tag): number for tag, number in tags.items()} for group, tags in json.loads(text).items()
-            }
-            waiting[rank] = Waiting(each.call, tuple(each.ranks) or everyone, each.collectives, issued)
-        return deadlocked(waiting)
+        issued = self._store.multi_get([f"issued/{rank}" for rank in written])
+        return deadlocked({
+            rank: Waiting.decode(text, exchanges.decode())
+            for (rank, text), exchanges in zip(written.items(), issued, strict=True)
+        })  # fmt: skip
 
     def _suspicion(self) -> str:
         return self._store.get("suspicion").decode() if self._store.check(["suspicion"]) else ""
@@ -244,20 +242,3 @@ class DeadlockWatch:
             if self._ended.wait(_POLL_SECONDS / 5) or time.monotonic() > until or not goes_on():
                 return False
         return True
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank writes; ``ranks`` is empty for all."""
-
-    call: Call
-    ranks: list[int]
-    collectives: dict[str, int]
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(text: str) -> _Written:
-        fields = json.loads(text)
-        return _Written(Call(**fields["call"]), fields["ranks"], fields["collectives"])

@@ -13,13 +13,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm import waits
-from zerosync_strategy.core.failures.state import Recorded
 
 _LIBRARIES = (
     "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
@@ -32,6 +32,35 @@ _GROUPS = 4
 """Of so many process groups the collectives are told, the last used first."""
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Torch's functions that return what was recorded: NCCL's, which a build with NCCL has, and that of other backends."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A collective in torch's flight recorder.
+
+    Attributes:
+        group: the name of its process group.
+        number: among the group's collectives, from 1.
+        name: torch's, with the backend's: ``"gloo:all_reduce"``.
+        sizes: of its input.
+        line: of the program, that issued it.
+        complete: whether it is.
+        words: ZeroSync's for it, where it is ZeroSync's.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: str = ""
+    line: str = ""
+    complete: bool = True
+    words: str = ""
+
+    @property
+    def text(self) -> str:
+        """What it is, in words."""
+        what = self.words or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
+        return f"{what} (collective {self.number} of group {self.group!r}{self.line and ', at ' + self.line})"
 
 
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:

@@ -5,25 +5,25 @@ open waits for the collector's summary. The keys:
 
 ``closed``             the number of the open inquiry, or of the next.
 ``asked/n/k``          how many have asked to be the k-th collector; the k-th follows where the one before has died.
-``call/n/r``           wakes rank r's thread, which appends its answer to ``answers/n``.
-``failed/r``           the answer of rank r, which has stopped, or nothing.
-``summary/n``          what all ranks say. Written after ``closed`` is n + 1, so who has read it opens another inquiry.
+``call/n/r``           wakes rank r's thread, which appends its state to ``answers/n``.
+``failed/r``           the state of rank r, which has stopped, or nothing.
+``summary/n``          the report on all ranks. Written after ``closed`` is n + 1: its readers open another inquiry.
 """
 
 from __future__ import annotations
 
-import atexit
+import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer
-from zerosync_strategy.core.failures.verdict import judge
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
+from zerosync_strategy.core.failures.verdict import report
 
 ANSWER_SECONDS = 5.0
 """How long a collector waits for answers, unless all that it misses have recorded a failure."""
@@ -33,8 +33,6 @@ _SUMMARY_SECONDS = 8.0
 """How long the others wait for the collector; more than it needs."""
 _COLLECTORS = 2
 _PREFIX = "zerosync/rank_status"
-VERDICT = "Verdict: "
-"""How the line of the verdict begins."""
 _NEVER = timedelta(days=10_000)
 
 
@@ -44,21 +42,21 @@ class Inquiries:
     Args:
         store: the store of the process group.
         rank, world_size: of this process.
-        status: returns what this process is doing.
+        state: returns what this process is doing.
 
     Raises:
         RuntimeError: the store cannot be shared.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, status: Callable[[], Answer]) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, state: Callable[[], RankState]) -> None:
         self._rank = rank
-        self._world_size = world_size
-        self._status = status
+        self._ranks = range(world_size)
+        self._state = state
         self._ended = False
         # One connection each: while one waits, nobody else can use it.
         self._store: Any = PrefixStore(_PREFIX, store.clone())
         listening: Any = PrefixStore(_PREFIX, store.clone())
-        self.note_failure(None)  # a store that outlives a restart has the earlier failures,
+        self.record_failure(None)  # a store that outlives a restart has the earlier failures,
         self._number = self._open_number()  # inquiries,
         with suppress(RuntimeError):  # and perhaps a call that was never answered
             self._store.delete_key(f"call/{self._number}/{rank}")
@@ -66,29 +64,30 @@ class Inquiries:
             target=self._listen, args=(listening,), name="zerosync-rank-status", daemon=True
         )
         self._thread.start()
-        atexit.register(self.end)
 
-    def note_failure(self, stopped: Answer | None) -> None:
+    def record_failure(self, stopped: RankState | None) -> None:
         """Write why this rank has stopped, for the ranks that will miss it; ``None`` if it goes on."""
-        self._store.set(f"failed/{self._rank}", "" if stopped is None else stopped.encode())
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"failed/{self._rank}", "" if stopped is None else json.dumps(stopped.encode()))
 
     def end(self) -> None:
-        """End the thread, and with it its connection. A second call does nothing.
+        """End the thread, and with it its connection.
 
         A thread that comes back from the store while Python ends would abort the process.
         """
-        if self._ended:
-            return
         self._ended = True
-        atexit.unregister(self.end)
         with suppress(RuntimeError):  # the store may be gone, and the thread with it
             self._store.set(f"call/{self._number}/{self._rank}", "")
         self._thread.join(timeout=1.0)
 
+    def _open_number(self) -> int:
+        return int(self._store.compare_set("closed", "", "0"))  # which sets it only if there is none
+
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self) -> list[str]:
-        """Return lines that say what all ranks are doing. Takes up to five seconds, and longer if a collector dies."""
+        """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies."""
+        states = {rank: RankState(rank, Phase.GONE) for rank in self._ranks} | {self._rank: self._state()}
         try:
             number = self._open_number()
             for attempt in range(_COLLECTORS):
@@ -98,55 +97,39 @@ class Inquiries:
                     self._store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
                     return self._store.get(f"summary/{number}").decode().split("\n")
         except RuntimeError:  # the store ends with the rank that has it
-            return _told([self._status() if rank == self._rank else no_answer(rank) for rank in self._ranks()])
-        return self._collect(number)
-
-    def _ranks(self) -> range:
-        return range(self._world_size)
-
-    def _open_number(self) -> int:
-        return int(self._store.compare_set("closed", "", "0"))  # which sets it only if there is none
-
-    def _collect(self, number: int) -> list[str]:
-        """Call all ranks, wait for their answers, and write the summary."""
-        answers = {rank: no_answer(rank) for rank in self._ranks()} | {self._rank: self._status()}
+            return report(list(states.values()))
         with suppress(RuntimeError):  # a store that ends leaves what was read
-            self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks()], [""] * self._world_size)
-            self._read_answers(number, answers)
-        lines = _told(answers.values())
+            self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks], [""] * len(self._ranks))
+            self._read_answers(number, states)
+        lines = report(list(states.values()))
         with suppress(RuntimeError):
             self._store.compare_set("closed", str(number), str(number + 1))
             self._store.set(f"summary/{number}", "\n".join(lines))
         return lines
 
-    def _read_answers(self, number: int, answers: dict[int, Answer]) -> None:
-        """Put into ``answers`` what the other ranks say, as it comes in."""
-        began, missing = time.monotonic(), set(self._ranks()) - {self._rank}
+    def _read_answers(self, number: int, states: dict[int, RankState]) -> None:
+        """Put into ``states`` what the other ranks say, as it comes in."""
+        began, missing = time.monotonic(), set(self._ranks) - {self._rank}
         # Many ranks that fail together fail within a second: the first look is late enough for one inquiry to do.
-        pause = min(max(0.05, self._world_size / 1000), 0.5)
+        pause = min(max(0.05, len(self._ranks) / 1000), 0.5)
         while missing:
             time.sleep(pause)
             waited, pause = time.monotonic() - began, min(2 * pause, 1.0)
             if self._store.check([f"answers/{number}"]):
                 for line in self._store.get(f"answers/{number}").decode().splitlines():
-                    answer = Answer.decode(line)
-                    if answer.rank in missing:
-                        missing.remove(answer.rank)
-                        answers[answer.rank] = answer
+                    state = RankState.decode(json.loads(line))
+                    if state.rank in missing:
+                        missing.remove(state.rank)
+                        states[state.rank] = state
             stopped = self._read_failures(missing)
-            answers |= stopped
+            states |= stopped
             if waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
-    def _read_failures(self, ranks: set[int]) -> dict[int, Answer]:
+    def _read_failures(self, ranks: set[int]) -> dict[int, RankState]:
         """Return what those of ``ranks`` have written that have stopped."""
-        keys = {rank: f"failed/{rank}" for rank in sorted(ranks)}
-        if not self._store.check(list(keys.values())):  # a rank that has never come so far has no key
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        if not keys:
-            return {}
-        texts = self._store.multi_get(list(keys.values()))
-        return {rank: Answer.decode(text.decode()) for rank, text in zip(keys, texts, strict=True) if text}
+        written = read_keys(self._store, {rank: f"failed/{rank}" for rank in sorted(ranks)})
+        return {rank: RankState.decode(json.loads(text)) for rank, text in written.items() if text}
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -157,12 +140,13 @@ class Inquiries:
                 store.wait([f"call/{self._number}/{self._rank}"], _NEVER)
                 if self._ended:
                     return
-                store.append(f"answers/{self._number}", self._status().encode())
+                store.append(f"answers/{self._number}", json.dumps(self._state().encode()) + "\n")
                 self._number += 1
 
 
-def _told(answers: Iterable[Answer]) -> list[str]:
-    """Return the lines of an error: the verdict on what the ranks say, and what they say."""
-    answers = list(answers)
-    verdict = judge([answer.state for answer in answers if answer.state is not None])
-    return [f"{VERDICT}{verdict.text}", *lines_of(answers)] if verdict else lines_of(answers)
+def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:
+    """Return the texts of those ``keys`` that the store has: a rank that has never come so far has none."""
+    if keys and not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    texts = store.multi_get(list(keys.values())) if keys else ()
+    return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}

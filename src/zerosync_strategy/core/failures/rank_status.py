@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -27,22 +26,12 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.collectives import backend_for
-from zerosync_strategy.core.failures.answers import Answer, lines_of
 from zerosync_strategy.core.failures.deadlock import DeadlockWatch
-from zerosync_strategy.core.failures.inquiry import VERDICT, Inquiries
-from zerosync_strategy.core.failures.observation import Progress, frame_of, state_of, user_line
+from zerosync_strategy.core.failures.errors import RankError, is_communication_error
+from zerosync_strategy.core.failures.inquiry import Inquiries
+from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
 from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshots
-
-# gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
-_OF_GLOO = re.compile(
-    r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
-    r"|Application timeout caused pair closure|Connection closed by peer \["
-    r"|Gloo connectFullMesh failed with|failed to pass monitoredBarrier in"
-)
-
-
-class RankError(RuntimeError):
-    """Communication with other ranks failed or timed out; the message says what each rank was doing."""
+from zerosync_strategy.core.failures.verdict import VERDICT, report
 
 
 class RankStatus:
@@ -59,19 +48,18 @@ class RankStatus:
         self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
         self._progress: Callable[[], Progress | None] = lambda: None
-        self._lost: Answer | None = None  # what this rank says while it asks, once its communication has failed
-        self._stopped: Answer | None = None  # why it has stopped, until it goes on
+        self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
         self._main = threading.main_thread().ident or 0
         self._deadlock: list[str] = []  # what all ranks were doing when it was certain that this one waits in vain
         self._inquiries: Inquiries | None = None
         self._watch: DeadlockWatch | None = None
         self._snapshots: Snapshots | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
-            self._inquiries = Inquiries(store, rank, world_size, self._status)
+            self._inquiries = Inquiries(store, rank, world_size, self._state)
             if watch:
                 self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
         if directory := os.environ.get(DUMP_DIR):
-            self._snapshots = Snapshots(Path(directory), rank, world_size, self._status)
+            self._snapshots = Snapshots(Path(directory), rank, world_size, self._state)
         atexit.register(self._exit)
 
     @contextmanager
@@ -92,8 +80,8 @@ class RankStatus:
         self._position = position()
         if progress is not None:
             self._progress = weakref.ref(progress)  # an engine is not kept by it
-        if self._lost is not None or self._stopped is not None:
-            self._go_on()
+        if self._stopped is not None:
+            self._stop(None)
         self._activities.append((what, time.monotonic()))
         try:
             yield
@@ -101,18 +89,14 @@ class RankStatus:
             raise
         except Exception as error:
             if not is_communication_error(error):
-                self.record_failure(f"{type(error).__name__} in {what}, {self._position}", error)
+                self.record_failure(f"{type(error).__name__} in {what}", error)
                 raise
             message = self.describe(str(what), error)
-            self.record_failure(f"lost the other ranks in {what}, {self._position}")
+            self.record_failure(f"lost the other ranks in {what}")
             raise RankError(message) from error
         finally:
             self._activities.pop()
             self._position = position()
-
-    def _go_on(self) -> None:
-        self._lost = self._stopped = None
-        self._note_failure()
 
     def record_failure(self, why: str, error: BaseException | None = None) -> None:
         """Write to the store that this rank stops for a reason of its own, for the ranks that will miss it.
@@ -121,33 +105,34 @@ class RankStatus:
             why: in words.
             error: its own. Without one, it has lost the others.
         """
-        if self._stopped is not None:  # the first, from the innermost activity, says most
-            return
+        if self._stopped is not None and self._stopped.phase is not Phase.LOST:
+            return  # the first, from the innermost activity, says most
         # Torch's flight recorder is not asked: the program may catch the error and go on.
-        frame = None if error is None else frame_of(error)
-        state = (self._lost or self._answer(frame, with_recorder=False)).state
-        if error is not None and state is not None:
-            state = replace(state, failure=why.removesuffix(f", {self._position}"), waits_for="")
-        self._stopped = Answer(self._rank, f"has stopped: {why}", state=state)
-        self._note_failure()
+        state = self._stopped or self._observe(None if error is None else frame_of(error), with_recorder=False)
+        if error is None:
+            self._stop(replace(state, phase=Phase.STOPPED, failure=why, seconds=-1))
+        else:
+            self._stop(replace(state, phase=Phase.FAILED, failure=why, seconds=-1, waits_for=""))
 
-    def _note_failure(self) -> None:
+    def _stop(self, state: RankState | None) -> None:
+        """Tell the others ``state``, in which this rank has stopped; ``None``: it goes on."""
+        self._stopped = state
         if self._inquiries is not None:
-            with suppress(RuntimeError):  # the store may be gone
-                self._inquiries.note_failure(self._stopped)
+            self._inquiries.record_failure(state)
         if self._snapshots is not None:
             self._snapshots.write()
 
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
-        self._lost = self._answer(frame_of(error), failed=True)
+        self._stopped = lost = self._observe(frame_of(error), failed=True)
         if self._watch is not None:
             self._watch.settle()
+        lines = self._deadlock or (report([lost]) if self._inquiries is None else self._inquiries.ask())
+        # A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it.
+        verdict = next((line.removeprefix(VERDICT) for line in lines if line.startswith(VERDICT)), "")
+        self._stopped = replace(lost, verdict=verdict)
         if self._deadlock:
-            self._keep_verdict(self._deadlock)
             return self._describe_deadlock(what)
-        lines = lines_of([self._status()]) if self._inquiries is None else self._inquiries.ask()
-        self._keep_verdict(lines)
         return "\n".join([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
@@ -155,12 +140,6 @@ class RankStatus:
             " optimizer steps, and under ZeRO-3 run the same modules in the same order, unless all parameters are held"
             " (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
         ])  # fmt: skip
-
-    def _keep_verdict(self, lines: list[str]) -> None:
-        """A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it."""
-        verdict = next((line.removeprefix(VERDICT) for line in lines if line.startswith(VERDICT)), "")
-        if self._lost is not None and self._lost.state is not None:
-            self._lost = replace(self._lost, state=replace(self._lost.state, verdict=verdict))
 
     def _found_deadlock(self, lines: list[str]) -> None:
         self._deadlock = lines
@@ -180,47 +159,27 @@ class RankStatus:
     def _exit(self) -> None:
         # An exception that nobody has caught, outside of the engine.
         error = getattr(sys, "last_value", None)
-        if isinstance(error, Exception) and not isinstance(error, RankError) and not is_communication_error(error):
-            self.record_failure(f"{type(error).__name__} outside of the engine, {self._position}", error)
+        if isinstance(error, Exception) and not is_communication_error(error):
+            self.record_failure(f"{type(error).__name__} outside of the engine", error)
         self.end()
 
     def end(self) -> None:
-        """Answer no more, and let go of the store."""
+        """Answer no more, and let go of the store. A second call does nothing."""
         atexit.unregister(self._exit)
         if self._snapshots is not None:
-            self._snapshots.end(finished=self._stopped is None and self._lost is None)
-            self._snapshots = None
+            self._snapshots.end(finished=self._stopped is None)
         if self._watch is not None:
             self._watch.end()
-            self._watch = None
         if self._inquiries is not None:
             self._inquiries.end()
-            self._inquiries = None
+        self._snapshots = self._watch = self._inquiries = None
 
-    def _status(self, with_recorder: bool = True) -> Answer:
-        known = self._stopped or self._lost
+    def _state(self, with_recorder: bool = True) -> RankState:
         # No variable for the frame: it may be this one, which would then keep itself.
-        return known or self._answer(sys._current_frames().get(self._main), with_recorder=with_recorder)
+        return self._stopped or self._observe(sys._current_frames().get(self._main), with_recorder=with_recorder)
 
-    def _answer(self, frame: FrameType | None, **how: bool) -> Answer:
-        """Return what this rank says of itself; see :func:`state_of`."""
-        activities = list(self._activities)
-        words, seconds = "outside of the engine", ""
-        if activities:
-            what, began = activities[-1]
-            words, seconds = f"in {what}", f" for {time.monotonic() - began:.0f} s"
-        call = waits.torch_collective(frame)
-        line = user_line(frame)
-        return Answer(
-            self._rank,
-            words + (f", calling torch.distributed.{call}()" if call else ""),
-            seconds,
-            f", {self._position}",
-            f", at {line}" if line else "",
-            os.getpid(),
-            socket.gethostname(),
-            state_of(self._rank, [str(what) for what, _ in activities], frame, self._progress(), **how),
-        )
+    def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
+        return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)
 
 
 _current: tuple[Callable[[], Any], RankStatus] | None = None  # with a reference to its group that does not keep it
@@ -239,11 +198,6 @@ def rank_status() -> RankStatus:
         watch = world_size > 1 and backend_for(None, "cpu") == "gloo"
         _current = weakref.ref(group), RankStatus(store, dist.get_rank(), world_size, watch)
     return _current[1]
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Return whether ``error`` was raised because other ranks did not take part."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error))))
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerosync_strategy.core.failures.answers import Answer
-from zerosync_strategy.core.failures.state import RankState, Recorded
+from zerosync_strategy.core.failures.flight_recorder import Recorded
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
 
 DUMP_DIR = "ZEROSYNC_DUMP_DIR"
 """The environment variable that names the directory."""
@@ -39,23 +39,22 @@ class Snapshot:
     """What a file has.
 
     Attributes:
-        answer: what the rank says of itself.
+        state: of the rank.
         written: when, in seconds of the wall clock.
         since: since when the rank has not moved.
         world_size: of its job.
     """
 
-    answer: Answer
+    state: RankState
     written: float
     since: float
     world_size: int
 
     def save(self, directory: Path) -> None:
         """Write the file, or replace it."""
-        path = directory / _NAME.format(self.answer.rank)
-        fields = {"written": self.written, "since": self.since, "world_size": self.world_size}
+        path = directory / _NAME.format(self.state.rank)
         partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        partial.write_text(json.dumps(fields | {"answer": self.answer.encode()}))
+        partial.write_text(json.dumps(vars(self) | {"state": self.state.encode()}))
         partial.replace(path)
 
     @staticmethod
@@ -69,10 +68,10 @@ class Snapshot:
         for path in directory.glob(_NAME.format("*")):
             try:
                 fields = json.loads(path.read_text())
-                found.append(Snapshot(**fields | {"answer": Answer.decode(fields["answer"])}))
+                found.append(Snapshot(**fields | {"state": RankState.decode(fields["state"])}))
             except (ValueError, KeyError, TypeError) as problem:
                 raise ValueError(f"{path} is no file of ZeroSync's: {problem}") from None
-        return sorted(found, key=lambda snapshot: snapshot.answer.rank)
+        return sorted(found, key=lambda snapshot: snapshot.state.rank)
 
 
 class Snapshots:
@@ -81,11 +80,11 @@ class Snapshots:
     Args:
         directory: for the files of all ranks; it is made.
         rank, world_size: of the job.
-        status: returns what this process is doing, with a look into torch's flight recorder if it is asked for one.
+        state: returns what this process is doing, with a look into torch's flight recorder if it is asked for one.
     """
 
-    def __init__(self, directory: Path, rank: int, world_size: int, status: Callable[[bool], Answer]) -> None:
-        self._directory, self._rank, self._world_size, self._status = directory, rank, world_size, status
+    def __init__(self, directory: Path, rank: int, world_size: int, state: Callable[[bool], RankState]) -> None:
+        self._directory, self._rank, self._world_size, self._state = directory, rank, world_size, state
         self._since = 0.0
         self._where: object = None  # when it was looked at last
         self._recorded: tuple[Recorded, ...] | None = None  # once it is stuck there
@@ -98,38 +97,34 @@ class Snapshots:
     def write(self) -> None:
         """Write the file now."""
         with self._lock:
-            self._look(self._status(False), is_due=True)
+            self._look(self._state(False), writes=True)
 
-    def _look(self, answer: Answer, is_due: bool) -> None:
-        """Note since when the rank has been where ``answer`` says, and write the file if it is due."""
-        now, state = time.time(), answer.state
-        if (where := _where(answer)) != self._where:
+    def _look(self, state: RankState, writes: bool) -> None:
+        """Note since when the rank has been where ``state`` says, and write the file if it ``writes``."""
+        now, where = time.time(), replace(state, seconds=0, recorded=())
+        if where != self._where:
             self._since, self._where, self._recorded = now, where, None
-        elif state is not None and not state.recorded:
+        elif not state.recorded:
             if self._recorded is None:
-                self._recorded = (self._status(True).state or state).recorded
-            answer = replace(answer, state=replace(state, recorded=self._recorded))
-        if not is_due:
-            return
-        with suppress(OSError):  # the run goes on, and tries again
-            Snapshot(answer, now, self._since, self._world_size).save(self._directory)
+                self._recorded = self._state(True).recorded
+            state = replace(state, recorded=self._recorded)
+        if writes:
+            with suppress(OSError):  # the run goes on, and tries again
+                Snapshot(state, now, self._since, self._world_size).save(self._directory)
 
     def end(self, finished: bool) -> None:
-        """End the thread. A second call does nothing.
+        """End the thread.
 
         Args:
             finished: the program has come to its end.
         """
-        if self._ended.is_set():
-            return
         self._ended.set()
         self._thread.join(timeout=2 * SECONDS)
         with self._lock:
-            answer = self._status(False)
+            state = self._state(False)
             if finished:
-                state = RankState(answer.rank, has_finished=True)
-                answer = replace(answer, activity="has come to the end of its program", seconds="", state=state)
-            self._look(answer, is_due=True)
+                state = RankState(self._rank, Phase.FINISHED, position=state.position, pid=state.pid, host=state.host)
+            self._look(state, writes=True)
 
     def _run(self) -> None:
         every = interval(self._world_size)
@@ -137,10 +132,5 @@ class Snapshots:
         while not self._ended.wait(SECONDS):
             with self._lock:
                 is_due = time.monotonic() >= due
-                self._look(self._status(False), is_due)
+                self._look(self._state(False), is_due)
             due += every * is_due
-
-
-def _where(answer: Answer) -> object:
-    state = answer.state
-    return answer.activity, answer.position, answer.place, state and (state.waits_for, state.backward, state.failure)

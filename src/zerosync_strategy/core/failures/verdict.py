@@ -1,4 +1,4 @@
-"""One verdict from what all ranks say: which of them is the cause, and where it is (W4).
+"""What is concluded from the states of all ranks: the lines of an error, and one verdict, on the cause (W4).
 
 In this order: a rank that has raised an exception of its own; one whose process has ended; one that does not
 communicate while others wait for it; and where all wait, but not for the same, one that does otherwise than in its own
@@ -8,11 +8,22 @@ both named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from zerosync_strategy.core.failures.answers import ranks_text
-from zerosync_strategy.core.failures.state import RankState, Recorded
+from zerosync_strategy.core.failures.flight_recorder import Recorded
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
+
+VERDICT = "Verdict: "
+"""How the line of the verdict begins."""
+_ONE_EACH = 8
+"""Up to so many ranks have a line each."""
+_LINES = 20
+_RUNS = 8
+_CHARACTERS = 400
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -23,20 +34,20 @@ class Verdict:
         cause: one of the words in the table of docs/failures.md.
         ranks: that are the cause.
         text: a sentence with all of it.
-        parameters: of the gather or reduction that those ranks wait for, or that is waited for.
-        module: whose code runs on them.
-        line: of the program, where they are.
-        window, backward: in which they are; 0 where that is not known.
     """
 
     cause: str
     ranks: tuple[int, ...]
     text: str
-    parameters: str = ""
-    module: str = ""
-    line: str = ""
-    window: int = 0
-    backward: int = 0
+
+
+def report(states: Sequence[RankState]) -> list[str]:
+    """Return the lines of an error: the verdict on the ranks of a job, and what each of them does."""
+    verdict = judge(states)
+    return [f"{VERDICT}{verdict.text}", *lines_of(states)] if verdict else lines_of(states)
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
 def judge(states: Sequence[RankState]) -> Verdict | None:
@@ -44,16 +55,17 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
     states = [state.with_pending() for state in states]
     if told := next((state.verdict for state in states if state.verdict), ""):
         return Verdict("told before", (), told)
-    failed = [state for state in states if state.failure]
-    gone = [state for state in states if state.is_gone]
-    waiting = [state for state in states if state.waits_for and not state.failure]
+    failed, gone, finished = (
+        [state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE, Phase.FINISHED)
+    )
+    waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed:
         return _verdict("exception", failed, waiting, lambda state: f"raised {state.failure}")
     if gone:
         return _verdict("process ended", gone, waiting, lambda _: "has ended without an error, or cannot be reached")
     if not waiting or len(states) < 2:
         return None
-    if finished := [state for state in states if state.has_finished]:
+    if finished:
         return _verdict("program ended", finished, waiting, lambda _: "has come to the end of its program")
     if absent := [state for state in states if not state.waits_for]:
         return _verdict("elsewhere", absent, waiting, _is_elsewhere)
@@ -105,10 +117,7 @@ def _numbers(states: Sequence[RankState]) -> str:
     for of_group in last.values():
         if len({each.number for each in of_group.values()}) > 1:
             by_text = _grouped(states, lambda state: _text(of_group.get(state.rank)))  # noqa: B023
-            at = (
-                f"{ranks_text([state.rank for state in group])} {_text(of_group.get(group[0].rank))}"
-                for group in by_text
-            )
+            at = (f"{_ranks_of(group)} {_text(of_group.get(group[0].rank))}" for group in by_text)
             return f"; the last in torch's flight recorder: {', '.join(list(at)[:3])}"
     return ""
 
@@ -127,58 +136,92 @@ def _is_in_step(state: RankState) -> bool:
     return state.activity.startswith(of_step)
 
 
-def _grouped(states: Iterable[RankState], key: Callable[[RankState], Hashable]) -> list[list[RankState]]:
-    """Return the states by ``key``, the smallest groups first."""
-    groups: dict[Hashable, list[RankState]] = {}
-    for state in states:
-        groups.setdefault(key(state), []).append(state)
-    return sorted(groups.values(), key=len)
-
-
 def _verdict(
     cause: str, chosen: Sequence[RankState], others: Sequence[RankState], did: Callable[[RankState], str]
 ) -> Verdict:
     """Return the verdict that ``chosen`` are the cause, each in the words of ``did``; ``others`` wait."""
-    sentences = [
-        f"{ranks_text([state.rank for state in group])} {did(group[0])}{where(group[0])}"
-        for group in _alike(chosen, did)
-    ]
+    groups = _grouped(chosen, lambda state: (did(state), state.place))
+    sentences = [f"{_ranks_of(group)} {did(group[0])}{group[0].place}" for group in groups]
     if others:
-        group = _alike(others, lambda state: state.waits_for)[-1]
+        group = _grouped(others, lambda state: (state.waits_for, state.place))[-1]
         wait = "waits" if len(group) == 1 else "wait"
-        sentences.append(
-            f"{ranks_text([state.rank for state in group])} {wait} for {group[0].waits_for}{where(group[0])}"
-        )
-    first, waits = chosen[0], others[0] if others else chosen[0]
-    return Verdict(
-        cause,
-        tuple(sorted(state.rank for state in chosen)),
-        "; ".join(sentences[:3]),
-        first.parameters or waits.parameters,
-        first.module or waits.module,
-        first.line or waits.line,
-        (first.steps if first.steps >= 0 else waits.steps) + 1,
-        first.backward if first.steps >= 0 else waits.backward,
-    )
-
-
-def _alike(states: Sequence[RankState], key: Callable[[RankState], str]) -> list[list[RankState]]:
-    return _grouped(states, lambda state: (key(state), where(state)))
+        sentences.append(f"{_ranks_of(group)} {wait} for {group[0].waits_for}{group[0].place}")
+    return Verdict(cause, tuple(sorted(state.rank for state in chosen)), "; ".join(sentences[:3]))
 
 
 def _is_elsewhere(state: RankState) -> str:
-    if state.steps < 0 and not state.activity and not state.line:  # from torch's flight recorder alone
+    if state.is_recorded_alone:
         return f"has issued nothing after {_text(next(iter(state.recorded), None))}"
     where = f"in {state.activity}" if state.activity else "outside of the engine"
     return f"is {where} and does not communicate"
 
 
-def where(state: RankState) -> str:
-    """Return the window, backward, module and line of a rank, as far as they are known."""
-    parts = [
-        f"window {state.steps + 1}" if state.steps >= 0 else "",
-        f"backward {state.backward}" if state.backward else "",
-        f"module {state.module!r}" if state.module else "",
-        f"at {state.line}" if state.line else "",
-    ]
-    return "".join(f", {part}" for part in parts if part)
+# ---- a line per rank -------------------------------------------------------------------------------------------------
+
+
+def lines_of(states: Iterable[RankState]) -> list[str]:
+    """Return a line per rank, or for many ranks at most 20, each for the ranks that say the same: the few first.
+
+    Times never keep ranks apart. Counts of steps and backwards do while the lines suffice, and else are ranges; then
+    all numbers are.
+    """
+    states = sorted(states, key=lambda state: state.rank)
+    if len(states) <= _ONE_EACH:
+        return [
+            f"  rank {state.rank}: {_merged([state])}{f' (pid {state.pid})' if state.pid else ''}" for state in states
+        ]
+    for has_numbers in ((True, True, True), (True, False, True), (False, False, False)):
+        groups = _grouped(states, lambda state: tuple(
+            part if exact else _NUMBER.sub("", part)
+            for part, exact in zip(state.parts[:1] + state.parts[2:], has_numbers, strict=True)  # noqa: B023
+        ))  # fmt: skip
+        if len(groups) <= _LINES:
+            return list(map(_line, groups))
+    rest = sorted(state.rank for group in groups[_LINES - 2 : -1] for state in group)
+    middle = f"  {ranks_text(rest)}: {len(groups) - _LINES + 1} other answers"
+    return [*map(_line, groups[: _LINES - 2]), middle, _line(groups[-1])]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return sorted ``ranks`` as "rank 3" or "ranks 0-17, 19-1023"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:_RUNS])
+    left_out = sum(map(len, runs[_RUNS:]))
+    return f"ranks {shown}" + (f" and {left_out} more" if left_out else "")
+
+
+def _line(group: Sequence[RankState]) -> str:
+    first = group[0]
+    process = f" (pid {first.pid} on {first.host})" if first.pid and len(group) == 1 else ""
+    return f"  {_ranks_of(group)}: {_merged(group)}{process}"
+
+
+def _merged(group: Sequence[RankState]) -> str:
+    """Return the line of ranks whose parts differ in numbers only, or in that one has no time."""
+    parts = map(_with_ranges, zip(*(state.parts for state in group), strict=True))
+    return " ".join("".join(parts).split())[:_CHARACTERS]
+
+
+def _with_ranges(texts: Sequence[str]) -> str:
+    """Return texts that differ in their numbers only as one, with ranges for the numbers that differ."""
+    if len({_NUMBER.sub("", text) for text in texts}) > 1:
+        return ""  # times: one rank gives none
+    numbers = zip(*(map(int, _NUMBER.findall(text)) for text in set(texts)), strict=True)
+    ranges = iter(
+        [f"{min(of_all)}" if len(set(of_all)) == 1 else f"{min(of_all)} to {max(of_all)}" for of_all in numbers]
+    )
+    return _NUMBER.sub(lambda _: next(ranges), texts[0])
+
+
+def _ranks_of(states: Sequence[RankState]) -> str:
+    return ranks_text([state.rank for state in states])
+
+
+def _grouped(states: Iterable[RankState], key: Callable[[RankState], Hashable]) -> list[list[RankState]]:
+    """Return the states by ``key``: the smallest groups first, those of one size by rank."""
+    groups: dict[Hashable, list[RankState]] = {}
+    for state in states:
+        groups.setdefault(key(state), []).append(state)
+    return sorted(groups.values(), key=len)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 
 _Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
 

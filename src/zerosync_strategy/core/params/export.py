@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
-from zerosync_strategy.core.failures.checkpoint_errors import UNWRITABLE, CheckpointError
+from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError
 from zerosync_strategy.core.params.full_weights import FullWeights, WeightSpec
 
 INDEX = "model.safetensors.index.json"

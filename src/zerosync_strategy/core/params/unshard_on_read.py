@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerosync_strategy.core.engine import compilation, gathering, shared, zero3
-from zerosync_strategy.core.failures.rank_status import RankError
+from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.values import Memory, ParameterValues, Read, unsharded
 

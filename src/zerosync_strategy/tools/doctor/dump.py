@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerosync_strategy.core.failures.answers import Answer, lines_of, no_answer
-from zerosync_strategy.core.failures.flight_recorder import read_file
+from zerosync_strategy.core.failures.flight_recorder import Recorded, read_file
+from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.snapshots import Snapshot, interval
-from zerosync_strategy.core.failures.state import RankState, Recorded
-from zerosync_strategy.core.failures.verdict import Verdict, judge, where
+from zerosync_strategy.core.failures.verdict import Verdict, judge, lines_of
 from zerosync_strategy.tools.doctor.findings import Finding, error, note, ok
 
 TOPIC = "verdict"
@@ -53,7 +52,7 @@ def read(directory: Path) -> Dump:
     Raises:
         ValueError: there are none, or one is of something else.
     """
-    snapshots = {snapshot.answer.rank: snapshot for snapshot in Snapshot.load_all(directory)}
+    snapshots = {snapshot.state.rank: snapshot for snapshot in Snapshot.load_all(directory)}
     recorders = dict(_recorders(directory))
     if not snapshots and not recorders:
         raise ValueError(
@@ -63,17 +62,17 @@ def read(directory: Path) -> Dump:
     world_size = max([snapshot.world_size for snapshot in snapshots.values()] + [rank + 1 for rank in recorders])
     newest = max((snapshot.written for snapshot in snapshots.values()), default=0.0)
     silence = _SILENT * interval(world_size)
-    answers = [
-        _answer(rank, snapshots.get(rank), recorders.get(rank, ()), newest - silence) for rank in range(world_size)
+    states = [
+        _state(rank, snapshots.get(rank), recorders.get(rank, ()), newest - silence) for rank in range(world_size)
     ]
-    states = [answer.state for answer in answers if answer.state is not None]
     verdict = judge(states) if _is_stuck(states, snapshots) else None
-    if verdict is not None:
-        last = (f"; rank {state.rank} was last seen{where(state)}" for state in states if state.is_gone and state.line)
-        verdict = replace(verdict, text=verdict.text + "".join(last if verdict.cause == "told before" else ()))
-    elif snapshots and not all(state.has_finished for state in states) and newest < time.time() - silence:
+    if verdict is not None and verdict.cause == "told before":
+        seen = (f"; rank {each.rank} was last seen{each.place}" for each in states if each.phase is Phase.GONE)
+        verdict = replace(verdict, text=verdict.text + "".join(seen))
+    goes_on = newest >= time.time() - silence or all(each.phase is Phase.FINISHED for each in states)
+    if verdict is None and snapshots and not goes_on:
         verdict = Verdict("ended from outside", (), _ENDED)
-    return Dump(verdict, lines_of(answers), len(recorders))
+    return Dump(verdict, lines_of(states), len(recorders))
 
 
 def check(directory: Path) -> list[Finding]:
@@ -89,22 +88,18 @@ def check(directory: Path) -> list[Finding]:
     return [error(TOPIC, dump.verdict.text, REMEDY), *ranks]
 
 
-def _answer(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...], silent: float) -> Answer:
+def _state(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...], silent: float) -> RankState:
     """Return what is known of a rank; if its file was written before ``silent``, its process has ended."""
     if snapshot is None:
-        if not recorded:
-            return no_answer(rank)
-        return Answer(rank, "has a file of torch's flight recorder alone", state=RankState(rank, recorded=recorded))
-    answer, state = snapshot.answer, snapshot.answer.state or RankState(rank)
+        return RankState(rank, recorded=recorded) if recorded else RankState(rank, Phase.GONE)
+    state = snapshot.state
     if recorded:
         words = {(each.group, each.name, each.number): each.words for each in state.recorded}
         named = (replace(each, words=words.get((each.group, each.name, each.number), "")) for each in recorded)
         state = replace(state, recorded=tuple(named))
-    ended = bool(state.failure or state.verdict or state.has_finished)
-    if not ended and snapshot.written < silent:
-        activity = f"its process has ended; it was {answer.activity}"
-        return replace(answer, activity=activity, seconds="", state=replace(state, is_gone=True, waits_for=""))
-    return replace(answer, state=state)
+    if snapshot.written < silent and state.phase in (Phase.RUNNING, Phase.LOST) and not state.verdict:
+        return replace(state, phase=Phase.GONE, seconds=-1, waits_for="")
+    return state
 
 
 def _recorders(directory: Path) -> Iterable[tuple[int, tuple[Recorded, ...]]]:
@@ -114,9 +109,8 @@ def _recorders(directory: Path) -> Iterable[tuple[int, tuple[Recorded, ...]]]:
 
 
 def _is_stuck(states: Sequence[RankState], snapshots: dict[int, Snapshot]) -> bool:
-    if not snapshots or any(state.failure or state.is_gone or state.verdict for state in states):
+    if not snapshots or any(state.failure or state.phase is Phase.GONE or state.verdict for state in states):
         return True
     return any(
-        snapshot.written - snapshot.since >= _STUCK and snapshot.answer.state and snapshot.answer.state.waits_for
-        for snapshot in snapshots.values()
+        snapshot.written - snapshot.since >= _STUCK and snapshot.state.waits_for for snapshot in snapshots.values()
     )

@@ -1,0 +1,63 @@
+"""What ranks raise when others are missing or a checkpoint is bad, and how errors of the communication are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
+CONVERT = "DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint': {'load_universal': true}"
+OTHER_SETUP = (
+    "Was it written with another model, ZeRO stage, optimizer or number of ranks? For another number of ranks,"
+    f" {CONVERT}"
+)
+"""Ends without a full stop."""
+HALF_LOADED = (
+    f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"
+    " load another checkpoint before you go on, or build the engine anew."
+)
+
+# gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
+_OF_GLOO = re.compile(
+    r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
+    r"|Application timeout caused pair closure|Connection closed by peer \["
+    r"|Gloo connectFullMesh failed with|failed to pass monitoredBarrier in"
+)
+
+
+class RankError(RuntimeError):
+    """Communication with other ranks failed or timed out; the message says what each rank was doing."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read, on any rank: all ranks get it. ``__cause__`` has this rank's error."""
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether ``error`` was raised because other ranks did not take part."""
+    if isinstance(error, (RankError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error)))
+
+
+@contextmanager
+def wrap_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
+    """Around what may fail on this rank alone, or on all alike: its errors name neither the path nor the cause.
+
+    Raises:
+        CheckpointError: for what is raised there, unless it says enough.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CheckpointError) or is_communication_error(error):
+            raise
+        raise CheckpointError(f"Cannot {what}: {in_words(error).rstrip(':. ')}. {remedy}") from error
+
+
+def in_words(error: BaseException) -> str:
+    """Return the type of ``error`` and its text; of a :class:`CheckpointError` the text alone, which says enough."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

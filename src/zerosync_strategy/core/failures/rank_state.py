@@ -1,0 +1,236 @@
+"""What is known of one rank when communication fails: it is observed, sent to the others, and judged with theirs.
+
+The phases of a rank:
+
+========  ================================================  ====================================  =================
+phase     begins with                                       what the others are told              goes on to
+========  ================================================  ====================================  =================
+RUNNING   the first activity, or the next after an error    what its main thread does, on asking  all but STOPPED
+LOST      an error of its communication                     where that was; then the verdict too  STOPPED
+STOPPED   the ``RankError`` that it raises for that         that it has lost the others           RUNNING, FINISHED
+FAILED    an exception of its own                           the exception, and where              RUNNING
+FINISHED  the end of its program                            in a dump: that it has finished
+GONE      no answer, or a dump that is long out of date     nothing                               another rank's view
+========  ================================================  ====================================  =================
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.failures.flight_recorder import Recorded, program_line, recorded
+
+_GATHER = "the gather of '"
+
+
+class Phase(str, Enum):
+    """See the table above."""
+
+    RUNNING = "running"
+    LOST = "lost"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where one rank is.
+
+    Attributes:
+        rank: whose state it is.
+        phase: whether it runs, and if not, why.
+        failure: why it has stopped: its exception and where that was raised, or what it was in when it lost the others.
+        activity: what it does in ZeroSync's words; empty outside of the engine.
+        seconds: since the activity began, or -1.
+        call: of ``torch.distributed``, that its main thread runs.
+        position: how far it has come, in words.
+        waits_for: what it waits for, or has waited for in vain; empty if it does not wait for other ranks.
+        steps: optimizer steps done, or -1 where that is not known.
+        backward: the backward of the window that it is in, or that its forward leads to; 0 before the first.
+        module: whose code runs, or that a gather is for.
+        line: of the program.
+        departure: how it does otherwise in this window than in its last one.
+        recorded: of each process group, the last collective in torch's flight recorder, and the first that is not
+            complete.
+        verdict: that it has told, and stopped.
+        pid, host: its process.
+    """
+
+    rank: int
+    phase: Phase = Phase.RUNNING
+    failure: str = ""
+    activity: str = ""
+    seconds: int = -1
+    call: str = ""
+    position: str = ""
+    waits_for: str = ""
+    steps: int = -1
+    backward: int = 0
+    module: str = ""
+    line: str = ""
+    departure: str = ""
+    recorded: tuple[Recorded, ...] = ()
+    verdict: str = ""
+    pid: int = 0
+    host: str = ""
+
+    @property
+    def pending(self) -> Recorded | None:
+        """The first collective in torch's flight recorder that is not complete."""
+        return next((each for each in self.recorded if not each.complete), None)
+
+    @property
+    def is_recorded_alone(self) -> bool:
+        """Whether nothing is known of the rank but torch's flight recorder."""
+        return self.phase is Phase.RUNNING and self.steps < 0 and not (self.activity or self.line or self.pid)
+
+    @property
+    def words(self) -> str:
+        """What it does, without the time; or why it does nothing."""
+        doing = f"in {self.activity}" if self.activity else "outside of the engine"
+        doing += f", calling torch.distributed.{self.call}()" if self.call else ""
+        if self.failure:
+            return f"has stopped: {self.failure}"
+        if self.phase is Phase.FINISHED:
+            return "has come to the end of its program"
+        if self.phase is Phase.GONE:
+            known = self.pid or self.activity
+            return f"its process has ended; it was {doing}" if known else _NO_ANSWER
+        return "has a file of torch's flight recorder alone" if self.is_recorded_alone else doing
+
+    @property
+    def parts(self) -> tuple[str, str, str, str]:
+        """Its line in an error: what it does, for how long, how far it has come, and where its program is."""
+        duration = f" for {self.seconds} s" if self.seconds >= 0 else ""
+        return self.words, duration, self.position and f", {self.position}", self.line and f", at {self.line}"
+
+    @property
+    def place(self) -> str:
+        """Its window, backward, module and line, as far as they are known."""
+        known = [
+            f"window {self.steps + 1}" if self.steps >= 0 else "",
+            f"backward {self.backward}" if self.backward else "",
+            f"module {self.module!r}" if self.module else "",
+            f"at {self.line}" if self.line else "",
+        ]
+        return "".join(f", {each}" for each in known if each)
+
+    def with_pending(self) -> RankState:
+        """Return the state with what torch's flight recorder has as waited for, where ZeroSync's words have nothing.
+
+        On NCCL the host waits in no collective. A gloo collective that is not complete may be waited for by nobody, so
+        it counts only where nothing else is known of the rank.
+        """
+        pending = self.pending
+        knows_more = self.steps >= 0 or bool(self.line)
+        if pending is None or self.waits_for or self.failure or (knows_more and pending.name.startswith("gloo")):
+            return self
+        return replace(self, waits_for=pending.text, line=self.line or pending.line)
+
+    def encode(self) -> dict[str, Any]:
+        """Return the fields that say something, for JSON."""
+        return {"rank": self.rank} | {
+            name: value for name, value in asdict(self).items() if value != getattr(RankState, name, None)
+        }
+
+    @staticmethod
+    def decode(fields: Mapping[str, Any]) -> RankState:
+        """Return the state that ``fields`` were encoded from."""
+        state = RankState(**fields)
+        records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
+        return replace(state, phase=Phase(state.phase), recorded=records)
+
+
+_NO_ANSWER = "gave no answer: its process has ended, or cannot be reached"
+
+
+class Progress(Protocol):
+    """How far an engine has come. Read from another thread too."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+
+    @property
+    def backwards(self) -> int:
+        """Backwards of the window, the running one included."""
+
+    def departure(self, in_forward: bool, in_step: bool) -> str:
+        """Return how the engine does otherwise in this window than in the last one; empty if it does not."""
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        """Return the name of a module of the engine; empty for others."""
+
+
+def observe(
+    rank: int,
+    activities: Sequence[tuple[object, float]],
+    frame: FrameType | None,
+    position: str,
+    progress: Progress | None,
+    *,
+    failed: bool = False,
+    with_recorder: bool = True,
+) -> RankState:
+    """Return the state of this process.
+
+    Args:
+        rank: of this process.
+        activities: of its main thread, the innermost last, each with the time when it began.
+        frame: of the main thread, the innermost, or the one that has raised.
+        position: how far it has come, in words.
+        progress: of the engine.
+        failed: the main thread has waited, in vain.
+        with_recorder: look into torch's flight recorder, which takes some 20 ms.
+    """
+    whats = [str(what) for what, _ in activities]
+    gather = next((what for what in whats[::-1] if what.startswith(_GATHER)), "")
+    waits_for = gather or waits.describe_wait(frame, failed)
+    module = gather.removeprefix(_GATHER).partition("'")[0].rpartition(".")[0]
+    steps, backward, departure = -1, 0, ""
+    if progress is not None:
+        in_forward = "the forward" in whats
+        steps, backward = progress.steps, progress.backwards + in_forward
+        departure = progress.departure(in_forward, "the optimizer step" in whats)
+        module = module or next(filter(None, map(progress.name_of, _running_modules(frame))), "")
+    return RankState(
+        rank, Phase.LOST if failed else Phase.RUNNING, activity=whats[-1] if whats else "",
+        seconds=round(time.monotonic() - activities[-1][1]) if activities else -1, call=waits.torch_collective(frame),
+        position=position, waits_for=waits_for, steps=steps, backward=backward, module=module,
+        departure=departure, recorded=recorded() if with_recorder else (), pid=os.getpid(),
+        line=program_line((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _outwards(frame)),
+        host=socket.gethostname(),
+    )  # fmt: skip
+
+
+def frame_of(error: BaseException) -> FrameType | None:
+    """Return the frame that has raised ``error``."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return None if traceback is None else traceback.tb_frame
+
+
+def _running_modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:
+    """Yield the modules whose forward runs, the innermost first."""
+    for each in _outwards(frame):
+        if each.f_code.co_name == "_call_impl" and isinstance(module := each.f_locals.get("self"), torch.nn.Module):
+            yield module
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
