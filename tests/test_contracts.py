@@ -20,13 +20,13 @@ from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
 from zerosync_strategy.core import race_check
 from zerosync_strategy.core.engine import (
+    checkpoint_files,
     compilation,
     contract,
     gathering,
     scalars,
     torch_internals,
     transformers,
-    universal,
     zero,
     zero3,
 )
@@ -107,7 +107,7 @@ def test_a_framework_that_calls_a_method_otherwise_is_refused(monkeypatch: pytes
 FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     2: [
         (contract.ACCUMULATION, zero.accumulate_outside),
-        (contract.UNIVERSAL, lambda engine: universal.restore_rest(engine, [], "", True, True)),
+        (contract.UNIVERSAL, lambda engine: checkpoint_files.restore_rest(engine, [], "", True, True)),
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
         (contract.SCALARS, lambda _: scalars.allow_scalars()),
         (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),

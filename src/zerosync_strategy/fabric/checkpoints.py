@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
+from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.several import as_frozen
-from zerosync_strategy.core.engine.universal import loads_universal
 from zerosync_strategy.core.handle import ZeroSync
 
 from .prepared import PreparedModule, unwrap_prepared

@@ -12,7 +12,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
-from zerosync_strategy.core.engine import checkpoint_files, universal, zero
+from zerosync_strategy.core.engine import checkpoint_files, zero
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import HALF_LOADED, RankError
@@ -53,7 +53,7 @@ def loading(
 ) -> Iterator[str | None]:
     """Around ``load_checkpoint``; the value: the tag to load."""
     engine = attached.engine
-    is_universal, is_stage_3 = universal.loads_universal(engine), zero.stage(engine) == 3
+    is_universal, is_stage_3 = checkpoint_files.loads_universal(engine), zero.stage(engine) == 3
     if is_universal and attached.shards_over_groups:
         raise ValueError(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
@@ -65,7 +65,7 @@ def loading(
         Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
         same_ranks=optimizer_states,
-        latest=universal.LATEST if is_universal else LATEST,
+        latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
         weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
         files=lambda directory, tag: checkpoint_files.files_to_load(engine, directory, tag, optimizer_states),
     )  # fmt: skip
@@ -96,9 +96,9 @@ def loading(
 
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
-    if universal.loads_universal(attached.engine):
+    if checkpoint_files.loads_universal(attached.engine):
         trained = [param for each in AttachedEngine.all for param in each.reducer.params]
-        universal.restore_rest(attached.engine, trained, model_file, strict, optimizer_state)
+        checkpoint_files.restore_rest(attached.engine, trained, model_file, strict, optimizer_state)
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:

@@ -50,9 +50,8 @@ def verify(source: Source) -> str | None:
     Raises:
         CheckpointError: on every rank: one cannot load it, or they would load different ones. Nothing was changed.
     """
-    if (key := (source.directory, source.tag)) not in _verified:
-        return _agree([source])[0]
-    return _verified[key]
+    key = source.directory, source.tag
+    return _verified[key] if key in _verified else _agree([source])[0]
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zerosync_strategy.core.failures.errors import CheckpointError, in_words
+
 _NAME = re.compile(r"zerosync_rank_(\d+)\.json")
 _CHUNK = 1 << 22
 _MAGIC = b"PK\x03\x04"
@@ -25,6 +27,13 @@ SHARDS = "*optim_states.pt"
 """Files of a checkpoint that have the optimizer's shards."""
 MODULES = "*mp_rank_*_model_states.pt"
 """Files of a checkpoint that have the module."""
+
+
+class DamageError(CheckpointError):
+    """Files of a checkpoint are not as they were saved, or not of one save; the text names them."""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,93 @@ class FileState:
     size: int
     crc32: int | None
     of_records: bool
+
+    @staticmethod
+    def of(path: Path, checksums: bool) -> FileState:
+        """Return what ``path`` is; its content is read only with ``checksums`` and where it has none itself."""
+        size = path.stat().st_size
+        if _is_archive(path):
+            with zipfile.ZipFile(path) as archive:
+                if all(info.CRC or not info.file_size for info in archive.infolist()):  # see _check_archive
+                    return FileState(size, _crc_of_records(archive), of_records=True)
+        return FileState(size, _crc_of(path) if checksums else None, of_records=False)
+
+    def check(self, path: Path, contents: bool) -> None:
+        """Compare ``path`` with what it was; ``contents``: all of it, else what can be told without reading it.
+
+        Raises:
+            DamageError: it differs.
+        """
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DamageError(f"{path.name} cannot be read ({type(error).__name__})") from None
+        if size != self.size:
+            raise DamageError(f"{path.name} has {size:,} bytes and had {self.size:,} when it was saved")
+        if self.of_records:
+            _check_archive(path, contents, self.crc32)
+        elif contents and self.crc32 is not None and _crc_of(path) != self.crc32:
+            raise DamageError(f"{path.name} has another checksum than when it was saved")
+
+
+def check_unlisted(path: Path, contents: bool) -> None:
+    """Compare ``path``, of which no manifest is known, with its own checksums, if it has some.
+
+    Raises:
+        DamageError: it differs.
+    """
+    if _is_archive(path):
+        _check_archive(path, contents, None)
+
+
+def _is_archive(path: Path) -> bool:
+    """Return whether ``path`` is of ``torch.save``'s format, or was.
+
+    Raises:
+        DamageError: it is empty.
+    """
+    with path.open("rb") as file:
+        magic = file.read(len(_MAGIC))
+    if not magic:
+        raise DamageError(f"{path.name} is empty")
+    return magic == _MAGIC
+
+
+def _check_archive(path: Path, contents: bool, saved: int | None) -> None:
+    """Compare an archive with its own checksums, and if ``saved`` is given, these with what they were."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if saved is not None and _crc_of_records(archive) != saved:
+                raise DamageError(f"{path.name} is another file than was saved under this name")
+            for info in archive.infolist() if contents else ():
+                if not info.CRC:  # torch.serialization.set_crc32_options(False)
+                    continue
+                with archive.open(info) as record:
+                    while record.read(_CHUNK):
+                        pass
+    except DamageError:
+        raise
+    except Exception as error:  # whatever zipfile says of bytes that are not its format
+        raise _damaged(path, error) from None
+
+
+def _crc_of_records(archive: zipfile.ZipFile) -> int:
+    return zlib.crc32(repr([(info.filename, info.CRC, info.file_size) for info in archive.infolist()]).encode())
+
+
+def _crc_of(path: Path) -> int:
+    crc, buffer = 0, memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:size], crc)
+    return crc
+
+
+def _damaged(path: Path, error: Exception) -> DamageError:
+    return DamageError(f"{path.name} is damaged ({in_words(error)})")
+
+
+# ---- manifests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,12 +178,19 @@ def ranks_in(directory: Path) -> list[int]:
     return sorted(int(found[1]) for entry in os.scandir(directory) if (found := _NAME.fullmatch(entry.name)))
 
 
-def read(directory: Path, rank: int) -> Manifest:
-    """Return the manifest of ``rank``.
+def read_any(directory: Path, rank: int) -> Manifest | None:
+    """Return the manifest of ``rank``, or of another where it has left none; ``None``: nobody has.
 
     Raises:
-        DamageError: it is missing or damaged, or of another rank.
+        DamageError: it is damaged, or of another rank.
     """
+    if path_of(directory, rank).exists():
+        return _read(directory, rank)
+    others = ranks_in(directory)
+    return _read(directory, others[0]) if others else None
+
+
+def _read(directory: Path, rank: int) -> Manifest:
     path = path_of(directory, rank)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -96,112 +199,10 @@ def read(directory: Path, rank: int) -> Manifest:
     except FileNotFoundError:
         raise DamageError(f"{path.name} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamageError(f"{path.name} is damaged ({type(error).__name__}: {error})") from None
+        raise _damaged(path, error) from None
     if manifest.rank != rank:
         raise DamageError(f"{path.name} is that of rank {manifest.rank}")
     return manifest
-
-
-def read_any(directory: Path, rank: int) -> Manifest | None:
-    """Return the manifest of ``rank``, or of another where it has left none; ``None``: nobody has.
-
-    Raises:
-        DamageError: as :func:`read`.
-    """
-    if not path_of(directory, rank).exists():
-        others = ranks_in(directory)
-        if not others:
-            return None
-        rank = others[0]
-    return read(directory, rank)
-
-
-class DamageError(Exception):
-    """Files of a checkpoint are not as they were saved, or not of one save; the text names them."""
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _is_archive(path: Path) -> bool:
-    """Return whether ``path`` is of ``torch.save``'s format, or was.
-
-    Raises:
-        DamageError: it is empty.
-    """
-    with path.open("rb") as file:
-        magic = file.read(len(_MAGIC))
-    if not magic:
-        raise DamageError(f"{path.name} is empty")
-    return magic == _MAGIC
-
-
-def state_of(path: Path, checksums: bool) -> FileState:
-    """Return what ``path`` is, of which the content is read only with ``checksums`` and where it has none itself."""
-    size = path.stat().st_size
-    if _is_archive(path):
-        with zipfile.ZipFile(path) as archive:
-            if all(info.CRC or not info.file_size for info in archive.infolist()):  # see _check_archive
-                return FileState(size, _crc_of_records(archive), of_records=True)
-    return FileState(size, _crc_of(path) if checksums else None, of_records=False)
-
-
-def check_file(path: Path, saved: FileState, contents: bool) -> None:
-    """Compare ``path`` with what it was; ``contents``: all of it, else what can be told without reading it.
-
-    Raises:
-        DamageError: it differs.
-    """
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DamageError(f"{path.name} cannot be read ({type(error).__name__})") from None
-    if size != saved.size:
-        raise DamageError(f"{path.name} has {size:,} bytes and had {saved.size:,} when it was saved")
-    if saved.of_records:
-        _check_archive(path, contents, saved.crc32)
-    elif contents and saved.crc32 is not None and _crc_of(path) != saved.crc32:
-        raise DamageError(f"{path.name} has another checksum than when it was saved")
-
-
-def check_unlisted(path: Path, contents: bool) -> None:
-    """Compare ``path``, of which no manifest is known, with its own checksums, if it has some.
-
-    Raises:
-        DamageError: it differs.
-    """
-    if _is_archive(path):
-        _check_archive(path, contents, None)
-
-
-def _check_archive(path: Path, contents: bool, saved: int | None) -> None:
-    """Compare an archive with its own checksums, and if ``saved`` is given, these with what they were."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if saved is not None and _crc_of_records(archive) != saved:
-                raise DamageError(f"{path.name} is another file than was saved under this name")
-            for info in archive.infolist() if contents else ():
-                if not info.CRC:  # torch.serialization.set_crc32_options(False)
-                    continue
-                with archive.open(info) as record:
-                    while record.read(_CHUNK):
-                        pass
-    except DamageError:
-        raise
-    except Exception as error:  # whatever zipfile says of bytes that are not its format
-        raise DamageError(f"{path.name} is damaged ({type(error).__name__}: {error})") from None
-
-
-def _crc_of_records(archive: zipfile.ZipFile) -> int:
-    return zlib.crc32(repr([(info.filename, info.CRC, info.file_size) for info in archive.infolist()]).encode())
-
-
-def _crc_of(path: Path) -> int:
-    crc, buffer = 0, memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:size], crc)
-    return crc
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = 
     Raises:
         DamageError: the save was interrupted, or files are not as they were saved, or not of one save.
     """
-    manifests = [read(directory, rank) for rank in ranks]
+    manifests = [_read(directory, rank) for rank in ranks]
     for manifest in manifests:
         first, name = manifests[0], path_of(directory, manifest.rank).name
         if not manifest.is_complete:
@@ -231,7 +232,7 @@ def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = 
         for name, state in manifest.files.items():
             path = directory / name
             if shards or not path.match(SHARDS):
-                check_file(path, state, contents)
+                state.check(path, contents)
 
 
 def check_whole(directory: Path, contents: bool) -> Manifest | None:
@@ -241,9 +242,8 @@ def check_whole(directory: Path, contents: bool) -> Manifest | None:
         DamageError: as :func:`check`.
     """
     manifest = read_any(directory, 0)
-    if manifest is None:
-        return None
-    check(directory, range(manifest.ranks), contents)
+    if manifest is not None:
+        check(directory, range(manifest.ranks), contents)
     return manifest
 
 
@@ -253,9 +253,8 @@ def newest_whole(directory: Path, tag: str) -> Path | None:
     The latter under the same tag: where frameworks have a directory for each checkpoint.
     """
     beside = _folders(directory.absolute().parent) if tag else ()
-    places = [*_folders(directory), *(folder / tag for folder in beside)]
     whole: dict[Path, float] = {}
-    for place in places:
+    for place in (*_folders(directory), *(folder / tag for folder in beside)):
         try:
             if place.is_dir() and (manifest := check_whole(place, contents=False)):
                 whole[place] = manifest.time
@@ -278,7 +277,7 @@ def read_tag(file: Path) -> str:
     try:
         tag = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise DamageError(f"the file {str(file)!r} cannot be read ({type(error).__name__}: {error})") from None
+        raise DamageError(f"the file {str(file)!r} cannot be read ({in_words(error)})") from None
     if not tag:
         raise DamageError(f"the file {str(file)!r}, which names the tag to load, is empty")
     return tag

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from zerosync_strategy.core.checkpoints import manifests
-from zerosync_strategy.core.checkpoints.manifests import LATEST, Manifest
+from zerosync_strategy.core.checkpoints.manifests import LATEST, FileState, Manifest, path_of, ranks_in
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, RankError, wrap_checkpoint_errors
@@ -49,21 +48,20 @@ class EngineSave:
         """
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time())
 
-        def mark() -> tuple[str, None]:
+        def mark() -> str:
             self._folder.mkdir(parents=True, exist_ok=True)
             if verifiable:
                 manifest.write(self._folder)
             else:
-                manifests.path_of(self._folder, manifest.rank).unlink(missing_ok=True)
+                path_of(self._folder, manifest.rank).unlink(missing_ok=True)
             if manifest.rank == 0:  # of an earlier save by more ranks
-                for rank in manifests.ranks_in(self._folder):
+                for rank in ranks_in(self._folder):
                     if rank >= manifest.ranks:
-                        manifests.path_of(self._folder, rank).unlink(missing_ok=True)
-            return f"tag {self._tag!r}", None
+                        path_of(self._folder, rank).unlink(missing_ok=True)
+            return f"tag {self._tag!r}"
 
-        together(self.what, mark, lambda: UNWRITABLE)
-        if verifiable:
-            self._manifest = manifest
+        _write_together(self.what, mark)
+        self._manifest = manifest if verifiable else None
 
     @contextmanager
     def writing(self, path: str | None = None) -> Iterator[None]:
@@ -76,33 +74,25 @@ class EngineSave:
             if path is not None:
                 self._written.append(Path(path))
 
-    def check(self) -> None:
-        """Raise on every rank what went wrong in writing on one. Collective."""
-
-        def raise_failure() -> tuple[str, None]:
-            if self._failed is not None:
-                raise self._failed
-            return "", None
-
-        together(self.what, raise_failure, lambda: UNWRITABLE)
+    def raise_failure(self) -> None:
+        """Raise what went wrong in writing."""
+        if self._failed is not None:
+            raise self._failed
 
     def complete(self) -> None:
         """Say of this rank's files that they are whole."""
-        if self._manifest is None:
-            return
-        files = {
-            path.relative_to(self._folder).as_posix(): manifests.state_of(path, self._checksums)
-            for path in self._written
-        }
-        replace(self._manifest, is_complete=True, files=files).write(self._folder)
+        if self._manifest is not None:
+            files = {
+                path.relative_to(self._folder).as_posix(): FileState.of(path, self._checksums) for path in self._written
+            }
+            replace(self._manifest, is_complete=True, files=files).write(self._folder)
 
     def name_latest(self) -> None:
         """Let ``latest`` name the checkpoint, which is whole; on the first rank."""
-        if self._manifest is None or self._manifest.rank or not self._names_latest:
-            return
-        temporary = self._directory / f"{LATEST}.tmp"
-        temporary.write_text(self._tag, encoding="utf-8")
-        os.replace(temporary, self._directory / LATEST)
+        if self._manifest is not None and self._manifest.rank == 0 and self._names_latest:
+            temporary = self._directory / f"{LATEST}.tmp"
+            temporary.write_text(self._tag, encoding="utf-8")
+            os.replace(temporary, self._directory / LATEST)
 
 
 @dataclass
@@ -141,25 +131,22 @@ def one_save() -> Iterator[None]:
         failed = error
     finally:
         engines, _current = _current.engines, None
-    if not engines:
-        return
 
-    def complete() -> tuple[str, None]:
+    def complete() -> None:
         if failed is not None:
             raise failed
         for engine in engines:
             engine.complete()
-        return "", None
 
-    def name() -> tuple[str, None]:
+    def name_latest() -> None:
         for engine in engines:
             engine.name_latest()
-        return "", None
 
-    what = engines[0].what
-    with rank_status().activity(f"the attempt to {what}"):
-        together(what, complete, lambda: UNWRITABLE)
-        together(what, name, lambda: UNWRITABLE)
+    if engines:
+        what = engines[0].what
+        with rank_status().activity(f"the attempt to {what}"):
+            _write_together(what, complete)
+            _write_together(what, name_latest)
 
 
 @contextmanager
@@ -181,4 +168,8 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
         engine.begin(_current.id, verifiable)
         with wrap_checkpoint_errors(engine.what, UNWRITABLE):
             yield
-        engine.check()
+        _write_together(engine.what, engine.raise_failure)
+
+
+def _write_together(what: str, write: Callable[[], str | None]) -> None:
+    together(what, lambda: (write() or "", None), lambda: UNWRITABLE)
