@@ -32,7 +32,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "tests").glob("*/README.md"))], ids=lambda page: f"{page.parent.name}/{page.name}"
+)
 def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
@@ -46,6 +48,14 @@ def test_pages_show_the_code_of_its_files(page: Path) -> None:
     code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(code)
     assert code.filled(page.read_text()) == page.read_text(), "python docs/_site/code.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_in_a_list_is_indented_by_four(page: Path) -> None:
+    """The site's Markdown takes two or three for the outer list, or for its end."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^ {1,3}[-*] .*|(?<=\n\n) {1,3}\S.*", text, flags=re.MULTILINE) == []
+    assert re.findall(r"\n\n {4}[^\s-].*(?:\n {4}.*)*\n- .*", text) == []  # no blank line before the next item
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -155,7 +155,7 @@ def stripes() -> None:
     for rank in range(4):
         picture.box(left + rank * width / 4 + 1, 130, width / 4 - 2, 34, RANKS[rank], f"rank {rank}")
     picture.text(
-        left, 186, "What is complete first belongs to rank 3 alone: one link is busy after the other.", "soft small"
+        left, 186, "The first gradients belong to rank 3 alone: one link is busy after the other.", "soft small"
     )
 
     picture.text(left, 232, "ZeroSync: a stripe per bucket, with a row per rank", "bold")
@@ -233,12 +233,12 @@ def host_cache() -> None:
     for index in range(3):
         picture.text(left + index * column + column / 2, 28, f"micro-batch {index + 1}", "bold", "middle")
     rows = (
-        ("on the device", '"device"', ("gather", "there", "there")),
+        ("on the device", '"device"', ("gather", "held", "held")),
         ("in host memory", '"host"', ("gather, copy to the host", "copy back", "copy back")),
         ("neither", "does not fit", ("gather", "gather", "gather")),
         ("frozen, in host memory", "from the second step on", ("copy back", "copy back", "copy back")),
     )
-    fills = {"gather": GATHER, "there": "#d0d7de", "copy back": REDUCE, "gather, copy to the host": GATHER}
+    fills = {"gather": GATHER, "held": "#d0d7de", "copy back": REDUCE, "gather, copy to the host": GATHER}
     for row, (name, where, cells) in enumerate(rows):
         y = top - 18 + row * 58
         picture.text(8, y + 18, name, "bold")
@@ -246,9 +246,7 @@ def host_cache() -> None:
         for index, cell in enumerate(cells):
             picture.box(left + index * column + 4, y, column - 8, 40, fills[cell], cell)
     picture.text(left, top + 232, "green: over the network; orange: over the bus of this host", "soft small")
-    picture.text(
-        left, top + 252, "A step ends all but frozen parameters; an edit ends the copy of what it edits.", "soft small"
-    )
+    picture.text(left, top + 252, "A step drops all but frozen parameters; an edit drops what it edits.", "soft small")
     picture.save("host_cache")
 
 

@@ -1,4 +1,4 @@
-"""Faults that make ranks wait in vain, and the verdict on each, as the table of docs/failures.md.
+"""Faults that make ranks wait in vain, and the verdict on each, as the table of README.md.
 
 python -m tests.faults.verdicts 2 4
 """
