@@ -187,6 +187,19 @@ def test_frameworks_do_not_import_each_other() -> None:
         assert len(of_frameworks) <= 1 or module == "zerosync_strategy", module
 
 
+# What the frontends import of the core: the set-up of a training, options, and what their own tables and files need.
+FACADE = {"frontend", "options.config", "engine.contract", "engine.patches", "runlog"}
+
+
+def test_frameworks_see_five_modules_of_the_core() -> None:
+    core = "zerosync_strategy.core."
+    seen = set()
+    for module, imported in import_graph(SOURCE).items():
+        if module.split(".")[1:2] and module.split(".")[1] in FRAMEWORKS:
+            seen |= {name.removeprefix(core) for name in imported if name.startswith(core)}
+    assert seen == FACADE
+
+
 @pytest.mark.parametrize(("files", "binding"), [("lightning", "pytorch_lightning"), ("fabric", "lightning_fabric")])
 def test_files_that_run_for_two_packages_name_neither(files: str, binding: str) -> None:
     """All but `library.py`, of which each has its own with the same names, and `__init__.py`."""

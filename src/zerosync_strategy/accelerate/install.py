@@ -16,7 +16,7 @@ from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.frontend import prepare_device
 from zerosync_strategy.core.options.config import BLOCK
 
 _always = False  # every DeepSpeed configuration of this process, with a block or without
@@ -70,7 +70,7 @@ def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
         backend, distributed_type = stock(self, cpu, *args, **kwargs)
         on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
         if ours and on_cpu and "LOCAL_RANK" in os.environ:
-            prepare_cpu()
+            prepare_device("cpu")
             if cpu:  # asked for by TrainingArguments(use_cpu=True); then stock says gloo
                 return backend, distributed_type
             return "gloo", DistributedType.NO  # which becomes DeepSpeed's

@@ -15,13 +15,9 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import contract, trainer
-from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.zero import offloads_optimizer
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.params.shard_over import refuse_nested_init
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
 
@@ -108,11 +104,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
     def patch_process(self) -> None:
         """Replace what has to be so before there is an engine, while this plugin lives or until its training ends."""
-        patches.hold(self)
-        allow_scalars()
-        allow_any_output()
-        if self.zero_stage == 3:
-            refuse_nested_init()
+        frontend.prepare_process(self, nested_init=self.zero_stage != 3)
 
     def _one_stage(self) -> int:
         launched = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
@@ -170,7 +162,7 @@ def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator
     option = "zero_force_ds_cpu_optimizer"
     optimizers = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
     others = [optimizer for optimizer in optimizers if not _is_plain_adam(optimizer)]
-    if not offloads_optimizer(config) or not others:
+    if not frontend.offloads_optimizer(config) or not others:
         yield
         return
     if config.get(option):

@@ -20,15 +20,9 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimize
 
 from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
-from zerosync_strategy.core.checkpoints.saves import one_save
+from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.engine.cpu import prepare_cpu
-from zerosync_strategy.core.engine.interpose import interpose
-from zerosync_strategy.core.engine.zero import accumulate_outside, building_engine
-from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizer.supported import optimizer_problem
+from zerosync_strategy.core.frontend import ZeroSync
 
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -38,8 +32,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
     from deepspeed import DeepSpeedEngine
 
     plugin.patch_process()  # a training that has ended may have undone it
-    if accelerator.device.type == "cpu":
-        prepare_cpu()
+    frontend.prepare_device(accelerator.device.type)
     if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
         _become_the_only_rank(accelerator)
     if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
@@ -49,40 +42,49 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             " zerosync_strategy.accelerate first and name it in the launch configuration."
         )
     optimizers = [item for item in args if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
-    for model in (item for item in args if isinstance(item, torch.nn.Module)):
-        elementwise = plugin.zerosync_config.elementwise_optimizer
-        problems = (optimizer_problem(model, optimizer, elementwise) for optimizer in optimizers)
-        problem = next(filter(None, problems), "")
-        require_same("accelerator.prepare()", {"optimizer": problem or "as asked"} | model_facts(model))
-        if problem:
-            raise ValueError(f"accelerator.prepare() found that {problem}")
+    model = next((item for item in args if isinstance(item, torch.nn.Module)), None)
+    result: Any = None
+    deepcompile = False
+
+    def build() -> Any:
+        nonlocal result, deepcompile
+        with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
+            result = stock(accelerator, *args)
+        engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
+        if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
+            return None  # a data loader, or a model for evaluation
+        frontend.accumulate_outside(engine)
+        return engine
+
     # As the Accelerator was made, before its first preparation, of a data loader it may be.
     num_steps = vars(accelerator).setdefault("_zerosync_num_steps", accelerator.gradient_accumulation_steps)
     configured = plugin.deepspeed_config.get("gradient_accumulation_steps")
     if is_trainers(plugin.hf_ds_config) and isinstance(configured, int):
         accelerator.gradient_accumulation_steps = configured  # as Accelerate does with a warning, which nobody needs
-    with plugin.filled_in(args), building_engine(), _not_compiled_yet(accelerator, plugin) as deepcompile:
-        result = stock(accelerator, *args)
+    zerosync = None
+    if model is None:
+        build()
+    else:
+        zerosync = frontend.set_up(
+            "accelerator.prepare()", model, plugin.zerosync_config, build, optimizers=optimizers,
+            losses_divided_by=lambda: GradientState().num_steps,
+        )  # fmt: skip
     if divides_losses(accelerator):  # Accelerate has taken the steps of the DeepSpeed configuration instead
         accelerator.gradient_accumulation_steps = num_steps
-    engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
-    if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
-        return result  # a data loader, or a model for evaluation
-
-    accumulate_outside(engine)
-    zerosync = attach(engine, plugin.zerosync_config)
+    if zerosync is None:
+        return result
+    engine = zerosync.engine
     vars(accelerator).setdefault("_zerosyncs", []).append(zerosync)
-    zerosync.losses_divided_by = lambda: GradientState().num_steps
     if deepcompile:
         kwargs = accelerator.state.dynamo_plugin.to_kwargs()
         engine.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)
     if accelerator.deepspeed_engine_wrapped.engine is engine:
         accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)
     if not isinstance(accelerator, _AcceleratorOverrides):
-        interpose(accelerator, _AcceleratorOverrides)
+        frontend.interpose(accelerator, _AcceleratorOverrides)
     for item in result:
         if isinstance(item, DeepSpeedOptimizerWrapper):
-            interpose(item, _OptimizerOverrides)
+            frontend.interpose(item, _OptimizerOverrides)
             item.zerosync = zerosync
     return result
 
@@ -193,7 +195,7 @@ class _OptimizerOverrides:
             with torch.enable_grad():
                 loss = closure()
         # Without a gradient there is nothing to step, as in PyTorch.
-        if self.gradient_state.sync_gradients and self.zerosync.window.state is not WindowState.CLOSED:
+        if self.gradient_state.sync_gradients and self.zerosync.has_backward:
             self.zerosync.window.check_zeroed()
             self.zerosync.engine.step()
         return loss
@@ -225,7 +227,7 @@ class _AcceleratorOverrides:
         wrapped.clip_grad_value(parameters, clip_value)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        with one_save():  # schedulers and the states of generators are part of it
+        with frontend.one_save():  # schedulers and the states of generators are part of it
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:

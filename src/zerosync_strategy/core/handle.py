@@ -164,6 +164,11 @@ class ZeroSync:
         """Check no further step, and report. Does nothing where the check has ended, or there is none."""
         self._attached.race_check.leave(reason)
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward ran since the last optimizer step."""
+        return self.window.state is not WindowState.CLOSED
+
     def reduce(self) -> None:
         """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
         self._while_attached("reduce()").pending.reduce()
@@ -377,7 +382,7 @@ class ZeroSync:
         """
         if not self._is_attached:
             return
-        if self.window.state is not WindowState.CLOSED:
+        if self.has_backward:
             raise RuntimeError(
                 f"detach() found a window with {self.window.backwards} backward(s) since the last optimizer step."
                 " Call engine.step() to use their gradients or abort() to drop them first."

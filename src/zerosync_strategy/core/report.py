@@ -9,6 +9,11 @@ from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.version import __version__
 
+_NUMBERS = (
+    "backwards", "reductions", "early_reductions", "bytes_sent", "floor_bytes", "ratio", "peak_unreduced_bytes",
+    "peak_held_bytes", "peak_unsharded_bytes", "seconds",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -60,6 +65,13 @@ class StepReport:
     def ratio(self) -> float:
         """Bytes sent over the floor; 1.0 on a single rank, where nothing is sent."""
         return self.bytes_sent / self.floor_bytes if self.floor_bytes else 1.0
+
+    def numbers(self) -> dict[str, float]:
+        """Return what a logger takes: the numbers by name, with calls and bytes of each collective."""
+        numbers = {name: float(getattr(self, name)) for name in _NUMBERS}
+        for kind, traffic in self.collectives.items():
+            numbers |= {f"{kind}/calls": float(traffic.calls), f"{kind}/bytes": float(traffic.bytes)}
+        return numbers
 
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.

@@ -6,18 +6,14 @@ folders that have their names in the state. What else is in the state lies besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
-from zerosync_strategy.core.checkpoints.loads import Source, one_load
-from zerosync_strategy.core.checkpoints.saves import one_save
-from zerosync_strategy.core.engine.checkpoint_files import loads_universal
-from zerosync_strategy.core.engine.several import as_frozen
-from zerosync_strategy.core.handle import ZeroSync
+from zerosync_strategy.core.frontend import Source, ZeroSync, loads_universal, one_load, one_save, whole_checkpoint
 
 from .prepared import PreparedModule, unwrap_prepared
 
@@ -48,7 +44,7 @@ def save(
     rest = convert({name: value for name, value in state.items() if name not in engines | optimizers})
     with one_save():
         for name, engine in engines.items():
-            with _trained_alone(engine):
+            with whole_checkpoint(engine.module, [engine._zerosync]):
                 engine.save_checkpoint(
                     str(_directory(path, name, engines)), tag=TAG, client_state={_REST: rest},
                     exclude_frozen_parameters=exclude_frozen,
@@ -74,7 +70,7 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
             if isinstance(model, PreparedModule):
                 _load_for_evaluation(model, directories[name], strict)
                 continue
-            with _trained_alone(model):
+            with whole_checkpoint(model.module, [model._zerosync]):
                 _, saved = model.load_checkpoint(
                     str(directories[name]), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False,
                     load_optimizer_states=_is_loaded(model.optimizer, optimizers),
@@ -181,16 +177,6 @@ def _is_loaded(optimizer: Any, optimizers: dict[str, Any]) -> bool:
 
 def _directory(path: Any, name: str, models: dict[str, Any]) -> Path:
     return Path(path) if len(models) == 1 else Path(path) / name
-
-
-@contextmanager
-def _trained_alone(engine: Any) -> Iterator[None]:
-    """Around a save or a load: ZeRO-3 keeps and restores what is in no optimizer only if it is frozen."""
-    zerosync = _zerosync_of(engine)
-    assert zerosync is not None
-    trained = set(zerosync.parameters)
-    with as_frozen([param for param in engine.module.parameters() if param not in trained]):
-        yield
 
 
 def _zerosync_of(value: Any) -> ZeroSync | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import gathering, patches
+from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.frontend import leave_sharded
 
 
 class PreparedModule(Module):
@@ -45,7 +46,7 @@ class PreparedModule(Module):
         for refusal in self._refusals:
             refusal.remove()
         if self._sharding is not None:
-            gathering.leave_sharded(self._sharding)
+            leave_sharded(self._sharding)
             self._sharding = None
 
     def train_with(self, engine: Any) -> None:

@@ -16,21 +16,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.engine import param_class, patches
+from zerosync_strategy.core import frontend
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
-from zerosync_strategy.core.engine.interpose import interpose
-from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import show_parameters
-from zerosync_strategy.core.engine.transformers import tell_transformers
-from zerosync_strategy.core.engine.zero import building_engine
-from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizer.supported import optimizer_problem
-from zerosync_strategy.core.options.arguments import StrategyArguments
-from zerosync_strategy.core.options.deepspeed_config import fill_in_precision
-from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.frontend import StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract
@@ -124,8 +113,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     def _patch_process(self) -> None:
         """Replace what has to be so before there is an engine; until the last is detached, and before the next."""
-        allow_scalars()
-        allow_any_output()
+        frontend.prepare_process()
         allow_later_optimizers(PACKAGE, ZeroSyncFabricStrategy)
 
     @override
@@ -138,37 +126,30 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             )
         if isinstance(self.accelerator, CUDAAccelerator):
             return super().setup_environment()
-        if problem := precision_problem(getattr(self.precision, "precision", None)):
+        if problem := frontend.prepare_device("cpu", getattr(self.precision, "precision", None)):
             raise MisconfigurationException(problem)
-        prepare_cpu()
         DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
 
     @override
     def _setup_distributed(self) -> None:
-        with indexed_devices(self):
+        with frontend.building_engine(self):  # DeepSpeed makes the process group
             super()._setup_distributed()
 
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict) and isinstance(self.precision, DeepSpeedPrecision)
-        fill_in_precision(self.config, self.precision.precision)
+        _ARGUMENTS.fill_in_precision(self.config, self.precision.precision)
         self.config.setdefault("gradient_clipping", 0.0)  # the program clips; a norm of the user's own stays
         if batch := self.config.get("train_batch_size"):
             self.config.setdefault("train_micro_batch_size_per_gpu", batch // self.world_size)
         super()._format_config()
 
-    @override
-    def module_sharded_context(self) -> AbstractContextManager[None]:
-        return self._sharded()
-
     @contextmanager
-    def _sharded(self) -> Iterator[None]:
+    @override
+    def module_sharded_context(self) -> Iterator[None]:
         self._patch_process()
-        refuse_nested_init()
-        with super().module_sharded_context():
-            told = tell_transformers(self.config) if self.stage == 3 else None
+        with frontend.building_model(self.config if self.stage == 3 else None), super().module_sharded_context():
             yield
-        del told  # what is read outside is whole
 
     @override
     def setup_module_and_optimizers(
@@ -189,21 +170,23 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
         """Make an attached engine of ``module``, ``prepared`` or not, and return it with its optimizer."""
-        problem = optimizer_problem(module, optimizer, self.zerosync_config.elementwise_optimizer)
-        problem = problem or self._problem_beside_others(module, prepared)
-        require_same(call, {"optimizer": problem or "as asked"} | model_facts(module))
-        if problem:
-            raise ValueError(f"{call} found that {problem}")
-        if prepared is not None:
-            prepared.stop_refusing()
-        groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
-        engine, zero_optimizer = self._make_engine(module, optimizer)
-        self._set_deepspeed_activation_checkpointing()
-        interpose(zero_optimizer, _OptimizerOverrides)
-        show_parameters(zero_optimizer, groups)
-        self.zerosyncs.append(attach(engine, self.zerosync_config))
-        self._deepspeed_engine = engine
-        return engine, zero_optimizer
+
+        def build() -> Any:
+            if prepared is not None:
+                prepared.stop_refusing()
+            engine, zero_optimizer = self._make_engine(module, optimizer)
+            self._set_deepspeed_activation_checkpointing()
+            frontend.interpose(zero_optimizer, _OptimizerOverrides)
+            return engine
+
+        zerosync = frontend.set_up(
+            call, module, self.zerosync_config, build, optimizers=[optimizer], shown=optimizer,
+            problem=self._problem_beside_others(module, prepared),
+        )  # fmt: skip
+        assert zerosync is not None
+        self.zerosyncs.append(zerosync)
+        self._deepspeed_engine = zerosync.engine
+        return zerosync.engine, zerosync.engine.optimizer
 
     def _problem_beside_others(self, module: Module, prepared: PreparedModule | None = None) -> str:
         """Return why ``module``, if need be ``prepared``, cannot be set up beside what was before; empty if it can."""
@@ -236,7 +219,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         engine = None
         if self.stage == 3:
             engine, _ = self._make_engine(module)
-            param_class.gather_whole(module.parameters())
+            frontend.gather_for_evaluation(module.parameters())
         else:
             self._cast(module)
             for tensor in (*module.parameters(), *module.buffers()):
@@ -277,7 +260,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
         self._patch_process()
-        with indexed_devices(self), building_engine():
+        with frontend.building_engine(self):
             engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
         return engine, zero_optimizer
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.params.averages import copy_problem, readable
+from zerosync_strategy.core.frontend import copy_problem, interpose, readable, restore
 
 from .library import (
     WEIGHT_AVERAGING,

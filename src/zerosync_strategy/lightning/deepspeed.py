@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from zerosync_strategy.core.engine.cpu import indexed_devices, precision_problem, prepare_cpu
-from zerosync_strategy.core.engine.zero import building_engine
+from zerosync_strategy.core import frontend
 
 from .library import (
     CPUAccelerator,
@@ -32,9 +31,8 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
             )
         if not self._on_cpu:
             return super().setup_environment()
-        if problem := precision_problem(getattr(self.precision_plugin, "precision", None)):
+        if problem := frontend.prepare_device("cpu", getattr(self.precision_plugin, "precision", None)):
             raise MisconfigurationException(problem)
-        prepare_cpu()
         DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
 
     @override
@@ -47,12 +45,12 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with indexed_devices(self), building_engine():
+        with frontend.building_engine(self):
             return super()._setup_model_and_optimizer(*args, **kwargs)
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        with indexed_devices(self), building_engine():
+        with frontend.building_engine(self):
             super()._initialize_deepspeed_inference(model)
 
     @override

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.attached.overrides import ModeOverrides
-from zerosync_strategy.core.engine import gathering, zero3
+from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine.contract import fetch
-from zerosync_strategy.core.engine.several import part_of
-from zerosync_strategy.core.optimizer.supported import optimizer_problem
 
 from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException
@@ -47,7 +44,7 @@ def divide(
                 "configure_optimizers() returned no optimizer, and ZeRO shards what an optimizer trains. Return one, or"
                 " train with another strategy, such as 'ddp'."
             )
-        if problem := optimizer_problem(module, optimizer, elementwise):
+        if problem := frontend.optimizer_problem(module, optimizer, elementwise):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy cannot train with optimizer {index} of configure_optimizers(): {problem}"
             )
@@ -70,7 +67,9 @@ def divide(
             "ZeRO keeps the state of each parameter with one optimizer, but configure_optimizers() returned optimizers"
             f" that share some: {found}. Give each parameter to one of them."
         )
-    return [part_of(module, {p for p in names if owners.get(p, 0) == index}) for index in range(len(optimizers))]
+    return [
+        frontend.part_of(module, {p for p in names if owners.get(p, 0) == index}) for index in range(len(optimizers))
+    ]
 
 
 def _listed(indices: Sequence[int]) -> str:
@@ -103,7 +102,7 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
         MisconfigurationException: the module has several values of a parameter, in groups of ranks.
         RuntimeError: with ``strict``, names or shapes differ; as ``Module.load_state_dict`` has it.
     """
-    if any(map(zero3.has_own_group, module.parameters())):
+    if any(map(frontend.has_own_group, module.parameters())):
         raise MisconfigurationException(
             "load_full_weights=True loads one file, which has one value of each parameter, but some are sharded over"
             " groups of ranks, each of which has its own. Load a checkpoint that is a directory, without"
@@ -124,10 +123,10 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
 
 
 def _shape(value: Any) -> Any:
-    return zero3.full_shape(value) if isinstance(value, torch.Tensor) else ()
+    return frontend.full_shape(value) if isinstance(value, torch.Tensor) else ()
 
 
-class EvaluationOverrides(ModeOverrides):
+class EvaluationOverrides(frontend.ModeOverrides):
     """Overrides of an engine for evaluation under ZeRO-3: it loads the parameters of all optimizers.
 
     DeepSpeed would load the first optimizer's alone, from the optimizer states, which have them under ZeRO-3.
@@ -143,5 +142,5 @@ class EvaluationOverrides(ModeOverrides):
         def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
-        with gathering.loading_without_optimizer(self):
+        with frontend.loading_without_optimizer(self):
             return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)  # type: ignore[misc]

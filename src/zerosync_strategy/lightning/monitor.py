@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.frontend import StepReport
 from zerosync_strategy.core.runlog import RunLog
 
 from .library import Callback, LightningModule, MisconfigurationException, Trainer
@@ -66,28 +66,8 @@ class ZeroSyncMonitor(Callback):
                     )
                 self._run_log.step(zerosync)
             which = f"optimizer_{index}/" if several else ""
-            logged = {f"zerosync/{which}{name}": value for name, value in metrics(report).items()}
+            logged = {f"zerosync/{which}{name}": value for name, value in report.numbers().items()}
             pl_module.log_dict(logged, batch_size=1)
             if self.prog_bar:
                 shown = {f"{which}MB": report.bytes_sent / 1e6, f"{which}of_floor": report.ratio}
                 pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
-
-
-def metrics(report: StepReport) -> dict[str, float]:
-    """Return the numbers of ``report``, with calls and bytes of each collective."""
-    numbers: dict[str, float] = {
-        "backwards": report.backwards,
-        "reductions": report.reductions,
-        "early_reductions": report.early_reductions,
-        "bytes_sent": report.bytes_sent,
-        "floor_bytes": report.floor_bytes,
-        "ratio": report.ratio,
-        "peak_unreduced_bytes": report.peak_unreduced_bytes,
-        "peak_held_bytes": report.peak_held_bytes,
-        "peak_unsharded_bytes": report.peak_unsharded_bytes,
-        "seconds": report.seconds,
-    }
-    for kind, traffic in report.collectives.items():
-        numbers[f"{kind}/calls"] = traffic.calls
-        numbers[f"{kind}/bytes"] = traffic.bytes
-    return {name: float(value) for name, value in numbers.items()}

@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.handle import ZeroSync
+from zerosync_strategy.core.frontend import ZeroSync
 
 from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged, overrides
 from .library import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, MisconfigurationException, Steppable
@@ -82,7 +81,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             self._closing = None
         if not model.automatic_optimization:
             zerosync.window.check_zeroed()
-        no_backward = zerosync.window.state is WindowState.CLOSED  # else the closure, or the program itself, ran some
+        no_backward = not zerosync.has_backward  # else the closure, or the program itself, ran some
         zerosync.reduce()
         hooks = (BEFORE_STEP, CLIPPING) if model.automatic_optimization else (BEFORE_STEP,)
         with self._gradients_for(model, zerosync, *hooks):

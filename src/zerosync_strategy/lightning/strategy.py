@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.attached.overrides import ModeOverrides
-from zerosync_strategy.core.checkpoints.loads import Source, one_load
-from zerosync_strategy.core.checkpoints.saves import one_save
-from zerosync_strategy.core.engine import gathering, param_class, patches, zero3, zero3_optimizer
+from zerosync_strategy.core import frontend
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import fetch, require
-from zerosync_strategy.core.engine.interpose import interpose
-from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.scalars import allow_scalars
-from zerosync_strategy.core.engine.several import as_frozen, as_trained, restrict, show_parameters
-from zerosync_strategy.core.engine.transformers import tell_transformers
-from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.failures.errors import RankError, is_communication_error
-from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizer.supported import dtype_problem
-from zerosync_strategy.core.options.arguments import StrategyArguments
-from zerosync_strategy.core.options.deepspeed_config import fill_in_precision, undecided
-from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.frontend import Source, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import averages, callbacks, contract
@@ -63,12 +49,6 @@ from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 _ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
 # The engines that trained a module last: their hooks must go before the next ones' come.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-
-
-def _patch_process() -> None:
-    """Replace what has to be so before there is an engine."""
-    allow_scalars()
-    allow_any_output()
 
 
 class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
@@ -107,7 +87,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         assert isinstance(self.config, dict)
         self.zerosync_config, self.stage = _ARGUMENTS.read(self.config, stage, config, ours)
-        if path := undecided(self.config):
+        if path := _ARGUMENTS.undecided(self.config):
             raise MisconfigurationException(
                 f"ZeroSyncStrategy got {'.'.join(path)!r} = 'auto' in the DeepSpeed configuration, and Lightning has no"
                 f" value for it. Set it, or leave {path[0]!r} out and return one from configure_optimizers()."
@@ -132,7 +112,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        fill_in_precision(self.config, self.precision_plugin.precision)
+        _ARGUMENTS.fill_in_precision(self.config, self.precision_plugin.precision)
         super()._format_config()
 
     @override
@@ -184,25 +164,21 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        _patch_process()
-        refuse_nested_init()
-        with super().model_sharded_context():
-            told = tell_transformers(self.config) if self.zero_stage_3 else None
+        config = self.config if self.zero_stage_3 else None
+        with frontend.building_model(config), super().model_sharded_context():
             yield
-        del told  # what is read outside is whole
 
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
-        patches.hold(self)  # until teardown(); attached engines hold for themselves
-        _patch_process()
+        frontend.prepare_process(self)  # until teardown(); attached engines hold for themselves
         callbacks.adapt(self.lightning_module.trainer)  # before their setup()
         super().setup_environment()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
-        if problem := dtype_problem(self.model):  # Lightning's precision would make them real
+        if problem := frontend.dtype_problem(self.model):  # Lightning's precision would make them real
             raise MisconfigurationException(f"ZeroSyncStrategy found that {problem}")
         super().setup(trainer)
 
@@ -229,7 +205,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         else:
             optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-            with as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
+            with frontend.as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
                 self._parts = divide(model, optimizers, self.zerosync_config.elementwise_optimizer)
                 self._check_precision()
                 for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):
@@ -267,19 +243,24 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
+        build_stock = super()._setup_model_and_optimizer
+
+        def build() -> Any:
+            engine, _ = build_stock(model, optimizer, lr_scheduler)
+            if len(self._parts) > 1:
+                first = self.zerosyncs[0].engine if self.zerosyncs else engine
+                frontend.restrict(engine, self._parts[len(self.zerosyncs)], first)
+            return engine
+
         # The gradients are gathered for hooks on all ranks, or on none.
         hooks = {"overridden hooks on gradients": ", ".join(sorted(self.gradient_hooks)) or "none"}
-        require_same("ZeroSyncStrategy", hooks | model_facts(model))
-        groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]] if optimizer else None
-        engine, zero_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        if groups is not None:
-            show_parameters(zero_optimizer, groups)
-        if len(self._parts) > 1:
-            first = self.zerosyncs[0].engine if self.zerosyncs else engine
-            restrict(engine, self._parts[len(self.zerosyncs)], first)
-        self.zerosyncs.append(attach(engine, self.zerosync_config))
-        self.zerosyncs[-1].losses_divided_by = self._losses_divided_by
-        return engine, zero_optimizer
+        zerosync = frontend.set_up(
+            "ZeroSyncStrategy", model, self.zerosync_config, build, shown=optimizer, facts=hooks,
+            losses_divided_by=self._losses_divided_by,
+        )  # fmt: skip
+        assert zerosync is not None
+        self.zerosyncs.append(zerosync)
+        return zerosync.engine, zerosync.engine.optimizer
 
     def _losses_divided_by(self) -> float:
         module = self.lightning_module
@@ -298,10 +279,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         finally:
             self.config = config
         if without_parameters or not self.zero_stage_3:
-            interpose(self.model, ModeOverrides)
+            frontend.interpose(self.model, frontend.ModeOverrides)
         else:
-            interpose(self.model, EvaluationOverrides)
-            param_class.gather_whole(model.parameters())
+            frontend.interpose(self.model, EvaluationOverrides)
+            frontend.gather_for_evaluation(model.parameters())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -312,10 +293,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 "A checkpoint was to be saved before fit(). The DeepSpeed engine that saves it is made there: save in"
                 " or after it, or save the module itself with torch.save(module.state_dict(), path)."
             )
-        with rank_status().activity("the attempt to save a checkpoint"):
+        with frontend.activity("the attempt to save a checkpoint"):
             filepath = self.broadcast(filepath)
         checkpoint, averaged = averages.divide(checkpoint)
-        with one_save():
+        with frontend.one_save():
             with self._whole_checkpoint():
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             for index, zerosync in enumerate(self.zerosyncs[1:], 1):
@@ -359,7 +340,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         training = bool(self.zerosyncs)
         checksums, shards = self.zerosync_config.checkpoint_checksums, training or self.stage == 3
         places = [Path(path), *(directory(path, index) for index in range(1, saved))]
-        return one_load([Source(place, None, checksums, shards, same_ranks=training) for place in places])
+        return frontend.one_load([Source(place, None, checksums, shards, same_ranks=training) for place in places])
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -376,20 +357,14 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 buffer.copy_(state[name])  # Lightning loads those of the first rank
         for zerosync in self.zerosyncs:
             # Or the first step would bring back the weights that the optimizer was made with.
-            zero3_optimizer.reload_master_weights(zerosync.engine.optimizer)
+            frontend.reload_master_weights(zerosync.engine.optimizer)
 
-    @contextmanager
-    def _whole_checkpoint(self) -> Iterator[None]:
+    def _whole_checkpoint(self) -> AbstractContextManager[None]:
         """Around what the first engine saves or loads: the module, with what other engines or none of them train."""
         assert self.lightning_module is not None
         if not (self.zero_stage_3 and self.zerosyncs):
-            yield
-            return
-        for zerosync in self.zerosyncs[1:]:
-            gathering.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
-        trained = {param for zerosync in self.zerosyncs for param in zerosync.parameters}
-        with as_frozen([param for param in self.lightning_module.parameters() if param not in trained]):
-            yield
+            return nullcontext()
+        return frontend.whole_checkpoint(self.lightning_module, self.zerosyncs)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -401,11 +376,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._abort(f"{type(exception).__name__} ended the training")
-        if dist.is_initialized() and not isinstance(exception, RankError):
-            if is_communication_error(exception):
-                warnings.warn(rank_status().describe("the training", exception), stacklevel=2)
-            else:
-                rank_status().record_failure(f"{type(exception).__name__}: {exception}", exception)
+        frontend.report_failure(exception)
         super().on_exception(exception)
 
     @override
@@ -413,7 +384,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
         callbacks.leave(self.lightning_module.trainer)
-        with zero3.as_it_is():  # moves what ZeRO-3 has left of them
+        with frontend.as_it_is():  # moves what ZeRO-3 has left of them
             super().teardown()
         patches.release(self)
 

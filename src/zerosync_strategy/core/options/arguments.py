@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.options.deepspeed_config import fill_in
 
+AUTO = "auto"  # what is left to the framework or DeepSpeed
+_PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
+_MADE_BY_PROGRAMS = ("optimizer", "scheduler")
 # Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may stand beside one.
 _BESIDE_CONFIG = frozenset({
     "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
@@ -86,6 +88,18 @@ class StrategyArguments:
             )
         return options, int(configured)
 
+    @staticmethod
+    def undecided(config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the path of an ``"auto"`` in the optimizer or scheduler, which has no default; empty if none."""
+        return next((path for path in _autos(config) if path[0] in _MADE_BY_PROGRAMS), ())
+
+    @staticmethod
+    def fill_in_precision(config: dict[str, Any], precision: str) -> None:
+        """Enable the dtypes that ``config`` leaves to ``"auto"`` as the framework's ``precision`` says."""
+        for dtype, precisions in _PRECISIONS.items():
+            if config.get(dtype, {}).get("enabled") == AUTO:
+                config[dtype]["enabled"] = precision in precisions
+
     def _check_stage(self, stage: Any, name: str) -> None:
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise self._error(
@@ -117,3 +131,33 @@ class StrategyArguments:
         signature = [p.replace(annotation=types.get(name, p.empty)) for name, p in parameters.items()]
         init.__signature__ = inspect.Signature(signature, return_annotation=None)  # type: ignore[attr-defined]
         return init
+
+
+def fill_in(config: dict[str, Any], stage: int) -> None:
+    """Give ``config`` the ZeRO ``stage`` where it has none, and remove each ``"auto"`` that has a default.
+
+    Those in the optimizer and the scheduler have none and stay: see :meth:`StrategyArguments.undecided`.
+    """
+    zero = config.setdefault("zero_optimization", {})
+    if zero.get("stage", AUTO) == AUTO:
+        zero["stage"] = stage
+    # DeepSpeed tests few optimizers. ZeroSync refuses those that are wrong on its shards.
+    config.setdefault("zero_allow_untested_optimizer", True)
+    for path in list(_autos(config)):
+        *blocks, name = path
+        if path[0] in _MADE_BY_PROGRAMS:
+            continue
+        if name == "enabled" and blocks and blocks[0] in _PRECISIONS:
+            continue  # once the precision is known
+        block = config
+        for key in blocks:
+            block = block[key]
+        del block[name]
+
+
+def _autos(config: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, *path, name)
+        elif value == AUTO:
+            yield (*path, name)

@@ -1,0 +1,170 @@
+"""What Lightning, Fabric and Accelerate do with core. The order in which a training is set up stands here, once:
+
+1. a strategy or plugin is made: its contract is verified, its options are read (:class:`StrategyArguments`), and the
+   process is prepared (:func:`prepare_process`);
+2. the device is known, and a process group is to be made: :func:`prepare_device`;
+3. the program builds its model: inside of :func:`building_model`;
+4. :func:`set_up` checks the model and its optimizer on all ranks, lets the framework build the engine, and attaches;
+   an engine for evaluation is built inside of :func:`building_engine`, and its parameters are for
+   :func:`gather_for_evaluation`;
+5. the training ends: ``abort()`` or ``end()`` of the handles, and :func:`report_failure` of an exception.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zerosync_strategy.core.attached.overrides import ModeOverrides
+from zerosync_strategy.core.checkpoints.loads import Source, one_load
+from zerosync_strategy.core.checkpoints.saves import one_save
+from zerosync_strategy.core.engine import cpu, gathering, patches, zero
+from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.outputs import allow_any_output
+from zerosync_strategy.core.engine.param_class import gather_whole as gather_for_evaluation
+from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
+from zerosync_strategy.core.engine.transformers import tell_transformers
+from zerosync_strategy.core.engine.checkpoint_files import loads_universal
+from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
+from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group
+from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
+from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.failures.errors import RankError, is_communication_error
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.optimizer.supported import dtype_problem, optimizer_problem
+from zerosync_strategy.core.options.arguments import StrategyArguments
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.averages import copy_problem, readable
+from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.report import StepReport
+
+__all__ = [  # beside the functions below, for a frontend's own hooks
+    "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside", "as_it_is",
+    "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group", "interpose",
+    "leave_sharded", "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
+    "optimizer_problem", "part_of", "readable", "reload_master_weights", "restore", "restrict",
+]  # fmt: skip
+
+
+def prepare_process(holder: Any = None, nested_init: bool = True) -> None:
+    """Replace what has to be replaced in this process before there is an engine (C2).
+
+    Args:
+        holder: an object that keeps the replacements while it lives, or until ``patches.release(holder)``; attached
+            engines keep them, too.
+        nested_init: leave a ``zero.Init`` inside another one alone.
+    """
+    if holder is not None:
+        patches.hold(holder)
+    allow_scalars()
+    allow_any_output()
+    if not nested_init:
+        refuse_nested_init()
+
+
+def prepare_device(device_type: str, precision: object = None) -> str:
+    """Prepare DeepSpeed for devices of this type, before the process group is made.
+
+    Returns:
+        Why it cannot train there with this ``precision`` of Lightning's; empty if it can.
+    """
+    if device_type != "cpu":
+        return ""
+    if not (problem := cpu.precision_problem(precision)):
+        cpu.prepare_cpu()
+    return problem
+
+
+@contextmanager
+def building_model(config: Any) -> Iterator[None]:
+    """Around the building of a model, which ZeRO-3 may shard as it is built.
+
+    Args:
+        config: a DeepSpeed configuration of stage 3, for transformers; ``None``: of another stage.
+    """
+    prepare_process(nested_init=False)
+    told = None if config is None else tell_transformers(config)
+    yield
+    del told  # what is read outside is whole
+
+
+@contextmanager
+def building_engine(strategy: Any = None) -> Iterator[None]:
+    """Around the building of an engine, for one of Lightning's strategies or for another framework."""
+    indexed = nullcontext() if strategy is None else cpu.indexed_devices(strategy)
+    with indexed, zero.building_engine():
+        yield
+
+
+def set_up(
+    call: str, module: torch.nn.Module, config: ZeroSyncConfig, build: Callable[[], Any], *,
+    optimizers: Sequence[Optimizer] = (), shown: Optimizer | None = None, problem: str = "",
+    facts: Mapping[str, str] | None = None, losses_divided_by: Callable[[], float] | None = None,
+) -> ZeroSync | None:  # fmt: skip
+    """Build an engine of ``module`` and attach to it. Collective.
+
+    Args:
+        call: of the program, for errors.
+        config: ZeroSync's options.
+        build: builds and returns the engine, by the framework's own way, or ``None`` where none is to train.
+        optimizers: to check.
+        shown: the optimizer whose parameters ``param_groups`` of the engine's optimizer are to hold.
+        problem: why the engine cannot be built, as the frontend has found; empty if it can.
+        facts: what must be alike on all ranks, beside the model.
+        losses_divided_by: see :class:`ZeroSync`.
+
+    Raises:
+        ValueError: on every rank: an optimizer or the model cannot be trained, or the ranks' are not alike.
+    """
+    problems = (optimizer_problem(module, optimizer, config.elementwise_optimizer) for optimizer in optimizers)
+    problem = next(filter(None, problems), problem)
+    require_same(call, {"optimizer": problem or "as asked"} | dict(facts or {}) | model_facts(module))
+    if problem:
+        raise ValueError(f"{call} found that {problem}")
+    groups = [] if shown is None else [list(group["params"]) for group in shown.param_groups if group["params"]]
+    with building_engine():
+        engine = build()
+    if engine is None:
+        return None
+    if shown is not None:
+        show_parameters(engine.optimizer, groups)
+    zerosync = attach(engine, config)
+    if losses_divided_by is not None:
+        zerosync.losses_divided_by = losses_divided_by
+    return zerosync
+
+
+def activity(what: str) -> AbstractContextManager[None]:
+    """Around what a frontend does that may communicate (W4)."""
+    return rank_status().activity(what)
+
+
+def report_failure(error: BaseException) -> None:
+    """An exception ends the training: tell the other ranks, or say what they were doing if it is theirs."""
+    if not dist.is_initialized() or isinstance(error, RankError):
+        return
+    if is_communication_error(error):
+        warnings.warn(rank_status().describe("the training", error), stacklevel=3)
+    else:
+        rank_status().record_failure(f"{type(error).__name__}: {error}", error)
+
+
+def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:
+    """Around what the first of ``zerosyncs`` saves or loads: all of ``module``, also what it does not train.
+
+    ZeRO-3 saves and loads what is in no optimizer only if it is frozen.
+    """
+    if zero.stage(zerosyncs[0].engine) == 3:
+        for zerosync in zerosyncs[1:]:
+            gathering.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
+    trained = {param for zerosync in zerosyncs for param in zerosync.parameters}
+    return as_frozen([param for param in module.parameters() if param not in trained])
