@@ -11,7 +11,7 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncConfig, attach
-from zerosync_strategy.core.budgets import of_engine
+from zerosync_strategy.core.budgets import automatic
 from zerosync_strategy.core.budgets.automatic import LEVELS, MEASURED, RESERVED, AutomaticBudgets, State, Usage
 from zerosync_strategy.core.comm.streams import Streams
 
@@ -186,7 +186,7 @@ def train(
         grows: bytes by which activations grow from the eighth step on, by what is left for it in each.
     """
     memory = Counted()
-    monkeypatch.setattr(of_engine, "gauge_of", lambda device: memory)
+    monkeypatch.setattr(automatic, "gauge_of", lambda device: memory)
     net, plain = network(), network()
     for each in (net, plain) if frozen else ():
         for layer in list(each)[1::2]:

@@ -25,6 +25,7 @@ from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, gathering, patches, zero
+from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.outputs import allow_any_output
@@ -32,7 +33,6 @@ from zerosync_strategy.core.engine.param_class import gather_whole as gather_for
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
-from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group
 from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
@@ -141,6 +141,12 @@ def set_up(
     if losses_divided_by is not None:
         zerosync.losses_divided_by = losses_divided_by
     return zerosync
+
+
+def handle_of(value: Any) -> ZeroSync | None:
+    """Return the handle of an attached engine, or of its optimizer; ``None`` for anything else."""
+    found = getattr(value, "_zerosync", None)
+    return found if isinstance(found, ZeroSync) else None
 
 
 def activity(what: str) -> AbstractContextManager[None]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.overrides import EngineOverrides, attach_engine
-from zerosync_strategy.core.attached.weights import export_weights, full_weights
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same

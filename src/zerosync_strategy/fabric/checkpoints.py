@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from zerosync_strategy.core.frontend import Source, ZeroSync, loads_universal, one_load, one_save, whole_checkpoint
+from zerosync_strategy.core.frontend import Source, handle_of, loads_universal, one_load, one_save, whole_checkpoint
 
 from .prepared import PreparedModule, unwrap_prepared
 
@@ -97,7 +97,7 @@ def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
     from deepspeed import zero
 
     model = unwrap_prepared(module)
-    zerosync = _zerosync_of(model)
+    zerosync = handle_of(model)
     if zerosync is not None:
         with zerosync.full_parameters():
             zerosync.engine.module.load_state_dict(state, strict=strict)
@@ -132,7 +132,7 @@ def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
 
 def _optimizers_in(state: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of ``state`` that are optimizers of models."""
-    found = {name: value for name, value in state.items() if name not in models and _zerosync_of(value) is not None}
+    found = {name: value for name, value in state.items() if name not in models and handle_of(value) is not None}
     for name, optimizer in found.items():
         if not any(getattr(model, "optimizer", None) is optimizer for model in models.values()):
             raise ValueError(
@@ -164,7 +164,7 @@ def _verified_together(
         return nullcontext()
     sources = []
     for name, model in models.items():
-        zerosync = _zerosync_of(model)
+        zerosync = handle_of(model)
         checksums = zerosync is None or zerosync.config.checkpoint_checksums
         same_ranks = zerosync is not None and _is_loaded(model.optimizer, optimizers)
         sources.append(Source(directories[name], TAG, checksums, shards=True, same_ranks=same_ranks))
@@ -177,8 +177,3 @@ def _is_loaded(optimizer: Any, optimizers: dict[str, Any]) -> bool:
 
 def _directory(path: Any, name: str, models: dict[str, Any]) -> Path:
     return Path(path) if len(models) == 1 else Path(path) / name
-
-
-def _zerosync_of(value: Any) -> ZeroSync | None:
-    zerosync = getattr(value, "_zerosync", None)
-    return zerosync if isinstance(zerosync, ZeroSync) else None

@@ -278,7 +278,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     ) -> None:
         """One backward, of the window of each engine whose parameters it reaches."""
         module = unwrap_prepared(module)
-        if not isinstance(getattr(module, "_zerosync", None), ZeroSync):
+        if frontend.handle_of(module) is None:
             raise RuntimeError(
                 "fabric.backward() found a model that was set up without an optimizer. Set one up by"
                 " fabric.setup_optimizers(optimizer), or give fabric.backward() the model that trains: model=..."
@@ -387,7 +387,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        if isinstance(getattr(optimizer, "_zerosync", None), ZeroSync):
+        if frontend.handle_of(optimizer) is not None:
             raise RuntimeError(
                 "state_dict() of an optimizer under ZeRO is this rank's shard alone. Save it with its model:"
                 " fabric.save(path, {'model': model, 'optimizer': optimizer})."
@@ -413,15 +413,15 @@ class _BackwardSync:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
-        zerosync = getattr(unwrap_prepared(module), "_zerosync", None)
+        zerosync = frontend.handle_of(unwrap_prepared(module))
         if zerosync is not None and not enabled:
             zerosync.window.expect_last()
         return nullcontext()
 
 
 def _zerosync_of(optimizer: Any) -> ZeroSync:
-    zerosync = getattr(optimizer, "_zerosync", None)
-    if not isinstance(zerosync, ZeroSync):
+    zerosync = frontend.handle_of(optimizer)
+    if zerosync is None:
         raise RuntimeError(
             f"The {type(optimizer).__name__} was not set up by fabric.setup(model, optimizer), which returns the"
             " optimizer to step and to clip."

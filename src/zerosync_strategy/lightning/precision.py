@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.frontend import ZeroSync
+from zerosync_strategy.core.frontend import ZeroSync, handle_of
 
 from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged, overrides
 from .library import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, MisconfigurationException, Steppable
@@ -118,7 +118,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
 
 def _zerosync_of(optimizer: Any) -> ZeroSync:
-    zerosync = getattr(optimizer, "_zerosync", None)
+    zerosync = handle_of(optimizer)
     if zerosync is None:
         raise MisconfigurationException("Gradients can be clipped and stepped in Trainer.fit() only.")
     return zerosync

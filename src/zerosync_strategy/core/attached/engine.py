@@ -231,21 +231,16 @@ class AttachedEngine(ABC):
 
     def _trains(self) -> bool:
         """Return whether a backward, which begins, may give a gradient to a parameter of the optimizer."""
-        if thawed := [param for param in self._untrained if param.requires_grad]:
-            self._check_trained(thawed)
+        if thawed := [param for param in self._untrained if param.requires_grad]:  # none may be left out silently (N1)
+            trained = {id(param) for attached in AttachedEngine.all for param in attached.reducer.params}
+            if names := [repr(self.names[param]) for param in thawed if id(param) not in trained]:
+                raise RuntimeError(
+                    f"backward() found that {zero.listed(names)} required no gradient when the DeepSpeed engine was"
+                    " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine"
+                    " is built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that"
+                    " is not to be trained must stay frozen."
+                )
         return any(param.requires_grad for param in self.reducer.params)
-
-    def _check_trained(self, thawed: list[Any]) -> None:
-        """Raise where a parameter that was frozen when the engine was built is to be trained now (N1)."""
-        trained = {id(param) for attached in AttachedEngine.all for param in attached.reducer.params}
-        names = [repr(self.names[param]) for param in thawed if id(param) not in trained]
-        if names:
-            raise RuntimeError(
-                f"backward() found that {zero.listed(names)} required no gradient when the DeepSpeed engine was"
-                " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine is"
-                " built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that is not"
-                " to be trained must stay frozen."
-            )
 
     def _window_backward_begins(self, opens: bool) -> None:
         self.frozen.backward_begins(opens)
@@ -379,13 +374,9 @@ class AttachedEngine(ABC):
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
             )
         CompiledGradientHook.verify(self.config, self.shards_over_groups, self.race_check.is_checked)
-        self._prepare_deepcompile()
         params = {compilation.deepcompile_id(self.engine.optimizer, param): param for param in self.reducer.params}
         self._compiled = CompiledGradientHook(params, self.window.add_gradient, self.window.gradient_ready)
         return self._compiled.compiling()
-
-    def _prepare_deepcompile(self) -> None:
-        """DeepCompile may compile the engine."""
 
     def activity(self, what: str) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import StepMeter
-from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
+from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.optimizer.pending import PendingGradients

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
-from zerosync_strategy.core.budgets.of_engine import automatic_budgets, check_limit
+from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import compilation, contract, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
@@ -58,7 +58,7 @@ class Stage3Engine(AttachedEngine):
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.changes, None, self.activity)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
-        self.budgets = automatic_budgets(engine, config, self.reducer, self.scheduler, self.cache)
+        self.budgets = automatic_budgets(engine, config, self.reducer, (self.scheduler, self.cache))
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
@@ -190,10 +190,12 @@ class Stage3Engine(AttachedEngine):
             stack.enter_context(nothing_is_sharded())
             yield
 
-    def _prepare_deepcompile(self) -> None:
+    def compiling(self) -> AbstractContextManager[None]:
+        compiling = super().compiling()
         if self.unshard_on_read is not None:
             self.unshard_on_read.prepare_deepcompile()
         self.meter.counts_gathers = False
+        return compiling
 
 
 def _is_constant(param: Any) -> bool:

@@ -37,8 +37,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.budgets.gauges import Gauge
+from zerosync_strategy.core.budgets.gauges import DeviceGauge, Gauge, gauge_of
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
+from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 MEASURED = 3
 """Windows before anything is held. Of the first, which makes the optimizer's states, only the peak counts."""
@@ -325,3 +330,54 @@ class _Variation:
             self._least = self._now if self._least is None else min(self._least, self._now)
             self.nbytes = max(self.nbytes, self._most - self._least)
         self._now = 0
+
+
+# ---- the budgets of an engine ------------------------------------------------------------------------------------
+
+
+def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
+    """Raise a ``ValueError`` where a budget of ``config`` sets itself, and nothing says what may be used."""
+    for name, is_automatic in (
+        ("param_memory_budget", config.auto_parameters), ("grad_memory_budget", config.auto_gradients),
+    ):  # fmt: skip
+        if is_automatic and config.auto_limit is None and device.type != "cuda":
+            raise ValueError(
+                f'ZeroSync option {name!r} got "auto" on a device of type {device.type!r}, whose free memory is not'
+                ' known. Give a limit: {"auto": "8GiB"}, the resident memory that each rank\'s process may have.'
+            )
+
+
+def automatic_budgets(
+    engine: Any, config: ZeroSyncConfig, reducer: Reducer, gathers: tuple[GatherScheduler, ParameterCache] | None = None
+) -> FixedBudgets | AutomaticBudgets:
+    """Return the budgets of ``engine`` that set themselves, as :func:`check_limit` has let pass.
+
+    Args:
+        gathers: on stage 3.
+    """
+    if not (config.auto_parameters or config.auto_gradients):
+        return FixedBudgets()
+    gauge, limit = gauge_of(engine.device), config.auto_limit
+    if limit is None:
+        assert isinstance(gauge, DeviceGauge)
+        limit = gauge.limit()
+    scheduler, cache = gathers if gathers is not None and config.auto_parameters else (None, None)
+
+    def usage() -> Usage:
+        held = gathered = 0
+        if config.auto_gradients:  # what streams beyond them is none of the budget's
+            held += min(reducer.local.now, reducer.deferred_bytes)
+        if scheduler is not None and cache is not None:
+            held += cache.held_bytes
+            gathered = max(0, scheduler.unsharded.now - cache.held_bytes)
+        return Usage(held, gathered)
+
+    budgets = AutomaticBudgets(
+        gauge, limit, usage, 0 if cache is None else cache.everything, None if cache is None else cache.set_budget,
+        reducer.defer if config.auto_gradients else None, zero.data_parallel_group(engine.optimizer), engine.device,
+        reducer.streams,
+    )  # fmt: skip
+    reducer.local.watch = budgets.look
+    if gathers is not None:
+        gathers[0].unsharded.watch = budgets.look
+    return budgets

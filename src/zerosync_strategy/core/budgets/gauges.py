@@ -21,7 +21,7 @@ class Gauge(Protocol):
         """Return the most that was in use at once since :meth:`restart_peak`, which others may call too, or ever."""
 
     def restart_peak(self) -> None:
-        """Begin the peak anew."""
+        """Reset the peak."""
 
 
 class DeviceGauge:
