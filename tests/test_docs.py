@@ -64,6 +64,20 @@ def test_pages_name_tests_that_exist(page: Path) -> None:
     assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
 
 
+def test_the_map_names_what_exists() -> None:
+    source = ROOT / "src" / "zerosync_strategy"
+    text = (ROOT / "docs" / "map.md").read_text()
+    pictures = [(ROOT / "docs" / name).read_text() for name in re.findall(r"\((pictures/\w+\.svg)\)", text)]
+    names = set(re.findall(r"`([\w/]+(?:\.py|\.txt|\.toml|/))`", text)) | set(
+        re.findall(r"[\w/]+\.py", "".join(pictures))
+    )
+    places = (ROOT, source, source / "core")
+    assert sorted(name for name in names if not any((place / name).exists() for place in places)) == []
+    rooms = {room.name for room in (source / "core").iterdir() if (room / "__init__.py").exists()}
+    assert rooms - set(re.findall(r"^\| `core/(\w+)/`", text, flags=re.MULTILINE)) == set()
+    assert [room for room in rooms if f">{room}<" not in pictures[0]] == []
+
+
 def test_every_option_is_in_the_table() -> None:
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), flags=re.MULTILINE)
     assert set(table) == {*ZeroSyncConfig.option_names(), "step_on"}

@@ -374,7 +374,149 @@ def generation() -> None:
     picture.save("generation")
 
 
+LAYERS = (
+    (("lightning", "fabric", "accelerate"), "frontends translate one framework each"),
+    (("attached",), "one engine while ZeroSync is attached; beside it what a program holds: handle, report"),
+    (("budgets", "optimizer", "checkpoints"), "what is held, what steps, what is saved"),
+    (("gradients", "params"), "the window and the reduction; gathers, holding and reading of ZeRO-3"),
+    (("failures",), "what every rank was doing, and where ranks differ"),
+    (("comm",), "collectives, streams, counts of bytes"),
+    (("engine",), "internals of DeepSpeed and torch: contract, accessors, patches"),
+)
+"""Rooms of the package, those above import those below."""
+
+
+def rooms() -> None:
+    """The rooms of the package, as layers."""
+    picture = Picture(960, 520, "The rooms of the package: imports go downwards")
+    left, width, fills = 96, 560, (STEP, FORWARD, GATHER, GATHER, REDUCE, REDUCE, "#d0d7de")
+    picture.text(left, 22, "Imports go downwards.", "bold")
+    for row, ((names, text), fill) in enumerate(zip(LAYERS, fills, strict=True)):
+        y = 40 + 64 * row
+        for place, name in enumerate(names):
+            w = width / len(names)
+            picture.box(left + place * w + 2, y, w - 4, 32, fill, name)
+        picture.text(left + 2, y + 48, text, "soft small")
+    picture.line(f"M{left - 14} 104V486")
+    picture.line(f"M{left - 14} 104H{left - 6}")
+    picture.line(f"M{left - 14} 486H{left - 6}")
+    picture.text(left - 24, 300, "core", "bold", "end")
+    right = left + width + 24
+    picture.panel(right, 40, 260, 132)
+    picture.text(right + 130, 62, "tools", "bold", "middle")
+    for row, name in enumerate(("plan", "doctor", "racecheck")):
+        picture.box(right + 14, 74 + 32 * row, 232, 27, STEP, name)
+    picture.text(right, 192, "use core; nothing imports them", "soft small")
+    picture.panel(right, 232, 260, 46)
+    picture.box(right + 14, 239, 232, 32, "#d0d7de", "options")
+    picture.text(right, 298, "any room may read the options", "soft small")
+    picture.save("rooms")
+
+
+def gradient() -> None:
+    """The walk of a gradient from autograd to the step."""
+    picture = Picture(960, 400, "The walk of a gradient: completed, collected, reduced, added to its shard, stepped")
+    steps = (
+        (("autograd", "completes it"), "attached/overrides.py", FORWARD),
+        (("the window", "counts it"), "gradients/window.py", GATHER),
+        (("its bucket", "collects it"), "gradients/buckets.py", GATHER),
+        (("the bucket is", "reduce-scattered"), "comm/collectives.py", REDUCE),
+        (("the average goes", "to the shard"), "gradients/reducer.py", GATHER),
+        (("norm, clipping", "of the shards"), "gradients/reducer.py", GATHER),
+        (("the optimizer", "steps the shard"), "core/optimizer", STEP),
+        (("parameters are", "gathered"), "gradients/stage12.py", REDUCE),
+    )
+    for number, (words, file, fill) in enumerate(steps):
+        x, y = 20 + 236 * (number % 4), 40 + 160 * (number // 4)
+        picture.box(x, y, 200, 64, fill)
+        for line, word in enumerate(words):
+            picture.text(x + 100, y + 27 + 20 * line, word, "on", "middle")
+        picture.text(x, y - 8, f"{number + 1}", "bold")
+        picture.text(x + 100, y + 82, file, "soft small", "middle")
+        if number % 4 < 3:
+            picture.line(f"M{x + 202} {y + 32}H{x + 232}", arrow=True)
+    picture.line("M828 132V152Q828 160 820 160H128Q120 160 120 168V192", arrow=True)
+    notes = (
+        "1 to 3 run for each gradient, in every backward. 4 and 5 run once per bucket and window: in the last backward"
+        " if it is known, else in the step.",
+        "With a budget, 4 and 5 run in every backward for what does not fit.",
+        "The reduction stream waits for the producers before 4 (B1), and the step for the reduction before 6 (B3):"
+        " comm/streams.py.",
+        "Stage 3 leaves 8 out: modules gather parameters when they need them.",
+    )
+    for line, note in enumerate(notes):
+        picture.text(20, 324 + 20 * line, note, "soft small")
+    picture.save("gradient")
+
+
+def parameter() -> None:
+    """The states of a ZeRO-3 parameter, and its walk through one window."""
+    picture = Picture(960, 560, "The states of a ZeRO-3 parameter: SHARDED, IN_FLIGHT and UNSHARDED, and one window")
+    states = {
+        "SHARDED": (8, "each rank has its shard"),
+        "IN_FLIGHT": (380, "an all-gather is under way"),
+        "UNSHARDED": (752, "this rank has all values"),
+    }
+    for name, (x, text) in states.items():
+        picture.panel(x, 40, 200, 74, 10)
+        picture.text(x + 100, 72, name, "bold", "middle")
+        picture.text(x + 100, 96, text, "soft small", "middle")
+    for x, event, file in ((208, "UNSHARD", "params/scheduler.py"), (580, "ARRIVE", "users' streams wait")):
+        picture.line(f"M{x} 77H{x + 168}", arrow=True)
+        picture.text(x + 84, 67, event, "", "middle")
+        picture.text(x + 84, 97, file, "soft small", "middle")
+    picture.line("M852 114C852 170 108 170 108 118", arrow=True)
+    picture.text(480, 178, "RESHARD, once no claim is left", "", "middle")
+    left, width, top = 200, 740, 232
+    events = ("forward 1", "backward 1", "forward 2", "backward 2", "step")
+    column = width / len(events)
+    for place, name in enumerate(events):
+        picture.text(left + (place + 0.5) * column, top - 12, name, "bold", "middle")
+    rows = (
+        ("not held", "gathered at each use", ((0, 0.2, 0), (0.2, 0.9, 1), (1, 1.2, 0), (1.2, 1.9, 1), (2, 2.2, 0),
+         (2.2, 2.9, 1), (3, 3.2, 0), (3.2, 3.9, 1))),
+        ("held", "params/cache.py", ((0, 0.2, 0), (0.2, 4, 1))),
+        ("read, outside of its module", "params/values.py", ((2.3, 2.5, 0), (2.5, 2.8, 1))),
+        ("held and constant", "no optimizer trains it (R4)", ((0, 0.2, 0), (0.2, 5, 1))),
+    )  # fmt: skip
+    for row, (name, text, bars) in enumerate(rows):
+        y = top + 52 * row
+        picture.panel(left, y, width, 30, 3)
+        picture.text(8, y + 14, name, "small bold")
+        picture.text(8, y + 30, text, "soft small")
+        for begin, end, kind in bars:
+            fill = (REDUCE, GATHER)[kind]
+            picture.box(left + begin * column + 1, y + 2, (end - begin) * column - 2, 26, fill)
+    y = top + 52 * len(rows) + 8
+    for x, fill, name in ((left, REDUCE, "IN_FLIGHT"), (left + 130, GATHER, "UNSHARDED")):
+        picture.box(x, y, 14, 14, fill)
+        picture.text(x + 22, y + 12, name, "small")
+    picture.panel(left + 270, y, 14, 14, 3)
+    picture.text(left + 292, y + 12, "SHARDED", "small")
+    notes = (
+        "A claim keeps the values: a module that runs, DeepSpeed's persistence, the window that holds it, a"
+        " context of the program.",
+        "WRITE goes to the shard at once and counts; a step, a checkpoint and a context that has written reshard in"
+        " spite of claims.",
+    )
+    for line, note in enumerate(notes):
+        picture.text(8, y + 48 + 22 * line, note, "soft small")
+    picture.save("parameter")
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for draw in (timeline, stripes, window, host_cache, auto_budgets, divergence, means, generation):
+    for draw in (
+        timeline,
+        stripes,
+        window,
+        host_cache,
+        auto_budgets,
+        divergence,
+        means,
+        generation,
+        rooms,
+        gradient,
+        parameter,
+    ):
         draw()
