@@ -18,7 +18,7 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.attached.overrides import EngineOverrides
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import GatherOverrides, ReleaseOverrides
+from zerosync_strategy.core.engine.overrides import CoordinatorOverrides
 from zerosync_strategy.core.engine.several import part_of, restrict
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def test_what_engines_share_goes_with_the_last() -> None:
         step(0)
         handles[0].detach()
         # The second still holds, orders and unshards; the first is DeepSpeed's again.
-        assert isinstance(coordinator, ReleaseOverrides) and isinstance(coordinator, GatherOverrides)
+        assert isinstance(coordinator, CoordinatorOverrides)
         assert type(engines[0]) is deepspeed.DeepSpeedEngine and type(module.first) is not nn.Linear
         step(1)
         handles[1].detach()

@@ -29,7 +29,7 @@ from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.outputs import allow_any_output
-from zerosync_strategy.core.engine.param_class import gather_whole as gather_for_evaluation
+from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers

@@ -88,7 +88,7 @@ def loading(
     except Exception as error:
         failed.append(error)
     finally:
-        attached.parameters_loaded()
+        attached.parameters_written(by_step=False)
 
     def loaded() -> tuple[str, None]:
         for error in failed:

@@ -179,12 +179,8 @@ class AttachedEngine(ABC):
         """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
         return nullcontext()
 
-    def parameters_written(self) -> None:
-        """A step, or a checkpoint, has written the parameters."""
-
-    def parameters_loaded(self) -> None:
-        """A checkpoint was loaded, or its loading has failed half-way."""
-        self.parameters_written()
+    def parameters_written(self, by_step: bool) -> None:
+        """A step has written the parameters, or a checkpoint was loaded, perhaps half-way."""
 
     @abstractmethod
     def adopt_edits(self) -> None:
@@ -305,7 +301,7 @@ class AttachedEngine(ABC):
                 raise
             finally:
                 self.pending.restore_clip_norm()
-                self.parameters_written()
+                self.parameters_written(by_step=True)
             self._after_update()
             self.meter.step_done(self.budgets.choice)
             self.budgets.end_window()

@@ -115,13 +115,15 @@ class Stage3Meter(StepMeter):
     def _gathers_floor(self, backwards: int) -> int:
         if not self.counts_gathers:
             return 0
-        return sum(nbytes * self._cache.gathers_in(param, backwards) for param, nbytes in self.parameter_bytes.items())
+        return sum(
+            nbytes * self._cache.plan.gathers_in(param, backwards) for param, nbytes in self.parameter_bytes.items()
+        )
 
     def _parameter_peaks(self) -> dict[str, Any]:
-        host = self._cache.host
+        host = self._cache.plan.host
         return {
             "peak_unsharded_bytes": self._scheduler.unsharded.peak,
-            "peak_held_bytes": self._cache.peak_bytes,
+            "peak_held_bytes": self._cache.plan.peak_bytes,
             "peak_host_bytes": 0 if host is None else host.peak_bytes,
             "loaded_bytes": 0 if host is None else host.loaded_bytes,
         }

@@ -62,7 +62,7 @@ class Stage12Engine(AttachedEngine):
     def wait_for_parameters(self) -> None:
         self.arriving.wait_for_all()
 
-    def parameters_written(self) -> None:
+    def parameters_written(self, by_step: bool) -> None:
         self._times_written += 1
 
     def adopt_edits(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.engine import compilation, contract, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
@@ -18,11 +18,9 @@ from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.averages import let_average
-from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.edits import write_gathered_to_shards
+from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
-from zerosync_strategy.core.params.values import ParameterValues
 
 
 class Stage3Engine(AttachedEngine):
@@ -41,18 +39,10 @@ class Stage3Engine(AttachedEngine):
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         super().__init__(engine, config)
-        if config.eager_frames:
-            compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
-        self.scheduler = GatherScheduler.of(engine, self.reducer.streams, config.unshard_streams, self.messages)
-        self.cache = ParameterCache.of(
-            engine, config.held_bytes, config.host_bytes, config.auto_parameters, self.scheduler, config.eager_frames,
-            _is_constant,
-        )  # fmt: skip
-        self.values = ParameterValues.of(engine, self.scheduler)
-        self.unshard_on_read: UnshardOnRead | None = None
-        if config.eager_frames:
-            self.unshard_on_read = UnshardOnRead.of(engine, self.scheduler, self.values, config.trace_gathers)
-        self.cache.skip_backward_hooks()
+        self._parameters = ModuleParameters.of(engine, config, self.reducer.streams, self.messages, _is_constant)
+        self.scheduler, self.cache = self._parameters.scheduler, self._parameters.cache
+        self.values = self._parameters.values
+        self.unshard_on_read = self._parameters.unshard_on_read if config.eager_frames else None
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
@@ -85,24 +75,13 @@ class Stage3Engine(AttachedEngine):
 
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
-        # The last that came goes first.
-        if self.unshard_on_read is not None:
-            self.unshard_on_read.detach()
-        self.values.detach()
-        self.cache.detach()
-        self.scheduler.detach()
+        self._parameters.detach()
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:
         return zero3.as_it_is()
 
-    def parameters_written(self) -> None:
-        self.scheduler.shards_written()
-        self.values.stepped()
-
-    def parameters_loaded(self) -> None:
-        super().parameters_loaded()
-        if self.cache.host is not None:
-            self.cache.host.expire()
+    def parameters_written(self, by_step: bool) -> None:
+        self._parameters.written(by_step)
 
     def adopt_edits(self) -> None:
         self.scheduler.shards_written()
@@ -110,7 +89,7 @@ class Stage3Engine(AttachedEngine):
         self.masters.adopt(zero3_optimizer.weights(self.engine.optimizer))
 
     def version(self) -> int:
-        return self.values.steps
+        return self._parameters.times_written
 
     @property
     def shards_over_groups(self) -> bool:
@@ -155,7 +134,7 @@ class Stage3Engine(AttachedEngine):
 
     def _first_uses(self) -> Mapping[int, int] | None:
         """Return when the forward has used each parameter first, where the backward gathers some between others."""
-        if self._compiled is not None or self.cache.holds_all:
+        if self._compiled is not None or self.cache.plan.holds_all:
             return None  # DeepCompile's graphs are the same on all ranks, and give every parameter a gradient
         return self.scheduler.order.first_uses()
 
@@ -180,7 +159,7 @@ class Stage3Engine(AttachedEngine):
         self.scheduler.before_checkpoint()
 
     def release_held(self) -> None:
-        self.cache.release_kept()
+        self.cache.release_constants()
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

@@ -368,12 +368,12 @@ def automatic_budgets(
         if config.auto_gradients:  # what streams beyond them is none of the budget's
             held += min(reducer.local.now, reducer.deferred_bytes)
         if scheduler is not None and cache is not None:
-            held += cache.held_bytes
-            gathered = max(0, scheduler.unsharded.now - cache.held_bytes)
+            held += cache.plan.held_bytes
+            gathered = max(0, scheduler.unsharded.now - cache.plan.held_bytes)
         return Usage(held, gathered)
 
     budgets = AutomaticBudgets(
-        gauge, limit, usage, 0 if cache is None else cache.everything, None if cache is None else cache.set_budget,
+        gauge, limit, usage, 0 if cache is None else cache.plan.everything, None if cache is None else cache.set_budget,
         reducer.defer if config.auto_gradients else None, zero.data_parallel_group(engine.optimizer), engine.device,
         reducer.streams,
     )  # fmt: skip

@@ -29,7 +29,8 @@ def _linear(stock: Callable[..., Any]) -> Any:
         # The same in a forward and where activation checkpointing runs it again, which has to save as many tensors:
         # also of a weight that is still on its way.
         if not torch.compiler.is_compiling():
-            if getattr(weight, "_zerosync_kept", False):
+            record = getattr(weight, "_zerosync_record", None)
+            if record is not None and record.linear_is_plain:
                 return torch._C._nn.linear(input, weight, bias)
             if has_torch_function((weight, bias)):  # the function would save it as it is, and checkpointing empty
                 return handle_torch_function(apply, (weight, bias), input, weight, bias)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import contract, zero, zero3
+from zerosync_strategy.core.engine.parameter import record_of
 
 LATEST_UNIVERSAL = "latest_universal"
 
@@ -96,7 +97,14 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
         raise RuntimeError(f"the universal checkpoint lacks {', '.join(map(repr, missing))} of the module")
     module.load_state_dict({name: state[name] for name in others & state.keys()}, strict=False)
     for name in untrained.keys() & state.keys():
-        zero3.set_values(untrained[name], state[name])
+        _set_values(untrained[name], state[name])
+
+
+def _set_values(param: Any, full: torch.Tensor) -> None:
+    if zero3.is_sharded(param):
+        record_of(param).set_values(full.to(param.device, param.dtype))
+    else:
+        param.data.copy_(full)
 
 
 def _untrained_of_stage_3(first: Path, ranks: int) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.engine.parameter import Claim, Record
 
 
 class ContextGathers(Protocol):
@@ -21,8 +22,6 @@ class ContextGathers(Protocol):
 
 
 _context_gathers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-reading_ends = False  # a GatheredParameters context that was there to read is left
 
 
 def gather_contexts_by(gathers: ContextGathers) -> None:
@@ -46,6 +45,8 @@ def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         for each in list(_context_gathers) if context.enabled else ():
             each.gather_for_context(context.params)
         stock(context)
+        for record in _records(context):
+            record.claim(Claim.CONTEXT)
 
     return enter
 
@@ -53,19 +54,21 @@ def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def leave(context: Any, *error: Any) -> Any:
-        global reading_ends
-        if not context.enabled:
-            return stock(context, *error)
-        if context.src_rank is not None:
-            with _broadcastable(context.params):
-                return stock(context, *error)
-        reading_ends = True
+        writes = context.enabled and context.src_rank is not None
         try:
-            return stock(context, *error)
+            with _broadcastable(context.params if writes else ()):
+                return stock(context, *error)
         finally:
-            reading_ends = False
+            for record in _records(context):
+                record.drop(Claim.CONTEXT)
 
     return leave
+
+
+def _records(context: Any) -> list[Record]:
+    """Return the records of the context's parameters, of attached engines."""
+    params = context.params if context.enabled else ()
+    return [param._zerosync_record for param in params if "_zerosync_record" in param.__dict__]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, param_class, zero3
+from zerosync_strategy.core.engine import contract, zero3
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
+from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.parameter import Claim, record_of
 
 
 def coordinator(optimizer: Any) -> Any:
@@ -36,94 +37,75 @@ def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
         setattr(coordinator, contract.GATHER_STREAM, before)
 
 
-class ShardRows:
-    """All shards of several parameters of one process group, by one message.
+@for_training
+def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Callable[[], list[tuple[Any, torch.Tensor]]]:
+    """Gather all shards of several parameters of one process group by one message, sent in ``dtype``.
 
     DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
     with the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
 
     Args:
-        params: released ones, with shards of one dtype, for which :func:`has_plain_shard` holds.
-        dtype: in which they are sent.
+        params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
+
+    Returns:
+        What waits, and returns each parameter with its values in its own shape and dtype, the caller's to keep.
     """
+    from deepspeed.runtime.zero import partition_parameters
 
-    @param_class.for_training
-    def __init__(self, params: Sequence[Any], dtype: torch.dtype) -> None:
-        from deepspeed.runtime.zero import partition_parameters
+    first = params[0]
+    group, shards = first.ds_process_group, [param.ds_tensor for param in params]
+    columns = [shard.ds_numel for shard in shards]
+    received = torch.empty(dist.get_world_size(group), sum(columns), dtype=dtype, device=first.device)
+    own = received[dist.get_rank(group)]
+    torch._foreach_copy_(own.split(columns), shards, non_blocking=True)  # from the host, too
+    work = partition_parameters._dist_allgather_fn(own, received.view(-1), group)
 
-        first = params[0]
-        group, shards = first.ds_process_group, [param.ds_tensor for param in params]
-        self._params = params
-        self._columns = [shard.ds_numel for shard in shards]
-        self._rows = torch.empty(dist.get_world_size(group), sum(self._columns), dtype=dtype, device=first.device)
-        own = self._rows[dist.get_rank(group)]
-        torch._foreach_copy_(own.split(self._columns), shards, non_blocking=True)  # from the host, too
-        self._work = partition_parameters._dist_allgather_fn(own, self._rows.view(-1), group)
-
-    def values(self) -> list[tuple[Any, torch.Tensor]]:
-        """Wait, and return each parameter with its values in its own shape and dtype. The memory is the caller's."""
-        self._work.wait()  # in no generator, which would hide from errors who waits
+    def wait() -> list[tuple[Any, torch.Tensor]]:
+        work.wait()  # in no generator, which would hide from errors who waits
         values, begin = [], 0
-        for param, columns in zip(self._params, self._columns, strict=True):
+        for param, width in zip(params, columns, strict=True):
             # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
-            rows = self._rows.narrow(1, begin, columns).contiguous().view(-1)
+            rows = received.narrow(1, begin, width).contiguous().view(-1)
             full = rows.narrow(0, 0, param.ds_numel).view(param.ds_shape)
             values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
-            begin += columns
+            begin += width
         return values
 
-
-class ShardGather:
-    """The gather of several parameters of one process group: one message, and one copy for each parameter.
-
-    Args:
-        params: as :class:`ShardRows` takes.
-    """
-
-    def __init__(self, params: Sequence[Any]) -> None:
-        from deepspeed.runtime.zero import partition_parameters
-
-        self._params = params
-        self._rows: ShardRows | None = ShardRows(params, zero3.gather_dtype(params[0]))
-        for param in params:
-            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
-
-    @param_class.for_training
-    def wait(self, **_: Any) -> None:
-        """Wait for it, and give the parameters their values."""
-        if self._rows is None:
-            return
-        status = type(self._params[0].ds_status).AVAILABLE
-        for param, full in self._rows.values():
-            param.data = full
-            param.ds_status = status
-        self._rows = None
+    return wait
 
 
-class LocalGather:
-    """What a :class:`ShardGather` is, of parameters that this rank has in full elsewhere: nothing is sent.
+def unshard(params: Sequence[Any]) -> Callable[[], None]:
+    """Begin the gather of ``params``, as :func:`gather_shards`; return what waits and gives them their values."""
+    wait = gather_shards(params, zero3.gather_dtype(params[0]))
+    for param in params:
+        param._zerosync_record.unshard()
+
+    @for_training
+    def arrive() -> None:
+        for param, full in wait():
+            param._zerosync_record.arrive(full)
+
+    return arrive
+
+
+@for_training
+def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], None]:
+    """As :func:`unshard`, of parameters that this rank has in full elsewhere: nothing is sent.
 
     Args:
-        values: in full, flat and in parts, by released parameter. They are copied, on the current stream.
+        values: in full, flat and in parts, by sharded parameter. They are copied, on the current stream.
     """
+    copies = {}
+    for param, parts in values.items():
+        copies[param] = full = torch.empty(param.ds_shape, dtype=parts[0].dtype, device=param.device)
+        torch._foreach_copy_(full.view(-1).split([part.numel() for part in parts]), parts, non_blocking=True)
+        param._zerosync_record.unshard()
 
-    @param_class.for_training
-    def __init__(self, values: Mapping[Any, list[torch.Tensor]]) -> None:
-        from deepspeed.runtime.zero import partition_parameters
+    def arrive() -> None:
+        for param, copy in copies.items():
+            param._zerosync_record.arrive(copy)
 
-        self._copies = {}
-        for param, parts in values.items():
-            self._copies[param] = full = torch.empty(param.ds_shape, dtype=parts[0].dtype, device=param.device)
-            torch._foreach_copy_(full.view(-1).split([part.numel() for part in parts]), parts, non_blocking=True)
-        for param in self._copies:
-            param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT
-
-    def wait(self, **_: Any) -> None:
-        """Give the parameters their values."""
-        for param, copy in self._copies.items():
-            param.data = copy
-            param.ds_status = type(param.ds_status).AVAILABLE
-        self._copies = {}
+    return arrive
 
 
 def gather_empty(param: Any) -> bool:
@@ -133,8 +115,8 @@ def gather_empty(param: Any) -> bool:
     """
     if param.ds_numel == 0:
         with zero3.as_it_is():
-            param.data = param.data.new_empty(param.ds_shape)
-        param.ds_status = type(param.ds_status).AVAILABLE
+            record_of(param).unshard()
+            record_of(param).arrive(param.data.new_empty(param.ds_shape))
     return bool(param.ds_numel == 0)
 
 
@@ -167,37 +149,16 @@ def release(coordinator: Any, param: Any) -> bool:
     """
     if param.ds_status._name_ != "AVAILABLE" or param.ds_active_sub_modules:
         return True
-    if zero3.has_secondary_shard(param) or not zero3.has_plain_shard(param):
+    record = record_of(param)
+    if not record.plain:
         return False
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return release(coordinator, param)
-    users = param.ds_active_sub_modules
-    is_intercepted = users.__class__ is param_class.Users
-    with zero3.as_it_is():
-        if is_intercepted and (
-            users.watched
-            or users.version != param._version
-            or param.ds_persist
-            or param.__dict__.get("_zerosync_held", False)
-        ):
-            users.releasing(param)
-        _free_param()(param)
-    if is_intercepted:
-        param.__class__ = users.at_rest
+    record.reshard()
     numel = getattr(coordinator, contract.GATHERED_NUMEL)
     setattr(coordinator, contract.GATHERED_NUMEL, numel - param.ds_numel)
     return True
-
-
-@functools.cache
-def _free_param() -> Callable[[Any], None]:
-    """Return DeepSpeed's function without the range in NVTX profiles, which costs the host more than the rest of it."""
-    from deepspeed.runtime.zero.partition_parameters import free_param
-
-    inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
-    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
-    return free
 
 
 def prefetched_numel(engine: Any) -> int:
@@ -314,7 +275,7 @@ def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
     if not zero3.is_sharded(param) or not zero3.is_gathered(param):
         return
     param.ds_active_sub_modules.clear()
-    if not (param.ds_persist or keeps(param) or zero3.CONTEXT_DEPTH in param.__dict__):
+    if not (param.ds_persist or keeps(param) or Claim.CONTEXT in record_of(param).claims):
         param.partition()
 
 

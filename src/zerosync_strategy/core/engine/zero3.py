@@ -91,62 +91,6 @@ def is_released(param: Any) -> bool:
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-_WRITES = "_zerosync_shard_writes"
-_WRITTEN = "_zerosync_shard_written"
-
-
-def shard_writes(param: Any) -> int:
-    """Return how often the shards of ``param`` were written, but for optimizer steps and checkpoints."""
-    writes: int = param.__dict__.get(_WRITES, 0)
-    return writes
-
-
-def count_write(param: Any) -> None:
-    """Note that the shards of ``param`` are written now, on the current stream. Whoever writes one calls this."""
-    param.__dict__[_WRITES] = shard_writes(param) + 1
-    if (written := param.__dict__.get(_WRITTEN)) is not None:
-        written()
-
-
-def tell_of_writes(params: Iterable[Any], written: Callable[[], None] | None) -> None:
-    """Let :func:`count_write` of ``params`` call ``written``; ``None``: nothing, as before."""
-    for param in params:
-        param.__dict__[_WRITTEN] = written
-        if written is None:
-            del param.__dict__[_WRITTEN]
-
-
-def mark_kept(params: Iterable[Any], kept: bool) -> None:
-    """Mark parameters that are gathered before every use and kept to the step, from one window to the next."""
-    for param in params:
-        param._zerosync_kept = kept
-
-
-CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
-
-
-def is_in_use(param: Any) -> bool:
-    """Return whether ``param`` has its values, and keeps them for a reader's backward.
-
-    So do a module's own parameters while its forward or backward runs, held and persistent ones; where no backward
-    follows, those of a user's ``GatheredParameters`` context, too. Others may be there by chance, prefetched or not yet
-    released, and gone by then.
-    """
-    try:
-        status = param.ds_status
-    except AttributeError:
-        return True
-    return bool(
-        status._name_ == "AVAILABLE"
-        and (
-            param.ds_active_sub_modules
-            or param.ds_persist
-            or getattr(param, "_zerosync_held", False)
-            or (CONTEXT_DEPTH in param.__dict__ and not torch.is_grad_enabled())
-        )
-    )
-
-
 @contextmanager
 def in_full_shape(param: Any) -> Iterator[None]:
     """While active, a parameter has its shape, released or not: autograd wants it so when it is given a gradient."""
@@ -197,9 +141,17 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 """A context in which a parameter at rest is what DeepSpeed has left of it."""
 
 
-def stays(param: Any) -> bool:
-    """Return whether ``param`` keeps its values between modules: it is persistent, or held."""
-    return bool(param.ds_persist or param.__dict__.get("_zerosync_held", False))
+def answer_of_gathered(name: str, param: Any) -> Any:
+    """Return what a gathered ``param`` answers to those who ask whether it is.
+
+    Raises:
+        AttributeError: ``name`` is none of that.
+    """
+    if name == "ds_status":
+        return type(param.ds_status).AVAILABLE
+    if name in ("ds_shape", "ds_numel"):
+        return getattr(param, name)
+    raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}")
 
 
 def shard_numel(param: Any) -> int:
@@ -218,53 +170,6 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
         return None
     values = param.data if full is None else full
     return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)
-
-
-def keep(param: Any) -> None:
-    """Let this rank's shard of a gathered parameter have its present values."""
-    count_write(param)
-    copy_to_shard(param)
-
-
-def copy_to_shard(param: Any) -> None:
-    """As :func:`keep`, but not counted as a write: the values are probably those that the shard has."""
-    if (pair := own_part(param)) is not None:
-        shard, part = pair
-        shard.copy_(part, non_blocking=True)
-
-
-def write(param: Any, full: torch.Tensor) -> bool:
-    """Give ``param`` the values ``full``: this rank's shard of it, and what is gathered of it.
-
-    Returns:
-        Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
-    """
-    shard = param.ds_tensor
-    if full_numel(param) == 0:
-        return True
-    if shard.numel() == 0 or hasattr(shard, "ds_quant_scale") or has_secondary_shard(param):
-        return False
-    count_write(param)
-    if (pair := own_part(param, full)) is not None:
-        own, part = pair
-        own.copy_(part)
-    if is_gathered(param) and param.data_ptr() != full.data_ptr():
-        param.data.copy_(full)
-    return True
-
-
-def set_values(param: Any, values: torch.Tensor) -> None:
-    """Set ``param``, and where ZeRO-3 shards it this rank's shard, to ``values``, the same in full on all ranks."""
-    if not is_sharded(param):
-        param.data.copy_(values)
-        return
-    count_write(param)
-    if is_gathered(param):
-        param.data.copy_(values)
-    released, param.data = param.data, values.to(param.device, param.dtype)
-    if (part := own_part(param)) is not None:
-        part[0].copy_(part[1])
-    param.data = released
 
 
 def has_plain_shard(param: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, sum_of_squares
 
 
@@ -143,7 +144,7 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def take_master_weights(optimizer: Any, param: Any) -> None:
     """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
-    zero3.count_write(param)
+    record_of(param).write()
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     if zero3.is_gathered(param):
         persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept

@@ -1,24 +1,17 @@
-"""ZeRO-3: parameters gathered once and held over the window, up to a budget of bytes.
+"""ZeRO-3: parameters unsharded once and held over the window (``held.py``): how modules find them.
 
-DeepSpeed releases a parameter after each use and gathers it again for the next: at every micro-batch, though its values
-change only in the optimizer step. A held parameter stays, and DeepSpeed's own step releases it, so that the next window
-gathers the new values. Which are held: all if the budget allows, else those that save most bytes per byte held, which
-are those that the first window gathered most often.
+DeepSpeed reshards a parameter after each use and gathers it again for the next: at every micro-batch, though its values
+change only in the optimizer step. A held parameter stays, and DeepSpeed's own step reshards it, so that the next window
+gathers the new values.
 
 Where all parameters of a module are held, DeepSpeed's hooks around it do not run, and cost nothing (H2): a hook of ours
 looks whether they are there. They are gathered in *buckets*, runs of the parameters of one process group in the order
-in which they were built, and each module waits for its own buckets (U2). Where all parameters of the model are held,
-the first module that needs one in a window sets all buckets out, so that no later one communicates, and ranks may run
-different modules (W6). Else a module sets out its own buckets and the next, in the order of U1; DeepSpeed's record of
-the order of modules has the other modules alone; which those are changes between two windows, and the record is then
-made anew.
+in which they were built, and each module waits for its own (U2). Where all parameters of the model are held, the first
+module that needs one in a window issues all gathers, so that no later one communicates, and ranks may run different
+modules (W6). Else a module issues its own buckets and the next, in the order of U1; DeepSpeed's record of the order of
+modules has the other modules alone; which those are changes between two windows, and the record is then made anew.
 
-A parameter that no optimizer trains is not released by a step, and so crosses the wire once (R4); checkpoints, which
-read and write shards, release it.
-
-What does not fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
-
-Others may release a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The module's hooks see
+Others may reshard a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The module's hooks see
 it before and after its forward, and what a backward may need is looked through when the backward begins.
 
 The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module, by the module's place
@@ -28,18 +21,17 @@ releases every parameter after each forward for good and gathers it again for th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, param_class, shared, zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import ReleaseOverrides
-from zerosync_strategy.core.params.host_cache import HostCache, fitting
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, zero3
+from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record
+from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 AHEAD = 2
@@ -54,17 +46,13 @@ class _Bucket:
         place: among all buckets; those of a process group follow each other.
         group: the place of the process group in the order of gathers (U1).
         params: in the order in which they were built.
-        window: in which it was looked through last, and what was missing was gathered.
-        handles: of its gather in this window, until the next.
-        in_flight: nobody has waited for it yet.
+        issued: in this window: what was missing is gathered, or on its way.
     """
 
     place: int
     group: int
     params: list[Any]
-    window: int = -1
-    handles: list[Any] = field(default_factory=list)
-    in_flight: bool = False
+    issued: bool = False
 
 
 @dataclass
@@ -74,79 +62,49 @@ class _HeldModule:
     Attributes:
         params: that it needs.
         buckets: that they are in, in their order.
-        window: in which it has waited for them last.
-        arriving: they may not be there yet on a stream on which it has not run.
+        pending: in this window, it has not waited for them yet, or they may not be there on every stream.
     """
 
     params: list[Any]
     buckets: list[_Bucket]
-    window: int = -1
-    arriving: bool = False
+    pending: bool = True
 
 
 class ParameterCache:
-    """Keeps parameters of a ZeRO-3 engine gathered from their first use in a window to the optimizer step.
+    """Keeps parameters of a ZeRO-3 engine unsharded from their first use in a window to the optimizer step.
 
     Args:
         engine: the DeepSpeed engine.
-        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
-        host_budget: bytes of those that are not held to keep in the memory of the host; ``None``: no limit.
-        automatic: the budget will be set by :meth:`set_budget`.
         scheduler: gathers them.
+        plan: which are held.
         untraced: compilers will see no hooks of the modules in any case.
-        is_constant: whether no optimizer trains a parameter.
 
     Attributes:
-        host: has what is kept in the memory of the host; ``None``: nothing is.
-        peak_bytes: the most bytes held at once since the last :meth:`end_window`.
         release_memo: DeepSpeed's memo of what to release after which module.
     """
 
-    def __init__(
-        self, engine: Any, budget: int | None, host_budget: int | None, automatic: bool, scheduler: GatherScheduler,
-        untraced: bool, is_constant: Callable[[Any], bool],
-    ) -> None:  # fmt: skip
-        self._engine = engine
-        self._untraced = untraced
-        self.host = scheduler.host = None if host_budget == 0 else HostCache(host_budget, scheduler.streams)
-        self._budget = budget
-        self._scheduler = scheduler
-        self._chosen: set[int] | None = None  # unknown until the first window has ended, unless all are held or none
-        self._gathers: Counter[Any] = Counter()  # in the windows that were counted
-        self._counted_windows = 0
-        self._counts = budget is not None
-        self._automatic = automatic
-        self._held: dict[int, Any] = {}  # gathered since the last step, by id; others may have released some since
-        self._held_bytes = self.peak_bytes = 0
-        self._window = 0
+    def __init__(self, engine: Any, scheduler: GatherScheduler, plan: HoldPlan, untraced: bool) -> None:
+        self._engine, self._scheduler, self.plan, self._untraced = engine, scheduler, plan, untraced
+        self._coordinator = scheduler.coordinator
         self._model_runs = False  # of the whole model: gather ahead
-        self._releasing_all = False
-        self._gathers_nothing = False  # all parameters are there, for a phase without backwards
-        self._is_constant = is_constant
-        self._constant: set[Any] | None = None  # parameters that no step changes, once they are known
+        self._releases_all = False
         self._steps = False  # an optimizer step is under way
-        self._kept: set[Any] = set()  # by the last step: they are there from a window before this one
-        self._were_kept: set[Any] = set()  # by the step before
+        self._infers = False  # all parameters are there, for a phase without backwards
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._bucket_of: dict[Record, _Bucket] = {}
         self._modules: dict[Any, _HeldModule] = {}
+        self._in_flight: list[InFlight] = []
         self._hooks: list[compilation.ModuleHook] = []
-        self._has_empty = any(zero3.full_numel(param) == 0 for param in engine.module.parameters())
-        self._coordinator = gathering.coordinator(engine.optimizer)
+        self._has_empty = any(zero3.full_numel(record.param) == 0 for record in plan.records)
         self.release_memo = gathering.release_cache(self._coordinator)
-        self._coordinator._zerosync_releases = self
-        interpose(self._coordinator, ReleaseOverrides)
         autograd_functions.use_quick_linear()
         for module in engine.module.modules():
             autograd_functions.quicken(module)
-        if budget == 0 and not automatic:
-            self._counts = self.host is not None
-            self._chosen = None if self._counts else set()
-            return
-        self._hooks = self._extend_hooks()
-        scheduler.before_read = self.before_read
-        if budget is None:
-            self._hold_modules()
+        if plan.budget != 0 or plan.automatic:
+            self._hooks = self._extend_hooks()
+            scheduler.before_read = self.before_read
+            if plan.holds_all:
+                self._hold_modules()
 
     def _extend_hooks(self) -> list[compilation.ModuleHook]:
         hooks = compilation.module_hooks(self._engine)
@@ -168,217 +126,129 @@ class ParameterCache:
         self._hooks = self._extend_hooks()
         return True
 
-    @classmethod
-    def of(
-        cls, engine: Any, budget: int | None, host_budget: int | None, automatic: bool, scheduler: GatherScheduler,
-        untraced: bool, is_constant: Callable[[Any], bool],
-    ) -> ParameterCache:  # fmt: skip
-        """Return the cache of this engine; engines over one module share one, with the budgets of the first.
-
-        Raises:
-            ValueError: the budget is automatic, and the module has another engine.
-        """
-        coordinator = gathering.coordinator(engine.optimizer)
-
-        def make() -> ParameterCache:
-            return cls(engine, budget, host_budget, automatic, scheduler, untraced, is_constant)
-
-        cache = shared.acquire(coordinator, "cache", make)
-        if cache._engine is not engine and (automatic or cache._automatic):
-            shared.release(coordinator, "cache")
-            raise ValueError(
-                "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
-                " windows overlap, so that what is held cannot change between two. Give a size."
-            )
-        cache._constant = None  # this engine may train what the others do not
-        return cache
-
     def detach(self) -> None:
-        """The engine needs the cache no longer. With the last, DeepSpeed releases parameters as it always did."""
-        if not shared.release(self._coordinator, "cache"):
-            return
-        self.release_kept()
+        """From here on, DeepSpeed releases parameters as it always did."""
+        self.release_constants()
         self.wait_for_all()
-        param_class.mark_held(self._held.values(), False)
-        zero3.mark_kept((param for bucket in self._buckets for param in bucket.params), False)
+        self.plan.drop(self.plan.records)
         for hook in self._hooks:
             hook.replace(hook.stock)
-        self._scheduler.before_read = self._scheduler.host = None
-        restore(self._coordinator, ReleaseOverrides)
-        del self._coordinator._zerosync_releases
+        self._scheduler.before_read = None
         for module in self._engine.module.modules():
             autograd_functions.undo_quicken(module)
         if self._modules:
             gathering.forget_order(self._engine.optimizer)
 
     def end_window(self, params: Iterable[Any]) -> None:
-        """A step has released ``params``, but for those that it has kept."""
-        params = [param for param in params if param not in self._kept]
-        for param in params:
-            if self._held.pop(zero3.param_id(param), None) is not None:
-                self._held_bytes -= zero3.full_bytes(param)
-        param_class.mark_held(params, False)
-        self.peak_bytes = self._held_bytes
-        self._window += 1
-        if self._counts and self._gathers:
-            self._counted_windows += 1
-            if not self._automatic:
-                self._counts = False
-                self._choose(self._budget or 0)
-                if self._budget:
-                    self._hold_modules()
-        if self.host is not None:
-            self.host.end_window()
+        """A step has resharded ``params``, but for those that it does not change."""
+        records = [param._zerosync_record for param in params]
+        self.plan.drop(record for record in records if not record.bits & STEPS)
+        self._begin_window()
+        if self.plan.end_window():
+            self._hold_modules()
+        if self.plan.host is not None:
+            self.plan.host.end_window()
 
-    def _choose(self, budget: int) -> None:
-        constants = self._constants()
-        # The order must be the same on all ranks; ids are.
-        by_saving = sorted(
-            (
-                (gathers - (param not in constants) * self._counted_windows, param)
-                for param, gathers in self._gathers.items()
-            ),
-            key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
-        )
-        saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
-        held = fitting(saving, budget)
-        self._chosen = set(map(zero3.param_id, held))
-        if self.host is not None:
-            others = (param for param in saving if not self.holds(param) and self._scheduler.gathers_plainly(param))
-            self.host.choose(set(self.host.fitting(others)), (param for param in held if param in constants))
+    def _begin_window(self) -> None:
+        for bucket in self._buckets:
+            bucket.issued = False
+        for held in self._modules.values():
+            held.pending = True
+        self._in_flight = [gather for gather in self._in_flight if not gather.is_done]
 
     def set_budget(self, budget: int) -> int:
         """Hold what fits into ``budget`` bytes from the coming window on, and return how many it takes.
 
         Between two windows. A model that fits is held in full.
         """
-        self._counts = False
         self.wait_for_all()
-        params = list(filter(zero3.is_sharded, self._engine.module.parameters()))
         had_modules = bool(self._modules)
-        if self._budget is None:
-            zero3.mark_kept(params, False)
-        self._buckets, self._bucket_of, self._modules, self._chosen = [], {}, {}, None
-        self._budget = None if self.everything <= budget else budget
-        if self._budget is not None:
-            self._choose(budget)
-        elif self.host is not None:
-            self.host.choose(set(), self._constants())
-        leaving = [param for param in self._held.values() if not self.holds(param)]
-        for param in leaving:
-            del self._held[zero3.param_id(param)]
-            self._held_bytes -= zero3.full_bytes(param)
-        self._kept.difference_update(leaving)
-        self._release(leaving)
-        self.peak_bytes = self._held_bytes
-        if self._budget != 0:
+        self._buckets, self._bucket_of, self._modules = [], {}, {}
+        for record in self.plan.records:
+            record.linear_is_plain = False
+        self.plan.set_budget(budget)
+        self._release([record for record in self.plan.held() if not record.hold])
+        self.plan.peak_bytes = self.plan.held_bytes
+        if self.plan.budget != 0:
             self._hold_modules()
         if had_modules and not self._modules:
             gathering.forget_order(self._engine.optimizer)
-        return sum(zero3.full_bytes(param) for param in params if self.holds(param) and not zero3.is_persistent(param))
-
-    @property
-    def _concurrent(self) -> bool:
-        return self._scheduler.streams.concurrent
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are held now."""
-        return self._held_bytes
-
-    @property
-    def everything(self) -> int:
-        """Bytes of all parameters that may be held."""
-        params = filter(zero3.is_sharded, self._engine.module.parameters())
-        return sum(zero3.full_bytes(param) for param in params if not zero3.is_persistent(param))
+        held = (record.param for record in self.plan.records if record.hold)
+        return sum(zero3.full_bytes(param) for param in held if not zero3.is_persistent(param))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Around forwards without backwards: all parameters are there, and no module communicates. Collective.
 
-        What is not held is released at the end; what DeepSpeed knows of the order of modules stays as it is.
+        What is not held is resharded at the end; what DeepSpeed knows of the order of modules stays as it is.
         """
-        if self._budget is None:
-            self._gather_all()
+        if self.plan.holds_all:
+            self._issue_all()
             self.wait_for_all()
             yield
             return
         self.wait_for_all()
         hooks = [] if self._hooks else self._extend_hooks()
-        released = [param for param in self._engine.module.parameters() if zero3.is_sharded(param)]
-        released = [param for param in released if zero3.is_released(param)]
-        for _, runs in self._scheduler.runs(released):
-            for handle in [handle for run in runs for handle in self._scheduler.fetch(run)]:
-                handle.wait()
-        gathering.count_gathered(self._coordinator, released)  # which their release takes back
-        param_class.mark_held(released, True)
-        before, params = self._modules, {}
-        for module in self._engine.module.modules():
-            params[module] = [param for param in gathering.parameters_of(module) if zero3.is_sharded(param)]
-        self._modules = {module: _HeldModule(of_module, [], self._window) for module, of_module in params.items()}
-        self._gathers_nothing = True
+        records = [record for record in self.plan.records if zero3.is_released(record.param)]
+        params = [record.param for record in records]
+        for gather in [each for _, runs in self._scheduler.runs(params) for each in map(self._scheduler.fetch, runs)]:
+            for each in gather:
+                each.wait()
+        gathering.count_gathered(self._coordinator, params)  # which their release takes back
+        for record in records:
+            record.claim(Claim.PHASE)
+        modules, self._modules = (
+            self._modules,
+            {
+                module: _HeldModule(list(filter(zero3.is_sharded, gathering.parameters_of(module))), [])
+                for module in self._engine.module.modules()
+            },
+        )
+        self._infers = True
         try:
             yield
         finally:
-            self._gathers_nothing = False
-            self._modules = before
+            self._infers = False
+            self._modules = modules
             for hook in hooks:
                 hook.replace(hook.stock)
-            self._release(released)
+            self._release(records)
 
     def holds(self, param: Any) -> bool:
-        """Return whether ``param`` stays gathered from its first use in this window to the step."""
-        return (
-            self._gathers_nothing
-            or self._budget is None
-            or (self._chosen is not None and zero3.param_id(param) in self._chosen)
-        )
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether no module gathers anything between the first of a window and its step.
-
-        Not where all others are persistent: DeepSpeed releases those too while it records the order of modules.
-        """
-        return self._budget is None
-
-    def gathers_in(self, param: Any, backwards: int) -> int:
-        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
-        if param in self._were_kept or (self.host is not None and self.host.was_there(param)):
-            return 0
-        once = zero3.is_persistent(param) or self.holds(param) or (self.host is not None and self.host.keeps(param))
-        return 1 if once else backwards
+        """Return whether ``param`` stays unsharded from its first use in this window to the step."""
+        return self._infers or bool(param._zerosync_record.hold)
 
     # ---- modules whose parameters are all held ---------------------------------------------------------------------
 
     def _hold_modules(self) -> None:
         """From here on, DeepSpeed's hooks do not run for modules whose parameters are all held."""
-        root = self._engine.module
-        stays = {id(param) for param in root.parameters() if zero3.is_persistent(param) or self.holds(param)}
+        root, all_held = self._engine.module, self.plan.holds_all
         below_leaves = {
             id(below) for leaf in root.modules() for below in gathering.modules_of(leaf) if below is not leaf
         }
         held = {}
         for module in root.modules():
-            params = [param for param in gathering.parameters_of(module) if zero3.is_sharded(param)]
+            params = list(filter(zero3.is_sharded, gathering.parameters_of(module)))
             # DeepSpeed may come to gather for the model, or a module without parameters, what is in another's output.
             # A module below a leaf has no hooks.
             has_hooks = params and module is not root and id(module) not in below_leaves
-            if self._budget is None or (has_hooks and all(id(param) in stays for param in params)):
+            stay = all(zero3.is_persistent(param) or param._zerosync_record.hold for param in params)
+            if all_held or (has_hooks and stay):
                 held[module] = sorted(params, key=zero3.param_id)
         by_id = {zero3.param_id(param): param for params in held.values() for param in params}
-        if self._budget is None:  # else a weight may also be that of a module whose other parameters are not held
-            zero3.mark_kept(by_id.values(), True)
         for trains in (True, False):  # apart, since those that are frozen are gathered once
             params = [param for param in by_id.values() if param.requires_grad == trains]
-            for group, ordered in self._scheduler.runs(params):
-                for run in ordered:
+            for group, runs in self._scheduler.runs(params):
+                for run in runs:
                     bucket = _Bucket(len(self._buckets), group, run)
                     self._buckets.append(bucket)
-                    self._bucket_of.update((zero3.param_id(param), bucket) for param in run)
-        for module, params_of_module in held.items():
-            places = {self._bucket_of[zero3.param_id(param)].place for param in params_of_module}
-            self._modules[module] = _HeldModule(params_of_module, [self._buckets[place] for place in sorted(places)])
+                    for param in run:
+                        self._bucket_of[param._zerosync_record] = bucket
+                        # Else a weight may also be that of a module whose other parameters are not held.
+                        param._zerosync_record.linear_is_plain = all_held
+        for module, params in held.items():
+            places = {self._bucket_of[param._zerosync_record].place for param in params}
+            self._modules[module] = _HeldModule(params, [self._buckets[place] for place in sorted(places)])
         if self._modules:
             gathering.forget_order(self._engine.optimizer)
 
@@ -390,12 +260,10 @@ class ParameterCache:
                 held = self._modules[module]
             except KeyError:
                 return stock(module, *args)
-            if self._budget is not None:  # others gather in the backward
+            if self.plan.budget is not None:  # others gather in the backward
                 self._scheduler.order.begins(module)
-            if held.window != self._window or not zero3.all_gathered(held.params):
-                self._gather(held)
-            elif held.arriving:
-                self._wait_on_this_stream(held)
+            if held.pending or not zero3.all_gathered(held.params):
+                self._unshard(held)
             return None
 
         return hook
@@ -410,7 +278,7 @@ class ParameterCache:
             except KeyError:
                 return stock(module, *args)
             if not zero3.all_gathered(held.params):
-                self._gather(held)  # for the backward: the forward has released some
+                self._unshard(held)  # for the backward: the forward has resharded some
             return None
 
         return hook
@@ -426,119 +294,69 @@ class ParameterCache:
 
         Called once everything that is around them is there.
         """
-        if self._budget is None:
+        if self.plan.holds_all:
             for hook in self._hooks:
                 if hook.when == "backward":
                     hook.replace(_nothing)
 
-    def _gather(self, held: _HeldModule) -> None:
-        """Let the parameters of a module arrive, and those that follow them set out."""
-        if self._budget is None:
-            self._gather_all()
+    def _unshard(self, held: _HeldModule) -> None:
+        """Let the parameters of a module be there for the current stream, and issue the gathers of the next."""
+        if self.plan.holds_all:
+            self._issue_all()
         complete = zero3.all_gathered(held.params)
-        turn = {bucket.place: bucket for bucket in held.buckets if not complete or bucket.window != self._window}
-        if self._model_runs and self._budget is not None:
+        turn = {bucket.place: bucket for bucket in held.buckets if not (complete and bucket.issued)}
+        if self._model_runs and not self.plan.holds_all:
             for bucket in held.buckets:
                 for ahead in self._buckets[bucket.place + 1 : bucket.place + 1 + AHEAD]:
-                    if ahead.group == bucket.group and ahead.window != self._window:
+                    if ahead.group == bucket.group and not ahead.issued:
                         turn[ahead.place] = ahead
         for place in sorted(turn):
             self._issue(turn[place])
-        for bucket in held.buckets:
-            self._wait(bucket)
-        held.window = self._window
-        held.arriving = self._concurrent
+        gathers = dict.fromkeys(param._zerosync_record.gather for param in held.params)
+        pending = [gather for gather in gathers if gather is not None and not gather.is_complete]
+        for gather in pending:
+            gather.wait()
+        held.pending = not all(gather.is_complete for gather in pending)
 
-    def _wait_on_this_stream(self, held: _HeldModule) -> None:
-        """Let a module that has run in this window run on any stream, as long as the host sees gathers in progress."""
-        held.arriving = False
-        for bucket in held.buckets:
-            if not all(handle.is_complete() for handle in bucket.handles):
-                held.arriving = True
-                self._wait(bucket)
-
-    def _gather_all(self) -> None:
-        """Let all buckets set out that did not in this window: on every rank the same, whatever it runs first (W6)."""
+    def _issue_all(self) -> None:
+        """Issue the gathers of all buckets that are missing in this window: on every rank alike, whatever runs (W6)."""
         for bucket in self._buckets:
-            if bucket.window != self._window:
+            if not bucket.issued:
                 self._issue(bucket)
 
     def _issue(self, bucket: _Bucket) -> None:
-        if bucket.in_flight:
-            return
-        bucket.window = self._window
-        missing = [param for param in bucket.params if zero3.is_released(param)]
-        if missing:
-            bucket.handles = self._scheduler.fetch(missing)
-            bucket.in_flight = True
-            self._record(missing)
-
-    def _wait(self, bucket: _Bucket) -> None:
-        for handle in bucket.handles:
-            handle.wait()
-        bucket.in_flight = False
-
-    def _record(self, params: Iterable[Any]) -> None:
-        """``params`` are gathered, or about to be, and stay so."""
-        for param in params:
-            number = zero3.param_id(param)
-            if number not in self._held and not zero3.is_persistent(param):
-                self._held[number] = param
-                self._held_bytes += zero3.full_bytes(param)
-                if self.host is not None:
-                    self.host.free((param,))
-        param_class.mark_held(params, True)
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        bucket.issued = True
+        if missing := list(filter(zero3.is_released, bucket.params)):
+            self._in_flight += self._scheduler.fetch(missing)
+            self.plan.claim(param._zerosync_record for param in missing)
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
 
     def wait_for_all(self) -> None:
-        """Nothing that is held is in flight any more: others than the modules' own hooks may use and release it."""
-        for bucket in self._buckets:
-            if bucket.in_flight:
-                self._wait(bucket)
+        """Nothing that is held is in flight any more: others than the modules' own hooks may use and reshard it."""
+        in_flight, self._in_flight = self._in_flight, []
+        for gather in in_flight:
+            if not gather.is_done:
+                gather.wait()
 
     def backward_begins(self) -> None:
-        """A backward uses what the forwards of this window have used; it is there, whoever has released it since."""
-        if not self._held:
-            return
+        """A backward uses what the forwards of this window have used; it is there, whoever has resharded it since."""
         self.wait_for_all()
-        if not zero3.all_gathered(self._held.values()):
-            missing = {bucket.place for bucket in map(self._bucket_of.get, self._held) if bucket is not None}
-            for place in sorted(missing):
-                self._issue(self._buckets[place])
-            self.wait_for_all()
+        held = [record.param for record in self.plan.held()]
+        if zero3.all_gathered(held) or not any(zero3.is_released(p) and not zero3.is_persistent(p) for p in held):
+            return
+        records = [record for record in self.plan.held() if record in self._bucket_of]
+        for place in sorted({self._bucket_of[record].place for record in records}):
+            self._issue(self._buckets[place])
+        self.wait_for_all()
 
     def before_read(self, param: Any) -> None:
-        """A reader whom no hook serves finds what is held."""
-        bucket = self._bucket_of.get(zero3.param_id(param))
+        """A reader whom no hook serves finds what is held there, or on its way."""
+        bucket = self._bucket_of.get(param._zerosync_record)
         if bucket is not None:
-            if self._budget is None:
-                self._gather_all()
+            if self.plan.holds_all:
+                self._issue_all()
             self._issue(bucket)
-            self._wait(bucket)
-
-    # ---- what DeepSpeed's coordinator calls, for the other modules -------------------------------------------------
-
-    @property
-    def has_no_order(self) -> bool:
-        return self._gathers_nothing or (self._budget is None and not gathering.in_flight(self._coordinator))
-
-    def order_forgotten(self) -> None:
-        self.release_memo.cache_clear()
-
-    def fetching(self, module: Any) -> None:
-        for param in gathering.parameters_of(module) if self._has_empty else ():
-            if zero3.is_released(param):
-                gathering.gather_empty(param)
-        if self._counts:
-            self._gathers.update(param for param in gathering.parameters_of(module) if not zero3.is_gathered(param))
-
-    def release(self, param: Any) -> bool:
-        if self._budget != 0 and not self._releasing_all and self.holds(param) and zero3.is_gathered(param):
-            self._record((param,))
-            return True
-        return gathering.release(self._coordinator, param)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -548,53 +366,61 @@ class ParameterCache:
             yield
         finally:
             self._steps = False
-            if self.host is not None:
-                self.host.expire(but=self._constants())
 
     def release_for_step(self) -> bool:
-        """Release what an optimizer step that is under way changes; return whether that is all there is to release."""
-        if not self._steps:
-            return False
-        self._were_kept, self._kept = self._kept, set(filter(self._stays, self._constants()))
-        if not self._kept:
+        """Reshard what an optimizer step that is under way changes; return whether that is all there is to reshard."""
+        if not self._steps or not (stay := self.plan.before_step()):
             return False
         with self.releasing_all():
-            gathering.release_but(self._coordinator, self._engine.module, self._kept)
+            gathering.release_but(self._coordinator, self._engine.module, {record.param for record in stay})
         return True
+
+    def release_constants(self) -> None:
+        """Reshard what steps have left: shards are about to be read or written."""
+        records = self.plan.held(Claim.STEPS)
+        self._release([record for record in records if not zero3.is_persistent(record.param)])
+        for record in records:
+            record.drop(Claim.STEPS)
+
+    def _release(self, records: list[Record]) -> None:
+        with self.releasing_all():
+            for record in records:
+                gathering.release_param(self._coordinator, record.param)
+                record.drop(Claim.PHASE)
+        self.plan.drop(records)
+
+    # ---- what DeepSpeed's coordinator calls, for the other modules -------------------------------------------------
+
+    @property
+    def has_no_order(self) -> bool:
+        """Whether DeepSpeed gathers for no module, and so need not compare over the ranks in which order they run."""
+        return self._infers or (self.plan.holds_all and not gathering.in_flight(self._coordinator))
+
+    def fetching(self, module: Any) -> None:
+        """The parameters of ``module`` are about to be gathered."""
+        for param in gathering.parameters_of(module) if self._has_empty else ():
+            if zero3.is_released(param):
+                gathering.gather_empty(param)
+        if self.plan.counts:
+            self.plan.count(gathering.parameters_of(module))
+
+    def release(self, param: Any) -> bool:
+        """Reshard ``param`` if nothing uses it, or hold it. Return whether DeepSpeed has nothing left to do."""
+        record = param._zerosync_record
+        if (record.hold or self._infers) and not self._releases_all and zero3.is_gathered(param):
+            self.plan.claim((record,))
+            return True
+        return gathering.release(self._coordinator, param)
 
     @contextmanager
     def releasing_all(self) -> Iterator[None]:
+        """Around the release of all parameters, of which none is held."""
         self.wait_for_all()
-        self._releasing_all = True
+        self._releases_all = True
         try:
             yield
         finally:
-            self._releasing_all = False
-
-    def _constants(self) -> set[Any]:
-        if self._constant is None:
-            params = filter(zero3.is_sharded, self._engine.module.parameters())
-            self._constant = set(filter(self._is_constant, params))
-        return self._constant
-
-    def _stays(self, param: Any) -> bool:
-        is_kept = zero3.is_persistent(param) or zero3.param_id(param) in self._held
-        return is_kept and zero3.is_gathered(param)
-
-    def release_kept(self) -> None:
-        """Release what steps have kept: shards are about to be read or written."""
-        if not self._kept:
-            return
-        held, self._kept = self._kept, set()
-        kept = [param for param in held if self._held.pop(zero3.param_id(param), None) is not None]
-        self._held_bytes -= sum(map(zero3.full_bytes, kept))
-        self._release(kept)
-
-    def _release(self, params: Iterable[Any]) -> None:
-        with self.releasing_all():
-            for param in params:
-                gathering.release_param(self._coordinator, param)
-        param_class.mark_held(params, False)
+            self._releases_all = False
 
 
 def _nothing(module: Any, *args: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.params.intercepted import Alias, Unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.values import Alias, Unsharded
 
 
 class WeightSpec(NamedTuple):

@@ -9,13 +9,13 @@ Pinned memory comes in blocks of a power of two, by torch's allocator: a paramet
 its copy lies in several blocks, one after the other, which are a sixteenth larger at most (:func:`pinned_blocks`).
 
 A copy is made and read on the stream on which its parameter is gathered, so that neither waits for the other. It holds
-until the parameter's shards are written, by whomever: each write is counted (``zero3.shard_writes``), alike on all
+until the parameter's shards are written, by whomever: each write is counted (``Record.writes``), alike on all
 ranks. So what has a copy is known on all of them without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class HostCache:
     def get(self, param: Any) -> list[torch.Tensor] | None:
         """Return the values of ``param``, flat and in parts, if they are here."""
         copy = self._copies.get(param)
-        return copy.values if copy is not None and copy.writes == zero3.shard_writes(param) else None
+        return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
 
     def keeps(self, param: Any) -> bool:
         """Return whether ``param`` is gathered once in a window, and then copied from here."""
@@ -76,7 +76,7 @@ class HostCache:
 
     def was_there(self, param: Any) -> bool:
         """Return whether the values that ``param`` has now were here when the window began."""
-        return param in self._at_begin and self._at_begin[param] == zero3.shard_writes(param)
+        return param in self._at_begin and self._at_begin[param] == param._zerosync_record.writes
 
     def keep(self, params: Iterable[Any]) -> None:
         """``params`` have just been gathered, on the current stream: copy those that are to be kept."""
@@ -86,7 +86,7 @@ class HostCache:
                 copy = self._copies.get(param) or self._allocate(param)
                 if copy is not None:
                     _store(param, copy.values)
-                    copy.writes = zero3.shard_writes(param)
+                    copy.writes = param._zerosync_record.writes
 
     def renew(self, param: Any) -> None:
         """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
@@ -113,12 +113,6 @@ class HostCache:
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:
                 self._bytes -= copy.nbytes
-
-    def expire(self, but: Collection[Any] = ()) -> None:
-        """The shards of all parameters are written, but those of ``but``."""
-        for param, copy in self._copies.items():
-            if param not in but:
-                copy.writes = None
 
     def end_window(self) -> None:
         """A step has been taken: count from zero."""

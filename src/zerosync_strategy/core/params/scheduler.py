@@ -12,11 +12,11 @@ and its error says what each rank was gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,12 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gather_contexts, gathering, param_class, shared, zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import GatherOverrides
+from zerosync_strategy.core.engine import gather_contexts, gathering, zero3
+from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
+from zerosync_strategy.core.params.gathers import GatherActivity, ParameterGather, UnshardedBytes, listed, name_of
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.memory import UnshardedBytes
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.shard_over import ranks_of
 
@@ -48,6 +47,7 @@ class GatherScheduler:
         messages: how large those are in which parameters are gathered ahead.
 
     Attributes:
+        records: of the parameters of the engine's module.
         names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
         order: of the modules in the forward.
@@ -81,37 +81,26 @@ class GatherScheduler:
         self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
         self._rank_of_param: dict[int, int] = {}  # that of its group, by id of the parameter
         self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
+        self.records = [Record(param, repr(name), self) for name, param in engine.module.named_parameters()]
         self.renew_streams()
-        self._params = set(engine.module.parameters())
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
-        zero3.tell_of_writes(self._params, self.shards_written)
-        self.coordinator._zerosync_gathers = self
-        interpose(self.coordinator, GatherOverrides)
         gather_contexts.gather_contexts_by(self)
 
-    @classmethod
-    def of(cls, engine: Any, streams: Streams, sharing: str, messages: Messages) -> GatherScheduler:
-        """Return the scheduler of this engine; engines over one module share one, with the option of the first."""
-        coordinator = gathering.coordinator(engine.optimizer)
-        return shared.acquire(coordinator, "scheduler", lambda: cls(engine, streams, sharing, messages))
-
     def detach(self) -> None:
-        """The engine needs the scheduler no longer. With the last, DeepSpeed gathers as it always did."""
-        if shared.release(self.coordinator, "scheduler"):
-            gather_contexts.gather_no_context_by(self)
-            zero3.tell_of_writes(self._params, None)
-            restore(self.coordinator, GatherOverrides)
-            del self.coordinator._zerosync_gathers
+        """From here on, DeepSpeed gathers as it always did."""
+        gather_contexts.gather_no_context_by(self)
+        for record in self.records:
+            del record.param._zerosync_record
 
     def renew_streams(self) -> None:
         """The device has gained streams or lost them: make the gather streams anew."""
         stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
-        # On a device with streams, the last gather by id of the parameter.
-        self._arrived: dict[int, _GatherHandle] = {}
+        for record in self.records:
+            record.gather = None
         self.shards_written()  # by whoever made them
 
     # ---- the window ----------------------------------------------------------------------------------------------
@@ -141,7 +130,7 @@ class GatherScheduler:
 
     def module_fetched(self, module: Any) -> None:
         """The parameters of ``module`` are there, for the current stream to use."""
-        if self._arrived:
+        if self._gather_streams:
             self.join(gathering.parameters_of(module))
 
     def module_ends(self, module: Any) -> None:
@@ -172,7 +161,7 @@ class GatherScheduler:
                     self._gather(missing, zero3.process_group(missing[0]))
                 else:
                     stock(missing)
-                    self._wrap_handles(missing, id(zero3.process_group(missing[0])) in self._digests)
+                    self._note_stock_gathers(missing, id(zero3.process_group(missing[0])) in self._digests)
 
     def gathers_plainly(self, param: Any) -> bool:
         """Return whether ``param`` is gathered from other ranks' shards of its values."""
@@ -188,12 +177,10 @@ class GatherScheduler:
         values = {param: full for param in params if (full := host.get(param)) is not None}
         if not values:
             return params
-        loaded, process_group = list(values), zero3.process_group(params[0])
-        stream = self.stream_of(process_group)
+        loaded, stream = list(values), self.stream_of(zero3.process_group(params[0]))
         with self._on(stream), zero3.as_it_is(), phase("load", self.name(zero3.param_id(loaded[0]))):
-            handle = _GatherHandle(gathering.LocalGather(values), process_group, self, loaded)
-        gathering.in_flight(self.coordinator).update(dict.fromkeys(loaded, handle))
-        handle.count()
+            arrive = gathering.unshard_from_host(values)
+        self._note_gather(arrive, loaded)
         gathering.count_gathered(self.coordinator, loaded)
         host.count_loaded(loaded)
         return [param for param in params if param not in values]
@@ -206,13 +193,20 @@ class GatherScheduler:
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for param in params:
             by_dtype.setdefault(zero3.gather_dtype(param), []).append(param)
-        in_flight, stream = gathering.in_flight(self.coordinator), self.stream_of(process_group)
+        stream = self.stream_of(process_group)
         for members in by_dtype.values():
             with self._on(stream):
-                handle = _GatherHandle(gathering.ShardGather(members), process_group, self, members, self.host)
-            in_flight.update(dict.fromkeys(members, handle))
-            handle.count()
+                arrive = gathering.unshard(members)
+            self._note_gather(arrive, members, host=self.host)
         gathering.count_gathered(self.coordinator, params)
+
+    def _note_gather(
+        self, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None, counts: bool = True
+    ) -> None:
+        """Let waiting for the gather of ``params``, just issued, be our waiting, for DeepSpeed too."""
+        stream, unsharded = self.stream_of(zero3.process_group(params[0])), self.unsharded if counts else None
+        gather = ParameterGather(arrive, params, self.streams, stream, self.activity(params), unsharded, host)
+        gathering.in_flight(self.coordinator).update(dict.fromkeys(params, gather))
 
     def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
@@ -268,19 +262,14 @@ class GatherScheduler:
         if digest is not None and not digest.tagged:
             note_launch(process_group, self._device, self.activity(params))
 
-    def _wrap_handles(self, params: list[Any], is_shared: bool) -> None:
-        """Let waiting for the gathers of ``params``, just issued by DeepSpeed, be our waiting."""
-        in_flight = gathering.in_flight(self.coordinator)
-        wrapped: dict[int, _GatherHandle] = {}
+    def _note_stock_gathers(self, params: list[Any], is_shared: bool) -> None:
+        """As :meth:`_note_gather`, of what DeepSpeed has issued; nothing is counted where no other rank has a shard."""
+        by_handle: dict[int, tuple[Any, list[Any]]] = {}
         for param in params:
-            handle = in_flight[param]
-            if id(handle) not in wrapped:
-                wrapped[id(handle)] = _GatherHandle(handle, zero3.process_group(param), self, [])
-            wrapped[id(handle)].params.append(param)
-            in_flight[param] = wrapped[id(handle)]
-        if is_shared:  # else nothing is gathered
-            for new in wrapped.values():
-                new.count()
+            handle = gathering.in_flight(self.coordinator)[param]
+            by_handle.setdefault(id(handle), (handle, []))[1].append(param)
+        for handle, members in by_handle.values():
+            self._note_gather(handle.wait, members, counts=is_shared)
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
@@ -288,16 +277,22 @@ class GatherScheduler:
         """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
         if self.before_read is not None:
             self.before_read(param)
-        if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
-            handle.wait()
+        gather = param._zerosync_record.gather
+        if gather is not None and not gather.is_done:
+            gather.wait()
         self.join((param,))
+
+    def arrive(self, param: Any) -> None:
+        """End a gather of ``param`` that is under way, as if DeepSpeed had not issued it."""
+        self.wait_for(param)
+        gathering.in_flight(self.coordinator).pop(param, None)
 
     def join(self, params: Iterable[Any]) -> None:
         """The current stream is about to use what is gathered of ``params``, whichever has waited for it (U2, L3)."""
-        for param in params if self._arrived else ():
-            handle = self._arrived.get(zero3.param_id(param))
-            if handle is not None and zero3.is_gathered(param):
-                handle.join()
+        for param in params if self._gather_streams else ():
+            gather = param._zerosync_record.gather
+            if gather is not None and zero3.is_gathered(param):
+                gather.join()
 
     def gather_for_context(self, params: Iterable[Any]) -> None:
         """Gather those of ``params`` that this schedules, for a ``GatheredParameters`` context. Collective.
@@ -307,14 +302,17 @@ class GatherScheduler:
         Raises:
             RankError: other ranks did not take part.
         """
-        own = [param for param in params if param in self._params and not zero3.is_quantized(param)]
+        own = [param for param in params if self._owns(param) and not zero3.is_quantized(param)]
         for param in own:
-            self.wait_for(param)
-            gathering.in_flight(self.coordinator).pop(param, None)  # the context releases it
+            self.arrive(param)  # the context reshards it
         for _, runs in self.runs(param for param in own if zero3.is_released(param)):
             for run in runs:
                 with self.gathering(run), rank_status().activity(self.activity(run)):
                     gathering.gather_and_hold(run)
+
+    def _owns(self, param: Any) -> bool:
+        record: Record | None = getattr(param, "_zerosync_record", None)
+        return record is not None and record.owner is self
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
@@ -337,8 +335,8 @@ class GatherScheduler:
         with zero3.as_it_is():
             for param in params:
                 self.order.reads(param)
-                if (handle := gathering.in_flight(self.coordinator).get(param)) is not None:
-                    handle.wait()
+                if (gather := param._zerosync_record.gather) is not None and not gather.is_done:
+                    gather.wait()
             self.join(params)
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
@@ -357,25 +355,25 @@ class GatherScheduler:
                 by_dtype.setdefault(zero3.shard_dtype(param), []).append(param)
             values: dict[Any, torch.Tensor] = {}
             for dtype, members in by_dtype.items():
-                values.update(gathering.ShardRows(members, dtype).values())
+                values.update(gathering.gather_shards(members, dtype)())
             return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
 
     def name(self, param_id: int) -> str:
         """Return the name of a parameter, for errors."""
-        return _name(self.names, param_id)
+        return name_of(self.names, param_id)
 
     def activity(self, params: list[Any], reader: str = "") -> object:
         """Return what a rank does that gathers ``params``; its text is made when something fails."""
         ranks = self._ranks[id(zero3.process_group(params[0]))]
-        return _Gathering(self.names, list(map(zero3.param_id, params)), ranks, reader)
+        return GatherActivity(self.names, list(map(zero3.param_id, params)), ranks, reader)
 
     def departure(self) -> str:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
         for digest in self._digests.values():
             if (found := digest.departure()) is not None:
-                now, then = (_listed(self.names, ids) for ids in found)
+                now, then = (listed(self.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
         return ""
 
@@ -392,97 +390,3 @@ def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_gr
     if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
         own.copy_(source)
     return all_gather(rows, process_group, tag)
-
-
-class _Gathering(NamedTuple):
-    """A gather of parameters with these ids. Keeps no engine: it is remembered for a while."""
-
-    names: Mapping[int, str]
-    ids: Sequence[int]
-    ranks: str
-    reader: str
-
-    def __str__(self) -> str:
-        reader = f" for {self.reader}" if self.reader else ""
-        return f"the gather of {_listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
-
-
-def _listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
-    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
-    return ", ".join(_name(names, param_id) for param_id in ids[:3]) + more
-
-
-def _name(names: Mapping[int, str], param_id: int) -> str:
-    return repr(names.get(param_id, f"parameter {param_id}"))
-
-
-class _GatherHandle:
-    """The handle of one gather: DeepSpeed's, on the stream that issued it.
-
-    Attributes:
-        params: that it gathers.
-        counted: those of them whose bytes, which are beside them, are counted until their memory, which may come with
-            the gather, is free.
-        keeper: is given the parameters once they are there.
-    """
-
-    def __init__(
-        self, handle: Any, process_group: Any, scheduler: GatherScheduler, params: list[Any],
-        keeper: HostCache | None = None,
-    ) -> None:  # fmt: skip
-        self._handle = handle
-        self._process_group = process_group
-        self._scheduler = scheduler
-        self._waited_for = False
-        self._unsharded: Any = None  # on a device with streams, the event after which the parameters are there
-        self._users: list[Any] = []  # the streams that compute with them
-        self.params = params
-        self.keeper = keeper
-        self.counted: list[tuple[Any, int]] = []
-
-    def count(self) -> None:
-        """Count the bytes that are being gathered."""
-        self.counted = [(param, zero3.full_bytes(param)) for param in self.params if not zero3.is_persistent(param)]
-        self._scheduler.unsharded.add(sum(nbytes for _, nbytes in self.counted))
-
-    def wait(self, *args: Any, **kwargs: Any) -> None:
-        """Order the current stream after this gather; on a device without streams, wait for it.
-
-        Raises:
-            RankError: other ranks did not take part in it.
-        """
-        scheduler = self._scheduler
-        streams = scheduler.streams
-        if not self._waited_for:
-            stream = scheduler.stream_of(self._process_group)
-            with rank_status().activity(scheduler.activity(self.params)), zero3.as_it_is():
-                if stream is None:
-                    self._handle.wait(*args, **kwargs)
-                else:
-                    with streams.on_gather_stream(stream):
-                        self._handle.wait(*args, **kwargs)
-                    self._unsharded = streams.record_unshard(stream)
-                    scheduler._arrived.update((zero3.param_id(param), self) for param in self.params)
-                if self.keeper is not None:
-                    with scheduler._on(stream):  # behind the event: nobody waits for the copy
-                        self.keeper.keep(self.params)
-            self._waited_for = True
-            self._handle = None  # DeepSpeed's keeps what was received
-            param_class.have_arrived(self.params)
-            with zero3.as_it_is():
-                for param, nbytes in self.counted:
-                    scheduler.unsharded.free_with(param.data, nbytes)
-        if self._unsharded is not None:
-            streams.wait_for_unshard(self._unsharded)
-
-    def join(self) -> None:
-        """The current stream is one of those that use the parameters, which are there (U2, L3)."""
-        self._scheduler.streams.share_unshard(self._unsharded, self._users, self._memory)
-
-    def _memory(self) -> list[torch.Tensor]:
-        with zero3.as_it_is():
-            return [param.data for param in self.params if zero3.is_gathered(param)]
-
-    def is_complete(self) -> bool:
-        """Return whether the host sees that the parameters are there, so that no stream need wait for them."""
-        return self._waited_for and (self._unsharded is None or bool(self._unsharded.query()))

@@ -36,10 +36,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerosync_strategy.core.engine import compilation, gathering, shared, zero3
+from zerosync_strategy.core.engine import compilation, gathering, zero3
+from zerosync_strategy.core.engine.parameter import is_in_use, record_of
 from zerosync_strategy.core.failures.errors import RankError
+from zerosync_strategy.core.params.intercepted import Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.values import Memory, ParameterValues, Read, unsharded
+from zerosync_strategy.core.params.values import Memory, ParameterValues
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
 _RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
@@ -58,7 +60,6 @@ class UnshardOnRead:
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> None:
-        compilation.unwrap_compiled(engine)
         compilation.allow_linear_in_graphs()
         self._optimizer = engine.optimizer
         self._module = engine.module
@@ -68,8 +69,6 @@ class UnshardOnRead:
         self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
-        self._placeholders: dict[tuple[Any, bool], torch.Tensor] = {}  # by parameter, and whether it trains
-        self._trains: dict[Any, bool] = {}  # when the modules were given their placeholders last
         self._gradient_hooks: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
@@ -91,16 +90,8 @@ class UnshardOnRead:
         self._extended: dict[Any, compilation.ModuleHook] = {}  # by what has replaced it
         self._extend_hooks()
 
-    @classmethod
-    def of(cls, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> UnshardOnRead:
-        """Return that of this engine; engines over one module share one, with the option of the first."""
-        coordinator = gathering.coordinator(engine.optimizer)
-        return shared.acquire(coordinator, "unshard_on_read", lambda: cls(engine, scheduler, values, trace_gathers))
-
     def detach(self) -> None:
-        """The engine needs it no longer. With the last, the modules have their classes and hooks back."""
-        if not shared.release(self._coordinator, "unshard_on_read"):
-            return
+        """Give the modules their classes and hooks back."""
         for hook in self._hooks:
             hook.replace(hook.stock)
         for module in self._modules:
@@ -109,13 +100,15 @@ class UnshardOnRead:
             del vars(module)[_PLACEHOLDERS], vars(module)[_RUNS]
         for gradient_hook in self._gradient_hooks:
             gradient_hook.remove()
-        for placeholder in self._placeholders.values():
-            del _by_address[placeholder.data_ptr()]
+        for record in self.scheduler.records:
+            for placeholder in record.placeholders.values():
+                del _by_address[placeholder.data_ptr()]
+            record.placeholders = {}
         gathering.forget_order(self._optimizer)  # DeepSpeed will find parameters where it has seen none
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
-        self._values.withdraw()
+        self._values.detach()
         for hook in self._hooks:
             hook.replace(hook.stock)
         self._hooks, self._registered = [], None
@@ -133,7 +126,7 @@ class UnshardOnRead:
         if self._registered is not None and self._registered is not compilation.registered_hooks(self._engine):
             self._extend_hooks()  # someone has removed them and registered them anew, as TRL does when it generates
         with zero3.as_it_is():
-            if any(param.requires_grad != trains for param, trains in self._trains.items()):
+            if any(param.requires_grad != placeholder.requires_grad for param, placeholder in self._given):
                 self._make_placeholders()
         if not self._running:
             self._leave(0)
@@ -177,22 +170,23 @@ class UnshardOnRead:
     # ---- placeholders --------------------------------------------------------------------------------------------
 
     def _make_placeholders(self) -> None:
+        self._given: list[tuple[Any, torch.Tensor]] = []  # which modules have
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
                 param: Any = module._parameters[name]
                 placeholders[name] = self._placeholder(param)
-                self._trains[param] = param.requires_grad
+                self._given.append((param, placeholders[name]))
 
     def _placeholder(self, param: Any) -> torch.Tensor:
-        key = (param, param.requires_grad)
-        if key not in self._placeholders:
+        placeholders, trains = record_of(param).placeholders, param.requires_grad
+        if trains not in placeholders:
             blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
             placeholder = self._differentiable(param, blank) if param.requires_grad else blank
             torch._dynamo.mark_static(placeholder)
-            self._placeholders[key] = placeholder
+            placeholders[trains] = placeholder
             _by_address[placeholder.data_ptr()] = (self, param)
-        return self._placeholders[key]
+        return placeholders[trains]
 
     def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
         # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
@@ -373,7 +367,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             param = module._parameters.get(name)
             if param is None and name not in module._parameters:
                 return _replacement(module, name)
-            return param if zero3.is_in_use(param) else read_eagerly(module, name, param)
+            return param if is_in_use(param) else read_eagerly(module, name, param)
         # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
         # which is there in full, would not have its shape.
         if name not in module._zerosync_placeholders:
@@ -382,7 +376,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             return module._parameters[name]
         return traced(module, name)
 
-    for function in (read, zero3.is_in_use, zero3.is_gathered):
+    for function in (read, is_in_use, zero3.is_gathered):
         skip_code(function.__code__)  # traced as part of what reads, never by itself
     return read
 

@@ -1,36 +1,21 @@
-"""ZeRO-3: what a sharded parameter is to a program: its values, wherever it is read or written (N1).
+"""ZeRO-3: the values of a parameter for whoever reads or writes it while it is at rest (N1).
 
-A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. So while it
-is *at rest* it has a class of its own, and each operation on it passes here:
-
-===================================  ==================================================================================
-what a program does                  what happens
-===================================  ==================================================================================
-asks for a shape                     it is that of the values
-asks for a gradient, a device, ...   what DeepSpeed has left of the parameter answers
-reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation; gradients go to the parameter
-writes (``p.mul_(2)``, ``init``)     they are gathered, changed, and written back to this rank's shard
-``p.data``, ``p.detach()``           an :class:`Alias`, which is the same in all this
-takes a view (``p.data[0]``)         an :class:`Unsharded` tensor: the values of now; a write is written back
-===================================  ==================================================================================
-
-A parameter is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it
-gathered for good. Then it has its own class and its memory, and nothing passes here. Gathers are collective: a program
-reads and writes alike on all ranks, as in plain data parallelism.
+A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. Gathers are
+collective: a program reads and writes alike on all ranks, as in plain data parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from zerosync_strategy.core.engine import compilation, gathering, param_class, shared, zero3
+from zerosync_strategy.core.engine import param_functions, zero3
+from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
-_REMEDY = (
+REMEDY = (
     "Do it inside 'with zerosync.full_parameters():', with the handle that attach() returned (in Lightning,"
     " trainer.strategy.zerosync)."
 )
@@ -42,8 +27,8 @@ class ParameterValues:
     """Gives the parameters of a ZeRO-3 engine their values while they are at rest.
 
     Args:
-        engine: the engine.
         scheduler: gathers a parameter into memory of its own.
+        class_at_rest: returns the class of a parameter at rest, from its own.
 
     Attributes:
         cache: returns what has been gathered for the present reader, by parameter; where nobody shares, an empty
@@ -52,90 +37,74 @@ class ParameterValues:
             and each operation is an error.
     """
 
-    def __init__(self, engine: Any, scheduler: GatherScheduler) -> None:
-        self._coordinator = gathering.coordinator(engine.optimizer)
+    def __init__(self, scheduler: GatherScheduler, class_at_rest: Callable[[type], type]) -> None:
         self._scheduler = scheduler
         self.cache: Callable[[], dict[Any, Memory]] = dict
         self.differentiable: _Reader | None = None
-        self.steps = 0
-        self._in_shards: frozenset[Any] = frozenset()
-        self._writes: dict[Any, int] = {}
-        # On the device, of parameters and by the stream that found out: whether modules have written to it.
-        self._unknown: dict[Any, dict[Any, torch.Tensor]] = {}
-        self._writers: set[Any] = set()  # parameters that modules write to while they run
-        self._params = list(engine.module.parameters())
-        for param in self._params:
-            param_class.give_class_at_rest(param, _class_at_rest(type(param)), self._releasing, self._written)
-            param.__dict__["_zerosync_values"] = self
-
-    @classmethod
-    def of(cls, engine: Any, scheduler: GatherScheduler) -> ParameterValues:
-        """Return that of this engine; engines over one module share one."""
-        return shared.acquire(gathering.coordinator(engine.optimizer), "values", lambda: cls(engine, scheduler))
+        self._steps = 0
+        self._in_shards: frozenset[Record] = frozenset()
+        self._records = scheduler.records
+        for record in self._records:
+            param_functions.intercept(record.param)
+            record.intercept(self, class_at_rest(record.own_class))
 
     def detach(self) -> None:
-        """The engine needs it no longer. With the last, parameters are DeepSpeed's own again."""
-        if shared.release(self._coordinator, "values"):
-            self.withdraw()
-
-    def withdraw(self) -> None:
         """Let all parameters be DeepSpeed's own."""
-        for param in self._params:
-            param_class.take_class_at_rest(param)
-            del param.__dict__["_zerosync_values"]
-        self._params = []
+        for record in self._records:
+            param_functions.forget_leftover_users((record.param,))
+            record.leave()
+            param_functions.restore(record.param)
+        self._records = []
 
-    def begin_step(self, params: frozenset[Any]) -> None:
+    def begin_step(self, params: Iterable[Any]) -> None:
         """The shards of ``params`` have the values of what is gathered of them, until :meth:`stepped`."""
-        self._in_shards = params
+        self._in_shards = frozenset(map(record_of, params))
 
     def stepped(self) -> None:
-        """The shards have been written by an optimizer step or a checkpoint: what was read before is out of date."""
-        self.steps += 1
+        """An optimizer step or a checkpoint has written the shards."""
+        self._steps += 1
         self._in_shards = frozenset()
-        if self.steps == WATCHED_STEPS:
+        if self._steps == WATCHED_STEPS:
             self._ask_device()
-            param_class.watch((param for param in self._params if param not in self._writers), False)
+            for record in self._records:
+                record.watched = record.found > 0
 
-    def _releasing(self, param: Any) -> None:
-        """Carry what was written to a gathered ``param`` to the shards, if those are not newer."""
-        if param in self._in_shards:
-            param_class.forget_changes(param)
-        elif zero3.stays(param):
-            param_class.forget_changes(param)
-            zero3.keep(param)
+    def resharding(self, record: Record) -> None:
+        """Carry what was written to gathered values to the shards, if those are not newer."""
+        if record in self._in_shards:
+            record.forget_changes()
+        elif record.stays:
+            record.forget_changes()
+            record.write()
+            record.values_to_shard()
         else:
-            changed = param_class.changed_in_use(param)
+            changed = record.changed()
             if isinstance(changed, torch.Tensor):
-                zero3.copy_to_shard(param)
-                self._scheduler.values_in_shards(param)
-                by_stream, stream = self._unknown.setdefault(param, {}), self._scheduler.streams.caller
-                by_stream[stream] = by_stream[stream] | changed if stream in by_stream else changed
+                record.values_to_shard()
+                self._scheduler.values_in_shards(record.param)
+                stream = self._scheduler.streams.caller
+                record.unseen[stream] = record.unseen[stream] | changed if stream in record.unseen else changed
             elif changed:
-                self._check_alike(param, param)
-                self.write_back(param, param.data)
-                self._writers.add(param)
+                self._check_alike(record.param, record.param)
+                self.write_back(record.param, record.param.data)
+                record.found += 1
 
     def _ask_device(self) -> None:
-        """Wait for what the device knows of writes to parameters."""
-        unknown, self._unknown = self._unknown, {}
-        if not unknown:
+        """Wait for what the device knows of writes to parameters (S3)."""
+        flags = [(record, *unseen) for record in self._records for unseen in record.unseen.items()]
+        if not flags:
             return
-        self._scheduler.streams.caller_waits_for({stream for of_param in unknown.values() for stream in of_param})
-        found = [(param, changed) for param, of_param in unknown.items() for changed in of_param.values()]
-        for (param, _), changed in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
-            if changed:
-                self._writes[param] = self._writes.get(param, 0) + 1
-                self._writers.add(param)
-
-    def _written(self, param: Any) -> None:
-        self._writes[param] = self._writes.get(param, 0) + 1
+        self._scheduler.streams.caller_waits_for({stream for _, stream, _ in flags})
+        for (record, _, _), changed in zip(flags, torch.stack([flag for *_, flag in flags]).tolist(), strict=True):
+            record.unseen = {}
+            record.found += changed
 
     def date(self, param: Any) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
-        if param in self._unknown:
+        record = record_of(param)
+        if record.unseen:
             self._ask_device()
-        return self.steps + self._writes.get(param, 0)
+        return record.writes + record.found
 
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
@@ -143,12 +112,13 @@ class ParameterValues:
         found = cache.get(param)
         if found is None or found.date != self.date(param):
             self._scheduler.wait_for(param)
-            if self._params and not _is_at_rest(param):  # it was on its way, and stays; withdrawn, none is at rest
+            record = record_of(param)
+            if record.values is not None and type(param) is record.own_class:  # it was on its way, and stays
                 return Memory(self, param, param.data, in_place=True)
             if self.differentiable is None:
                 raise RuntimeError(
-                    f"Parameter {self.name(param)} was read or written while ZeRO-3 had it sharded, which"
-                    f" 'eager_frames': false does not let it be. {_REMEDY}"
+                    f"Parameter {record.name} was read or written while ZeRO-3 had it sharded, which"
+                    f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 full = param.data if zero3.is_gathered(param) else self._scheduler.unshard(param)
@@ -171,8 +141,9 @@ class ParameterValues:
         )
         if expected != found:
             raise ValueError(
-                f"Parameter {self.name(param)}, sharded by ZeRO-3, was given new data: {found}, where it is {expected}."
-                " ZeRO can change neither. Convert the module before the engine is built, or build it anew."
+                f"Parameter {record_of(param).name}, sharded by ZeRO-3, was given new data: {found}, where it is"
+                f" {expected}. ZeRO can change neither. Convert the module before the engine is built, or build it"
+                " anew."
             )
 
     def write_back(self, param: Any, full: torch.Tensor) -> None:
@@ -182,16 +153,11 @@ class ParameterValues:
             RuntimeError: this rank's shard is not in memory, or not in this form.
         """
         with torch.no_grad(), zero3.as_it_is():
-            if not zero3.write(param, full):
+            if not record_of(param).set_values(full):
                 raise RuntimeError(
-                    f"Parameter {self.name(param)} was written to while ZeRO-3 had its shard on disk, quantized or"
-                    f" twice (NVMe offload, quantized weights, hpZ). {_REMEDY}"
+                    f"Parameter {record_of(param).name} was written to while ZeRO-3 had its shard on disk, quantized or"
+                    f" twice (NVMe offload, quantized weights, hpZ). {REMEDY}"
                 )
-        self._written(param)
-
-    def name(self, param: Any) -> str:
-        """Return the name of ``param``, for errors."""
-        return self._scheduler.name(zero3.param_id(param))
 
 
 class Memory:
@@ -215,8 +181,8 @@ class Memory:
         """Raise if these are no longer the values of the parameter."""
         if self.date != self._values.date(self.param):
             raise RuntimeError(
-                f"A view of parameter {self._values.name(self.param)}, sharded by ZeRO-3, was used after the parameter"
-                f" had changed, and does not show it. Take the view anew. Or: {_REMEDY}"
+                f"A view of parameter {record_of(self.param).name}, sharded by ZeRO-3, was used after the parameter"
+                f" had changed, and does not show it. Take the view anew. Or: {REMEDY}"
             )
 
     def for_use(self) -> torch.Tensor:
@@ -231,256 +197,3 @@ class Memory:
         """Write the values, which an operation has changed, to the parameter."""
         self._values.write_back(self.param, self.full)
         self.date = self._values.date(self.param)
-
-
-class _Intercepted:
-    """A tensor whose operations pass through this file."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_THE_OBJECT or (func in _OF_THE_SHAPE and issubclass(cls, Unsharded)):
-            with zero3.as_it_is():
-                return func(*args, **(kwargs or {}))
-        return _operate(func, args, kwargs or {})
-
-
-class _Sharded(_Intercepted):
-    """One without the values."""
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"Parameter {_values_of(self).name(_param_of(self))} was to be saved while ZeRO-3 has it sharded. Save a"
-            f" checkpoint through the engine, or zerosync.full_state(). Or: {_REMEDY}"
-        )
-
-
-class _AtRest(_Sharded):
-    """A parameter at rest."""
-
-    def __repr__(self: Any) -> str:
-        return f"Parameter sharded by ZeRO-3, shape={zero3.full_shape(self)}, requires_grad={self.requires_grad}"
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = type(self).__bases__[1](self.data.clone(), self.requires_grad)
-        return memo[id(self)]
-
-
-class Alias(_Sharded, torch.Tensor):
-    """Another tensor for a sharded parameter: ``p.data`` and ``p.detach()``, without its gradient; ``p.view_as(p)``."""
-
-    zerosync_param: Any
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"values of: {self.zerosync_param!r}"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.clone()
-
-
-class Unsharded(_Intercepted, torch.Tensor):
-    """Values of a parameter that is read where no hook has gathered it, or a view of them."""
-
-    zerosync_memory: Memory
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    def __getattr__(self, name: str) -> Any:
-        # What a program asks of a parameter to know whether it has to gather it.
-        return param_class.answer_of_gathered(name, self.zerosync_memory.param)
-
-
-class Read(Unsharded):
-    """Such values as a whole, which a program takes for the parameter: that answers what is asked of a leaf."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _OF_A_LEAF:
-            return super().__torch_function__(func, types, args, kwargs)
-        param = args[0].zerosync_memory.param
-        if func == _SET_DATA:
-            return _set_data(param, args[1])
-        with zero3.as_it_is():
-            result = func(param, *args[1:], **(kwargs or {}))
-        return args[0] if result is param else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(self.zerosync_memory.full.clone(), self.requires_grad)
-        return memo[id(self)]
-
-
-for _class in (Alias, Unsharded, Read):
-    compilation.leave_to_eager_code(_class)
-
-
-def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsharded) -> Unsharded:
-    """Return ``tensor``, which lies in ``memory``, as one whose changes are written back."""
-    tensor.__class__ = as_a
-    tensor.zerosync_memory = memory  # type: ignore[attr-defined]
-    return tensor  # type: ignore[return-value]
-
-
-_classes: dict[type, type] = {}
-
-
-def _class_at_rest(stock: type) -> type:
-    if stock not in _classes:
-        attributes = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-        _classes[stock] = type(stock.__name__, (_AtRest, stock), attributes)
-        compilation.leave_to_eager_code(_classes[stock])
-    return _classes[stock]
-
-
-def _is_at_rest(param: Any) -> bool:
-    return isinstance(param, _AtRest)
-
-
-def _param_of(tensor: Any) -> Any:
-    return tensor.zerosync_param if isinstance(tensor, Alias) else tensor
-
-
-def _values_of(tensor: Any) -> ParameterValues:
-    return _param_of(tensor)._zerosync_values
-
-
-# ---- operations --------------------------------------------------------------------------------------------------
-
-
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
-def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if args and isinstance(args[0], _Sharded):
-        if func in _OF_SHARDED and (done := _OF_SHARDED[func](*args)) is not NotImplemented:
-            return done
-        if func in _OF_THE_SHAPE:
-            return func(_without_values(args[0]), *args[1:], **kwargs)
-        if getattr(func, "__name__", "") in _CONVERSIONS:
-            with zero3.as_it_is():
-                if func(*args, **kwargs) is args[0]:
-                    return args[0]  # of that dtype, and there, already
-    operation = _Operation()
-    args, kwargs = tree_map(operation.operand, (args, kwargs))
-    result = func(*args, **kwargs)
-    operation.write_back()
-    return tree_map(operation.result, result)
-
-
-class _Operation:
-    """One operation: what it computes with in place of parameters, and what it has done to that."""
-
-    def __init__(self) -> None:
-        self._operands: dict[int, tuple[Any, torch.Tensor, Memory, int]] = {}
-        self._gathered: dict[Any, Memory] = {}
-
-    def operand(self, given: Any) -> Any:
-        """Return what to compute with where ``given`` was given."""
-        if not isinstance(given, _Intercepted):
-            return given
-        if id(given) not in self._operands:
-            plain, memory = self._unsharded(given) if isinstance(given, Unsharded) else self._gather(given)
-            self._operands[id(given)] = given, plain, memory, plain._version
-        return self._operands[id(given)][1]
-
-    def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, Memory]:
-        memory = given.zerosync_memory
-        memory.check()
-        plain = given.as_subclass(torch.Tensor)
-        if isinstance(given, Read) and not plain.requires_grad:  # read without gradients, and used with them, perhaps
-            return memory.for_use(), memory
-        return plain, memory
-
-    def _gather(self, given: Any) -> tuple[torch.Tensor, Memory]:
-        param, values = _param_of(given), _values_of(given)
-        if param not in self._gathered:
-            self._gathered[param] = values.memory(param)
-        memory = self._gathered[param]
-        if memory.in_place and given is param:
-            return given, memory
-        return memory.for_use() if given.requires_grad else memory.full, memory
-
-    def write_back(self) -> None:
-        """Write back what was changed."""
-        for _, plain, memory, version in self._operands.values():
-            if plain._version != version:
-                memory.write_back()
-
-    def result(self, computed: Any) -> Any:
-        """Return what to give the program where the operation has returned ``computed``."""
-        if type(computed) is not torch.Tensor or computed.layout is not torch.strided:
-            return computed
-        storage = computed.untyped_storage()._cdata
-        for given, plain, memory, _ in self._operands.values():
-            if computed is plain:
-                return given
-            if storage == memory.full.untyped_storage()._cdata:
-                return unsharded(computed, memory)
-        return computed
-
-
-def _without_values(tensor: Any) -> torch.Tensor:
-    return torch.empty(zero3.full_shape(_param_of(tensor)), dtype=tensor.dtype, device="meta")
-
-
-def _alias(tensor: Any, alias: torch.Tensor) -> Any:
-    alias.__class__ = Alias
-    alias.zerosync_param = _param_of(tensor)  # type: ignore[attr-defined]
-    return alias
-
-
-def _detach(tensor: Any) -> Any:
-    with zero3.as_it_is():
-        return _alias(tensor, tensor.detach())
-
-
-def _view_as(tensor: Any, other: Any) -> Any:
-    if other is not tensor:
-        return NotImplemented
-    with zero3.as_it_is():  # torch.autograd.graph looks for the parameter's node so
-        return _alias(tensor, tensor.view_as(tensor))
-
-
-def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    if not isinstance(value, _Sharded) or _param_of(value) is not _param_of(tensor):
-        _values_of(tensor).assign(_param_of(tensor), _Operation().operand(value))
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_SHARDED: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
-    _SET_DATA: _set_data,
-    torch.Tensor.detach: _detach,
-    torch.detach: _detach,
-    torch.Tensor.view_as: _view_as,
-}
-_CONVERSIONS = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"}
-_SHAPE = "shape size dim ndim ndimension numel nelement stride storage_offset is_contiguous nbytes __len__"
-_OBJECT = """
-    dtype device requires_grad grad is_leaf grad_fn layout names name itemsize output_nr retains_grad grad_dtype
-    is_cuda is_cpu is_xpu is_mps is_meta is_hpu is_maia is_mtia is_vulkan is_ipu is_sparse is_sparse_csr is_quantized
-    is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks _cdata _base _grad _grad_fn
-    element_size is_floating_point is_complex is_signed is_inference is_shared is_pinned get_device is_neg is_conj
-    has_names requires_grad_ register_hook retain_grad register_post_accumulate_grad_hook record_stream detach_
-    data_ptr untyped_storage storage _typed_storage _is_view _is_zerotensor _has_symbolic_sizes_strides __dir__ __hash__
-"""
-
-
-def _functions_of(names: str) -> set[Any]:
-    """Return the functions by which these members of a tensor are called, asked for, set and deleted."""
-    functions: set[Any] = set()
-    for name in names.split():
-        member: Any = getattr(torch.Tensor, name, None)  # not every torch has each of them
-        functions |= {member.__get__, member.__set__, member.__delete__} if hasattr(member, "__set__") else {member}
-    return functions
-
-
-_OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
-# What is asked of a parameter without its values, and is the same where they are not.
-_OF_THE_OBJECT = _functions_of(_OBJECT) | {
-    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
-}
-# ... and where they are is a tensor that autograd has computed.
-_OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), _SET_DATA}

@@ -1,0 +1,128 @@
+"""DeepSpeed's functions of a ZeRO-3 parameter: ``all_gather``, ``all_gather_coalesced`` and ``partition``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine.parameter import Claim
+
+_STOCK = "_zerosync_stock_functions"
+
+
+def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``method`` give parameters memory that can be trained with, in torch's inference mode too."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def intercept(param: Any) -> None:
+    """Let whoever calls the functions of ``param`` find it as DeepSpeed has left it, and settle its class.
+
+    What modules have written to the gathered values goes to the shards before they are resharded. A context that was
+    there to read, at its end, leaves what is held.
+    """
+    stock = param.all_gather, param.partition, param.all_gather_coalesced
+
+    @for_training
+    def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
+        # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
+        with zero3.as_it_is():
+            handle = stock[2](*args, **kwargs)
+        wait = for_training(handle.wait)
+
+        def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
+            with zero3.as_it_is():
+                wait(*args, **kwargs)
+
+        handle.wait = wait_as_it_is
+        return handle
+
+    @for_training
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        params = [param] if param_list is None else param_list
+        with zero3.as_it_is():
+            handles = _gather_all(stock[0], params, async_op, hierarchy)
+        for gathered in params:
+            if zero3.is_gathered(gathered) and (record := getattr(gathered, "_zerosync_record", None)) is not None:
+                gathered.__class__ = record.own_class
+        return handles
+
+    @for_training
+    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
+        params = [param] if param_list is None else param_list
+        with zero3.as_it_is():
+            forget_leftover_users(params)
+            of_ours = [record for each in params if (record := getattr(each, "_zerosync_record", None)) is not None]
+            staying = set()
+            for record in of_ours:
+                if not has_been_updated and zero3.is_gathered(record.param):
+                    record.carry_changes()
+                    if record.held and Claim.CONTEXT in record.claims:
+                        staying.add(record.param)
+            if resharded := [each for each in params if each not in staying]:
+                stock[1](resharded, hierarchy, has_been_updated, **kwargs)
+            for record in of_ours:
+                if has_been_updated:
+                    record.write()
+                    record.forget_changes()
+                record.settle()
+
+    param.__dict__[_STOCK] = stock
+    param.all_gather, param.partition, param.all_gather_coalesced = all_gather, partition, all_gather_coalesced
+
+
+def restore(param: Any) -> None:
+    """Undo :func:`intercept`."""
+    param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
+
+
+def gather_at_once(params: Iterable[Any]) -> None:
+    """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
+    if contract.has(contract.WHOLE_GATHER):
+        return
+    for param in filter(zero3.is_sharded, params):
+        param.all_gather = functools.partial(_gather_by_default, param, param.all_gather)
+
+
+def _gather_by_default(
+    param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> Any:
+    return _gather_all(stock, [param] if param_list is None else param_list, async_op, hierarchy)
+
+
+def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarchy: int) -> Any:
+    """Gather ``params`` as ``stock`` does, and wait for all of them.
+
+    Of several, releases before ``WHOLE_GATHER`` wait for the last alone, which is not enough off NCCL.
+    """
+    on_cpu = bool(params) and params[0].device.type == "cpu"
+    one_by_one = on_cpu and not async_op and not contract.has(contract.WHOLE_GATHER)
+    handles = None
+    for part in [[each] for each in params] if one_by_one else [params]:
+        handles = stock(part, async_op, hierarchy)
+    return handles
+
+
+def forget_leftover_users(params: Iterable[Any]) -> None:
+    """Outside of forwards and backwards no module uses ``params``.
+
+    Releases before ``LEFTOVERS`` take a module that is fed without a gradient for one in its backward until the step,
+    and refuse to release its parameters.
+    """
+    if contract.has(contract.LEFTOVERS) or torch._C._current_graph_task_id() != -1:
+        return
+    for param in params:
+        if not getattr(param._z3_optimizer.module._parameters, "_in_forward", False):
+            param.ds_active_sub_modules.clear()

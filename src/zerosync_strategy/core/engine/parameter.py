@@ -1,0 +1,365 @@
+"""The record of a ZeRO-3 parameter: where its values are, who claims them, how often its shards were written (E1).
+
+The state is DeepSpeed's own ``ds_status``, of which nothing here keeps a copy. These are its transitions:
+
+===========  ================  ============================  =====================================
+event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
+===========  ================  ============================  =====================================
+``UNSHARD``  -> ``IN_FLIGHT``  error                         error
+``ARRIVE``   error             -> ``UNSHARDED``              error
+``CLAIM``    error             stay                          stay
+``DROP``     stay              stay                          stay
+``RESHARD``  error             error                         -> ``SHARDED``; error under ``MODULE``
+``WRITE``    stay              waits: -> ``UNSHARDED``       stay
+===========  ================  ============================  =====================================
+
+A claim says why the values stay. ``MODULE`` and ``PERSISTENT`` are DeepSpeed's, and read off what it keeps; the others
+are set here. Who reshards in spite of a claim, as a step or a context that has written, leaves it: the values are then
+unsharded again before the next use.
+
+An unclaimed parameter has its *class at rest*, by which the values are gathered for whoever reads it; one with a claim
+and its values has its own class. On a device with streams, that begins when the host sees that the gather is complete:
+until then, a reader's stream has to wait (U2).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.engine import zero3
+
+
+class State(enum.Enum):
+    """Where the values of a parameter are; the value is the name of DeepSpeed's status."""
+
+    SHARDED = "NOT_AVAILABLE"  # each rank has its shard
+    IN_FLIGHT = "INFLIGHT"  # and a gather is under way
+    UNSHARDED = "AVAILABLE"  # this rank has all values
+
+
+class Claim(enum.Flag):
+    """Why a parameter keeps its values."""
+
+    MODULE = enum.auto()  # a module runs with it, or its backward will
+    PERSISTENT = enum.auto()  # DeepSpeed shards it for the step alone
+    CONTEXT = enum.auto()  # a GatheredParameters context of the program
+    WINDOW = enum.auto()  # it is held until the optimizer step
+    STEPS = enum.auto()  # a step has left it, for it does not change it (R4)
+    PHASE = enum.auto()  # gathered_for_inference()
+
+
+class Event(enum.Enum):
+    """What happens to a parameter.
+
+    Attributes:
+        legal: the status of DeepSpeed's that follows, by that before, as the table has them.
+    """
+
+    legal: dict[str, str]
+
+    UNSHARD = "unsharded"
+    ARRIVE = "given its values"
+    CLAIM = "claimed"
+    DROP = "let go"
+    RESHARD = "resharded"
+    WRITE = "written to"
+
+
+_WAIT = "Wait for its gather first."
+_UNSHARD = "Unshard it first."
+TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a text: the transition is an error, with this remedy
+    Event.UNSHARD: {
+        State.SHARDED: State.IN_FLIGHT,
+        State.IN_FLIGHT: "Use the gather that is under way.",
+        State.UNSHARDED: "Use the values that are there.",
+    },
+    Event.ARRIVE: {
+        State.SHARDED: _UNSHARD,
+        State.IN_FLIGHT: State.UNSHARDED,
+        State.UNSHARDED: "Each gather ends once.",
+    },
+    Event.CLAIM: {
+        State.SHARDED: _UNSHARD,
+        State.IN_FLIGHT: State.IN_FLIGHT,
+        State.UNSHARDED: State.UNSHARDED,
+    },
+    Event.DROP: {state: state for state in State},
+    Event.RESHARD: {State.SHARDED: "Only its values can be.", State.IN_FLIGHT: _WAIT, State.UNSHARDED: State.SHARDED},
+    Event.WRITE: {
+        State.SHARDED: State.SHARDED,
+        State.IN_FLIGHT: State.UNSHARDED,
+        State.UNSHARDED: State.UNSHARDED,
+    },
+}
+for _event, _rows in TRANSITIONS.items():
+    _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
+WINDOW, STEPS, _CONTEXT = Claim.WINDOW.value, Claim.STEPS.value, Claim.CONTEXT.value  # bits, for the hot paths
+_HELD = (Claim.WINDOW | Claim.PHASE).value
+_statuses: dict[str, Any] = {}  # DeepSpeed's, by name
+
+
+class _Modules(set[Any]):
+    """DeepSpeed's set of the modules that use a parameter: the claim ``MODULE``."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record.param.ds_active_sub_modules)
+        self.record = record
+
+    def add(self, module: Any) -> None:
+        record = self.record
+        if record.watched and not self:
+            record.writes_at_use = record.writes
+        set.add(self, module)
+        record.param.__class__ = record.own_class
+
+    def discard(self, module: Any) -> None:
+        set.discard(self, module)
+        self.record.settle()
+
+    def clear(self) -> None:
+        set.clear(self)
+        self.record.settle()
+
+
+class Record:
+    """What ZeroSync knows of one parameter. It is the parameter's attribute ``_zerosync_record``.
+
+    Args:
+        param: of ZeRO-3.
+        name: for errors.
+        owner: has ``shards_written()``, called when the current stream writes the shards, and ``arrive(param)``, which
+            ends a gather that is under way.
+
+    Attributes:
+        bits: the claims that are set here; :attr:`claims` has all.
+        gather: the last that was issued, with ``complete`` and ``is_complete()``; ``None``: none was.
+        writes: how often the shards were written, by steps, checkpoints and programs: alike on all ranks.
+        found: how often this rank has found out that a module had written to the gathered values.
+        unseen: by stream, what the device knows of that and the host does not.
+        watched: whoever reshards the values compares them with the shards.
+        plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
+        hold: keep it from its first use in a window to the step.
+        constant: no optimizer step changes it.
+        linear_is_plain: held in every window, so that a linear layer may save it for its backward.
+        values: sees what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
+        own_class, class_at_rest: the same without ``values``.
+        placeholders: which stand for it in graphs, by whether they have a gradient.
+    """
+
+    def __init__(self, param: Any, name: str, owner: Any) -> None:
+        self.param, self.name, self.owner = param, name, owner
+        self.bits = self.writes = self.found = 0
+        self.gather: Any = None
+        self.unseen: dict[Any, torch.Tensor] = {}
+        self.watched = False
+        self.plain = not zero3.has_secondary_shard(param) and zero3.has_plain_shard(param)
+        self.hold = self.constant = self.linear_is_plain = False
+        self.values: Any = None
+        self.own_class = self.class_at_rest = type(param)
+        self.version = self.writes_at_use = -1  # of the tensor when the shards had its values, and when modules began
+        self.placeholders: dict[bool, torch.Tensor] = {}
+        if not _statuses:
+            _statuses.update((status.name, status) for status in type(param.ds_status))
+        param._zerosync_record = self
+
+    @property
+    def state(self) -> State:
+        """Where the values are."""
+        return State(self.param.ds_status._name_)
+
+    @property
+    def claims(self) -> Claim:
+        """All claims on the values."""
+        claims = Claim(self.bits)
+        if self.param.ds_active_sub_modules:
+            claims |= Claim.MODULE
+        return claims | Claim.PERSISTENT if self.param.ds_persist else claims
+
+    @property
+    def held(self) -> bool:
+        """Whether the values stay until the step, or the end of a phase."""
+        return bool(self.bits & _HELD)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the values stay between modules: they are persistent, or held."""
+        return bool(self.param.ds_persist or self.bits & _HELD)
+
+    # ---- transitions ---------------------------------------------------------------------------------------------
+
+    def _enter(self, event: Event) -> None:
+        param = self.param
+        try:
+            target = event.legal[param.ds_status._name_]
+        except KeyError:
+            raise self._illegal(event, str(TRANSITIONS[event][self.state])) from None
+        param.ds_status = _statuses[target]
+
+    def _illegal(self, event: Event, remedy: str) -> RuntimeError:
+        return RuntimeError(
+            f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
+        )
+
+    def unshard(self) -> None:
+        """A gather is issued."""
+        self._enter(Event.UNSHARD)
+
+    def arrive(self, values: torch.Tensor) -> None:
+        """The gather has ended; ``values`` is the parameter's memory from here on."""
+        self._enter(Event.ARRIVE)
+        self.param.data = values
+
+    def claim(self, claim: Claim) -> None:
+        """Keep the values, which are here or on their way."""
+        self._enter(Event.CLAIM)
+        self.bits |= claim.value
+        self.settle()
+
+    def drop(self, claim: Claim) -> None:
+        """End a claim, if there is one."""
+        self.bits &= ~claim.value
+        self.settle()
+
+    def reshard(self) -> None:
+        """Free the values; what was written to them goes to the shards."""
+        param = self.param
+        if param.ds_active_sub_modules:
+            raise self._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
+        with zero3.as_it_is():
+            self.carry_changes()
+            self._enter(Event.RESHARD)
+            _free_param()(param)
+        param.__class__ = self.class_at_rest
+
+    def write(self) -> None:
+        """The current stream is about to write the shards, or has just done so."""
+        if self.state is State.IN_FLIGHT:
+            self.owner.arrive(self.param)  # which would bring the values of before
+        self.writes += 1
+        self.owner.shards_written()
+
+    # ---- the class -----------------------------------------------------------------------------------------------
+
+    def intercept(self, values: Any, class_at_rest: type) -> None:
+        """From here on ``values`` sees what is done with the parameter at rest, and whether gathered values change."""
+        self.values, self.class_at_rest = values, class_at_rest
+        self.version, self.watched = self.param._version, True
+        self.param.ds_active_sub_modules = _Modules(self)
+        self.settle()
+
+    def leave(self) -> None:
+        """Undo :meth:`intercept`."""
+        self.values, self.class_at_rest, self.watched = None, self.own_class, False
+        self.param.ds_active_sub_modules = set(self.param.ds_active_sub_modules)
+        self.param.__class__ = self.own_class
+
+    def settle(self) -> None:
+        """Give the parameter the class that is right for its state and claims."""
+        param = self.param
+        if param.ds_active_sub_modules:
+            return  # the first of them has given it its own
+        is_there = (self.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
+        param.__class__ = self.own_class if is_there else self.class_at_rest
+
+    # ---- changes of the gathered values --------------------------------------------------------------------------
+
+    def carry_changes(self) -> None:
+        """Before the values go: let ``values`` carry what was written to them to the shards, which may have it not."""
+        if self.values is not None and (self.watched or self.version != self.param._version or self.stays):
+            self.values.resharding(self)
+
+    def forget_changes(self) -> None:
+        """The shards have what was written to the values, or are newer."""
+        self.version = self.param._version
+
+    def changed(self) -> bool | torch.Tensor:
+        """Return whether modules have written to the values, which they had found as the shards have them; once.
+
+        What goes through ``.data`` leaves no trace but the values, and is unseen if those are not watched. All ranks'
+        own parts are all of them, so each rank has an answer of its own, in a tensor: the host need not wait for it.
+        """
+        param, version = self.param, self.version
+        self.forget_changes()
+        if param._version != version:
+            return True
+        if not self.watched or self.writes_at_use != self.writes or not self.plain:
+            return False  # unseen, or the shards are newer
+        if zero3.gather_dtype(param) is not param.ds_tensor.dtype:
+            return False  # the values are not those of the shards, to the bit
+        if param.shape != param.ds_shape:
+            return True
+        pair = zero3.own_part(param)
+        if pair is None:
+            return param.new_zeros((), dtype=torch.bool)
+        shard, part = pair
+        return shard.to(part.device, non_blocking=True).ne(part).any()
+
+    # ---- values --------------------------------------------------------------------------------------------------
+
+    def values_to_shard(self) -> None:
+        """Let this rank's shard have the gathered values."""
+        if (pair := zero3.own_part(self.param)) is not None:
+            shard, part = pair
+            shard.copy_(part, non_blocking=True)
+
+    def set_values(self, full: torch.Tensor) -> bool:
+        """Give the parameter the values ``full``: this rank's shard of it, and what is gathered of it.
+
+        Returns:
+            Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
+        """
+        param = self.param
+        if param.ds_numel == 0:
+            return True
+        if param.ds_tensor.numel() == 0 or zero3.is_quantized(param) or zero3.has_secondary_shard(param):
+            return False
+        self.write()
+        if (pair := zero3.own_part(param, full)) is not None:
+            own, part = pair
+            own.copy_(part)
+        if zero3.is_gathered(param) and param.data_ptr() != full.data_ptr():
+            param.data.copy_(full)
+        return True
+
+
+def record_of(param: Any) -> Record:
+    """Return the record of a parameter of an attached ZeRO-3 engine."""
+    record: Record = param._zerosync_record
+    return record
+
+
+def is_in_use(param: Any) -> bool:
+    """Return whether ``param`` has its values, and keeps them for a reader's backward.
+
+    So do a module's own parameters while its forward or backward runs, held and persistent ones; where no backward
+    follows, those of a user's ``GatheredParameters`` context, too. Others may be there by chance, prefetched or not yet
+    released, and gone by then.
+    """
+    try:
+        record, status = param._zerosync_record, param.ds_status
+    except AttributeError:
+        return True
+    return bool(
+        status._name_ == "AVAILABLE"
+        and (
+            param.ds_active_sub_modules
+            or param.ds_persist
+            or record.bits & _HELD
+            or (record.bits & _CONTEXT and not torch.is_grad_enabled())
+        )
+    )
+
+
+@functools.cache
+def _free_param() -> Callable[[Any], None]:
+    """Return DeepSpeed's function without the range in NVTX profiles, which costs the host more than the rest of it."""
+    from deepspeed.runtime.zero.partition_parameters import free_param
+
+    inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
+    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
+    return free

@@ -1,0 +1,138 @@
+"""A gather of ZeRO-3 parameters in flight, and the bytes that are unsharded (E1)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.params.host_cache import HostCache
+
+
+class UnshardedBytes:
+    """Counts memory from when it is asked for until nothing refers to it, whoever did.
+
+    Attributes:
+        peak: the most bytes at once since the last :meth:`end_window`.
+        watch: called before bytes are added.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
+        self._now = self.peak = 0
+        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
+
+    @property
+    def now(self) -> int:
+        """Bytes that are unsharded, or on their way, now."""
+        while self._freed:
+            self._now -= self._freed.popleft()
+        return self._now
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are being gathered."""
+        if self.watch is not None:
+            self.watch()
+        self._now = self.now + nbytes
+        self.peak = max(self.peak, self._now)
+
+    def free_with(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """Count ``nbytes`` of those added before until the memory of ``tensor`` is free."""
+        weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
+
+    def end_window(self) -> None:
+        """Count the peak anew."""
+        self.peak = self.now
+
+
+class ParameterGather(InFlight):
+    """A gather of parameters of one process group. Who waits for it is ordered after it alone (U2).
+
+    Args:
+        arrive: waits for the message, and gives the parameters their values.
+        params: of ZeRO-3; each record refers to this, as its last gather.
+        streams, stream: of the engine, and the one that gathers; ``None`` on a device without streams.
+        activity: what a rank does that waits.
+        unsharded: counts the bytes until the memory, which may come with the gather, is free.
+        host: keeps copies of the parameters once they are there; ``None``: nothing does.
+    """
+
+    def __init__(
+        self, arrive: Callable[[], None], params: list[Any], streams: Streams, stream: Any, activity: object,
+        unsharded: UnshardedBytes | None, host: HostCache | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__((), arrive)
+        self.wait_on(streams, stream)
+        self._gather_streams = streams
+        self._params, self._activity, self._unsharded, self._host = params, activity, unsharded, host
+        self._users: list[Any] = []  # the streams that compute with the parameters
+        self._counted = [(param, zero3.full_bytes(param)) for param in params if not zero3.is_persistent(param)]
+        if unsharded is not None:
+            unsharded.add(sum(nbytes for _, nbytes in self._counted))
+        for param in params:
+            param._zerosync_record.gather = self
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        """Order the current stream after this gather; on a device without streams, wait for it.
+
+        Raises:
+            RankError: other ranks did not take part in it.
+        """
+        if self.is_done:
+            if self.event is not None:
+                super().wait()
+            return
+        with rank_status().activity(self._activity), zero3.as_it_is():
+            super().wait()
+            if self._host is not None:
+                with self._on_stream():  # behind the event: nobody waits for the copies
+                    self._host.keep(self._params)
+            if self._unsharded is not None:
+                for param, nbytes in self._counted:
+                    self._unsharded.free_with(param.data, nbytes)
+        for param in self._params:
+            param._zerosync_record.settle()
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stream is None else self._gather_streams.on_gather_stream(self._stream)
+
+    def join(self) -> None:
+        """The current stream is one of those that use the parameters, which are there (U2, L3)."""
+        if self.event is not None:
+            self._gather_streams.share_unshard(self.event, self._users, self._memory)
+
+    def _memory(self) -> list[torch.Tensor]:
+        with zero3.as_it_is():
+            return [param.data for param in self._params if zero3.is_gathered(param)]
+
+
+class GatherActivity(NamedTuple):
+    """What a rank does that gathers parameters with these ids. Keeps no engine: it is remembered for a while."""
+
+    names: Mapping[int, str]
+    ids: Sequence[int]
+    ranks: str
+    reader: str = ""
+
+    def __str__(self) -> str:
+        reader = f" for {self.reader}" if self.reader else ""
+        return f"the gather of {listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
+
+
+def listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
+    """Return the names of the parameters with these ``ids``, the first three at most."""
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return ", ".join(name_of(names, param_id) for param_id in ids[:3]) + more
+
+
+def name_of(names: Mapping[int, str], param_id: int) -> str:
+    """Return the name of a parameter, for errors."""
+    return repr(names.get(param_id, f"parameter {param_id}"))

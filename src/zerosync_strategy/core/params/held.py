@@ -1,0 +1,169 @@
+"""Which ZeRO-3 parameters are held from their first use in a window to the optimizer step, and why.
+
+All if the budget allows, else those that save most bytes per byte held: those that the first window gathered most
+often. A parameter that no optimizer trains is not resharded by a step, and so crosses the wire once (R4). What does not
+fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.parameter import WINDOW, Claim, Record
+from zerosync_strategy.core.params.host_cache import HostCache, fitting
+
+
+class HoldPlan:
+    """The parameters of a ZeRO-3 engine that are held (``record.hold``), and the bytes of those that are.
+
+    Args:
+        records: of all its parameters.
+        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
+        automatic: :meth:`set_budget` will set it.
+        host: has what is kept in the memory of the host; ``None``: nothing is.
+        gathers_plainly: whether a parameter is gathered from other ranks' shards of its values.
+        is_constant: whether no optimizer trains a parameter.
+
+    Attributes:
+        counts: how often parameters are gathered; until it is known what to hold.
+        held_bytes: held now.
+        peak_bytes: the most held at once since the last step.
+    """
+
+    def __init__(
+        self, records: list[Record], budget: int | None, automatic: bool, host: HostCache | None,
+        gathers_plainly: Callable[[Any], bool], is_constant: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
+        self.records, self.host, self.automatic = records, host, automatic
+        self._gathers_plainly, self._is_constant = gathers_plainly, is_constant
+        self._gathers: Counter[Record] = Counter()
+        self._counted_windows = 0
+        self._constants: list[Record] | None = None
+        self._crossed: set[Record] = set()  # which the last step but one had left unsharded
+        self.held_bytes = self.peak_bytes = 0
+        self._set_budget(budget)
+        self.counts = budget is not None and (budget > 0 or automatic or host is not None)
+
+    def _set_budget(self, budget: int | None) -> None:
+        self.budget = budget
+        for record in self.records:
+            record.hold = budget is None
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no module gathers anything between the first of a window and its step.
+
+        Not where all others are persistent: DeepSpeed reshards those too while it records the order of modules.
+        """
+        return self.budget is None
+
+    @property
+    def everything(self) -> int:
+        """Bytes of all parameters that may be held."""
+        return sum(zero3.full_bytes(record.param) for record in self.records if not zero3.is_persistent(record.param))
+
+    def constants(self) -> list[Record]:
+        """Return those that no optimizer step changes."""
+        if self._constants is None:
+            for record in self.records:
+                record.constant = self._is_constant(record.param)
+            self._constants = [record for record in self.records if record.constant]
+        return self._constants
+
+    def forget_constants(self) -> None:
+        """Another engine may train what the others do not."""
+        self._constants = None
+
+    # ---- the choice ----------------------------------------------------------------------------------------------
+
+    def count(self, params: Iterable[Any]) -> None:
+        """A module is about to use ``params``: count those that are gathered for it."""
+        self._gathers.update(param._zerosync_record for param in params if not zero3.is_gathered(param))
+
+    def end_window(self) -> bool:
+        """After an optimizer step: choose what to hold once a window was counted; return whether that is done now."""
+        self.peak_bytes = self.held_bytes
+        if not (self.counts and self._gathers):
+            return False
+        self._counted_windows += 1
+        if self.automatic:
+            return False
+        self.counts = False
+        self._choose(self.budget or 0)
+        return bool(self.budget)
+
+    def set_budget(self, budget: int) -> None:
+        """Between two windows: choose what fits into ``budget`` bytes."""
+        self.counts = False
+        self._set_budget(None if self.everything <= budget else budget)
+        if self.budget is not None:
+            self._choose(budget)
+        elif self.host is not None:
+            self.host.choose(set(), [record.param for record in self.constants()])
+
+    def _choose(self, budget: int) -> None:
+        self.constants()
+        # The order must be the same on all ranks; ids are.
+        by_saving = sorted(
+            (
+                (gathers - (not record.constant) * self._counted_windows, record.param)
+                for record, gathers in self._gathers.items()
+            ),
+            key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
+        )
+        saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
+        held = [param._zerosync_record for param in fitting(saving, budget)]
+        for record in held:
+            record.hold = True
+        if self.host is not None:
+            others = [param for param in saving if not param._zerosync_record.hold and self._gathers_plainly(param)]
+            self.host.choose(set(self.host.fitting(others)), (record.param for record in held if record.constant))
+
+    # ---- what is held --------------------------------------------------------------------------------------------
+
+    def claim(self, records: Iterable[Record]) -> None:
+        """``records`` are gathered, or about to be, and stay so until the step."""
+        for record in records:
+            if not record.bits & WINDOW:
+                record.claim(Claim.WINDOW)
+                if not zero3.is_persistent(record.param):
+                    self.held_bytes += zero3.full_bytes(record.param)
+                    if self.host is not None:
+                        self.host.free((record.param,))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def drop(self, records: Iterable[Record]) -> None:
+        """``records`` are held no longer."""
+        for record in records:
+            if record.bits & WINDOW and not zero3.is_persistent(record.param):
+                self.held_bytes -= zero3.full_bytes(record.param)
+            if record.bits:
+                record.drop(Claim.WINDOW | Claim.STEPS)
+
+    def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
+        """Return what has this claim."""
+        bit = claim.value
+        return [record for record in self.records if record.bits & bit]
+
+    def before_step(self) -> list[Record]:
+        """Return what stays unsharded in the coming step, for that does not change it; each gets the claim on it."""
+        self._crossed = set(self.held(Claim.STEPS))
+        stay = []
+        for record in self.constants():
+            if record.stays and zero3.is_gathered(record.param):
+                record.claim(Claim.STEPS)
+                stay.append(record)
+            elif record.bits:
+                record.drop(Claim.STEPS)
+        return stay
+
+    def gathers_in(self, param: Any, backwards: int) -> int:
+        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
+        host, record = self.host, param._zerosync_record
+        if record in self._crossed or (host is not None and host.was_there(param)):
+            return 0
+        once = record.hold or zero3.is_persistent(param) or (host is not None and host.keeps(param))
+        return 1 if once else backwards

@@ -1,0 +1,283 @@
+"""ZeRO-3: what a sharded parameter is to a program: its values, wherever it is read or written (N1).
+
+A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. So while it
+is *at rest* it has a class of its own, and each operation on it passes here:
+
+===================================  ==================================================================================
+what a program does                  what happens
+===================================  ==================================================================================
+asks for a shape                     it is that of the values
+asks for a gradient, a device, ...   what DeepSpeed has left of the parameter answers
+reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation; gradients go to the parameter
+writes (``p.mul_(2)``, ``init``)     they are gathered, changed, and written back to this rank's shard
+``p.data``, ``p.detach()``           an :class:`Alias`, which is the same in all this
+takes a view (``p.data[0]``)         an :class:`Unsharded` tensor: the values of now; a write is written back
+===================================  ==================================================================================
+
+A parameter is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it
+gathered for good. Then it has its own class and its memory, and nothing passes here. Gathers are collective: a program
+reads and writes alike on all ranks, as in plain data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from zerosync_strategy.core.engine import compilation, zero3
+from zerosync_strategy.core.engine.parameter import record_of
+from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
+
+
+class _Intercepted:
+    """A tensor whose operations pass through this file."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_THE_OBJECT or (func in _OF_THE_SHAPE and issubclass(cls, Unsharded)):
+            with zero3.as_it_is():
+                return func(*args, **(kwargs or {}))
+        return _operate(func, args, kwargs or {})
+
+
+class _Sharded(_Intercepted):
+    """One without the values."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"Parameter {record_of(_param_of(self)).name} was to be saved while ZeRO-3 has it sharded. Save a"
+            f" checkpoint through the engine, or zerosync.full_state(). Or: {REMEDY}"
+        )
+
+
+class _AtRest(_Sharded):
+    """A parameter at rest."""
+
+    def __repr__(self: Any) -> str:
+        return f"Parameter sharded by ZeRO-3, shape={zero3.full_shape(self)}, requires_grad={self.requires_grad}"
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = type(self).__bases__[1](self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+class Alias(_Sharded, torch.Tensor):
+    """Another tensor for a sharded parameter: ``p.data`` and ``p.detach()``, without its gradient; ``p.view_as(p)``."""
+
+    zerosync_param: Any
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"values of: {self.zerosync_param!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+
+class Unsharded(_Intercepted, torch.Tensor):
+    """Values of a parameter that is read where no hook has gathered it, or a view of them."""
+
+    zerosync_memory: Memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        # What a program asks of a parameter to know whether it has to gather it.
+        return zero3.answer_of_gathered(name, self.zerosync_memory.param)
+
+
+class Read(Unsharded):
+    """Such values as a whole, which a program takes for the parameter: that answers what is asked of a leaf."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_A_LEAF:
+            return super().__torch_function__(func, types, args, kwargs)
+        param = args[0].zerosync_memory.param
+        if func == _SET_DATA:
+            return _set_data(param, args[1])
+        with zero3.as_it_is():
+            result = func(param, *args[1:], **(kwargs or {}))
+        return args[0] if result is param else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(self.zerosync_memory.full.clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+for _class in (Alias, Unsharded, Read):
+    compilation.leave_to_eager_code(_class)
+
+
+def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsharded) -> Unsharded:
+    """Return ``tensor``, which lies in ``memory``, as one whose changes are written back."""
+    tensor.__class__ = as_a
+    tensor.zerosync_memory = memory  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
+
+
+_classes: dict[type, type] = {}
+
+
+def class_at_rest(stock: type) -> type:
+    """Return the class at rest of parameters whose own class is ``stock``."""
+    if stock not in _classes:
+        attributes = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        _classes[stock] = type(stock.__name__, (_AtRest, stock), attributes)
+        compilation.leave_to_eager_code(_classes[stock])
+    return _classes[stock]
+
+
+def _param_of(tensor: Any) -> Any:
+    return tensor.zerosync_param if isinstance(tensor, Alias) else tensor
+
+
+def _values_of(tensor: Any) -> ParameterValues:
+    values: ParameterValues = record_of(_param_of(tensor)).values
+    return values
+
+
+# ---- operations --------------------------------------------------------------------------------------------------
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if args and isinstance(args[0], _Sharded):
+        if func in _OF_SHARDED and (done := _OF_SHARDED[func](*args)) is not NotImplemented:
+            return done
+        if func in _OF_THE_SHAPE:
+            return func(_without_values(args[0]), *args[1:], **kwargs)
+        if getattr(func, "__name__", "") in _CONVERSIONS:
+            with zero3.as_it_is():
+                if func(*args, **kwargs) is args[0]:
+                    return args[0]  # of that dtype, and there, already
+    operation = _Operation()
+    args, kwargs = tree_map(operation.operand, (args, kwargs))
+    result = func(*args, **kwargs)
+    operation.write_back()
+    return tree_map(operation.result, result)
+
+
+class _Operation:
+    """One operation: what it computes with in place of parameters, and what it has done to that."""
+
+    def __init__(self) -> None:
+        self._operands: dict[int, tuple[Any, torch.Tensor, Memory, int]] = {}
+        self._gathered: dict[Any, Memory] = {}
+
+    def operand(self, given: Any) -> Any:
+        """Return what to compute with where ``given`` was given."""
+        if not isinstance(given, _Intercepted):
+            return given
+        if id(given) not in self._operands:
+            plain, memory = self._unsharded(given) if isinstance(given, Unsharded) else self._gather(given)
+            self._operands[id(given)] = given, plain, memory, plain._version
+        return self._operands[id(given)][1]
+
+    def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, Memory]:
+        memory = given.zerosync_memory
+        memory.check()
+        plain = given.as_subclass(torch.Tensor)
+        if isinstance(given, Read) and not plain.requires_grad:  # read without gradients, and used with them, perhaps
+            return memory.for_use(), memory
+        return plain, memory
+
+    def _gather(self, given: Any) -> tuple[torch.Tensor, Memory]:
+        param, values = _param_of(given), _values_of(given)
+        if param not in self._gathered:
+            self._gathered[param] = values.memory(param)
+        memory = self._gathered[param]
+        if memory.in_place and given is param:
+            return given, memory
+        return memory.for_use() if given.requires_grad else memory.full, memory
+
+    def write_back(self) -> None:
+        """Write back what was changed."""
+        for _, plain, memory, version in self._operands.values():
+            if plain._version != version:
+                memory.write_back()
+
+    def result(self, computed: Any) -> Any:
+        """Return what to give the program where the operation has returned ``computed``."""
+        if type(computed) is not torch.Tensor or computed.layout is not torch.strided:
+            return computed
+        storage = computed.untyped_storage()._cdata
+        for given, plain, memory, _ in self._operands.values():
+            if computed is plain:
+                return given
+            if storage == memory.full.untyped_storage()._cdata:
+                return unsharded(computed, memory)
+        return computed
+
+
+def _without_values(tensor: Any) -> torch.Tensor:
+    return torch.empty(zero3.full_shape(_param_of(tensor)), dtype=tensor.dtype, device="meta")
+
+
+def _alias(tensor: Any, alias: torch.Tensor) -> Any:
+    alias.__class__ = Alias
+    alias.zerosync_param = _param_of(tensor)  # type: ignore[attr-defined]
+    return alias
+
+
+def _detach(tensor: Any) -> Any:
+    with zero3.as_it_is():
+        return _alias(tensor, tensor.detach())
+
+
+def _view_as(tensor: Any, other: Any) -> Any:
+    if other is not tensor:
+        return NotImplemented
+    with zero3.as_it_is():  # torch.autograd.graph looks for the parameter's node so
+        return _alias(tensor, tensor.view_as(tensor))
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    if not isinstance(value, _Sharded) or _param_of(value) is not _param_of(tensor):
+        _values_of(tensor).assign(_param_of(tensor), _Operation().operand(value))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_SHARDED: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
+    _SET_DATA: _set_data,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
+    torch.Tensor.view_as: _view_as,
+}
+_CONVERSIONS = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"}
+_SHAPE = "shape size dim ndim ndimension numel nelement stride storage_offset is_contiguous nbytes __len__"
+_OBJECT = """
+    dtype device requires_grad grad is_leaf grad_fn layout names name itemsize output_nr retains_grad grad_dtype
+    is_cuda is_cpu is_xpu is_mps is_meta is_hpu is_maia is_mtia is_vulkan is_ipu is_sparse is_sparse_csr is_quantized
+    is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks _cdata _base _grad _grad_fn
+    element_size is_floating_point is_complex is_signed is_inference is_shared is_pinned get_device is_neg is_conj
+    has_names requires_grad_ register_hook retain_grad register_post_accumulate_grad_hook record_stream detach_
+    data_ptr untyped_storage storage _typed_storage _is_view _is_zerotensor _has_symbolic_sizes_strides __dir__ __hash__
+"""
+
+
+def _functions_of(names: str) -> set[Any]:
+    """Return the functions by which these members of a tensor are called, asked for, set and deleted."""
+    functions: set[Any] = set()
+    for name in names.split():
+        member: Any = getattr(torch.Tensor, name, None)  # not every torch has each of them
+        functions |= {member.__get__, member.__set__, member.__delete__} if hasattr(member, "__set__") else {member}
+    return functions
+
+
+_OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
+# What is asked of a parameter without its values, and is the same where they are not.
+_OF_THE_OBJECT = _functions_of(_OBJECT) | {
+    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
+}
+# ... and where they are is a tensor that autograd has computed.
+_OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), _SET_DATA}

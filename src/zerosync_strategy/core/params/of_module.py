@@ -1,0 +1,102 @@
+"""The mechanisms of the ZeRO-3 parameters of one module, which all engines over it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.engine import compilation, gathering
+from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.overrides import CoordinatorOverrides
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.held import HoldPlan
+from zerosync_strategy.core.params.host_cache import HostCache
+from zerosync_strategy.core.params.intercepted import class_at_rest
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
+from zerosync_strategy.core.params.values import ParameterValues
+
+
+class ModuleParameters:
+    """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
+
+    Attributes:
+        scheduler, cache, values: of the parameters.
+        unshard_on_read: ``None`` while no engine has ``eager_frames``.
+        times_written: by steps and checkpoints.
+    """
+
+    def __init__(
+        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages,
+        is_constant: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
+        self._coordinator = gathering.coordinator(engine.optimizer)
+        self._engines = self.times_written = 0
+        self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages)
+        host = None if config.host_bytes == 0 else HostCache(config.host_bytes, streams)
+        self.scheduler.host = host
+        plan = HoldPlan(
+            self.scheduler.records, config.held_bytes, config.auto_parameters, host, self.scheduler.gathers_plainly,
+            is_constant,
+        )  # fmt: skip
+        self.cache = ParameterCache(engine, self.scheduler, plan, config.eager_frames)
+        self.values = ParameterValues(self.scheduler, class_at_rest)
+        self.unshard_on_read: UnshardOnRead | None = None
+        self._coordinator._zerosync_parameters = self
+        interpose(self._coordinator, CoordinatorOverrides)
+
+    @classmethod
+    def of(
+        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages,
+        is_constant: Callable[[Any], bool],
+    ) -> ModuleParameters:  # fmt: skip
+        """Return those of the module of ``engine``, for one more engine.
+
+        Args:
+            is_constant: whether no optimizer trains a parameter.
+
+        Raises:
+            ValueError: the budget is automatic, and the module has another engine.
+        """
+        if config.eager_frames:
+            compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
+        found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
+        if found is None:
+            found = cls(engine, config, streams, messages, is_constant)
+        elif config.auto_parameters or found.cache.plan.automatic:
+            raise ValueError(
+                "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
+                " windows overlap, so that what is held cannot change between two. Give a size."
+            )
+        found._engines += 1
+        found.cache.plan.forget_constants()  # this engine may train what the others do not
+        if config.eager_frames and found.unshard_on_read is None:
+            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values, config.trace_gathers)
+        found.cache.skip_backward_hooks()
+        parameters: ModuleParameters = found
+        return parameters
+
+    def detach(self) -> None:
+        """One engine needs them no longer. With the last, parameters, modules and hooks are DeepSpeed's own again."""
+        self._engines -= 1
+        if self._engines:
+            return
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.detach()
+        self.values.detach()
+        self.cache.detach()
+        restore(self._coordinator, CoordinatorOverrides)
+        del self._coordinator._zerosync_parameters
+        self.scheduler.detach()
+
+    def written(self, by_step: bool) -> None:
+        """An optimizer step or a checkpoint has written the shards, on the current stream."""
+        unchanged = set(self.cache.plan.constants()) if by_step else set()
+        for record in self.scheduler.records:
+            record.writes += record not in unchanged
+        self.times_written += 1
+        self.scheduler.shards_written()
+        self.values.stepped()
