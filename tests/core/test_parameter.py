@@ -1,5 +1,6 @@
 """E1: the record of a ZeRO-3 parameter; every row of its table, legal or not."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +43,9 @@ def record_in(state: State) -> Record:
     shard: Any = torch.zeros(4)
     shard.final_location, shard.ds_numel = None, 4
     param.ds_status, param.ds_tensor, param.ds_secondary_tensor = ZeroParamStatus.NOT_AVAILABLE, shard, None
-    param.ds_persist, param.ds_active_sub_modules = False, set()
+    param.ds_id, param.ds_persist, param.ds_active_sub_modules = 0, False, set()
     param.ds_numel, param.ds_shape = 4, torch.Size([4])
-    record = Record(param, "'weight'", Owner())
+    record = Record(param, "'weight'", Owner(), SimpleNamespace(place=0))
     if state is not State.SHARDED:
         record.unshard()
     if state is State.UNSHARDED:

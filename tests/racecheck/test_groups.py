@@ -91,11 +91,11 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     def run(sharing: str) -> int:
         with simulate() as simulation:
             engine = train(simulation, sharing, steps=1)
-            stream_of = engine._zerosync._attached.scheduler.stream_of
-            before = [stream_of(param.ds_process_group) for param in engine.module.parameters()]
+            groups = engine._zerosync._attached.scheduler.groups
+            before = [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             engine.backward(engine(data(0, int(os.environ["RANK"]))))
             engine.step()
-            assert before == [stream_of(param.ds_process_group) for param in engine.module.parameters()]
+            assert before == [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             return len({stream.id for stream in before})
 
     monkeypatch.setattr(scheduler, "MAX_STREAMS", 2)

@@ -43,7 +43,7 @@ from zerosync_strategy.core.handle import ZeroSync, attach
 from zerosync_strategy.core.optimizer.supported import dtype_problem, optimizer_problem
 from zerosync_strategy.core.options.arguments import StrategyArguments
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.averages import copy_problem, readable
+from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.report import StepReport
 

@@ -17,8 +17,8 @@ from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.averages import let_average
 from zerosync_strategy.core.params.edits import write_gathered_to_shards
+from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 

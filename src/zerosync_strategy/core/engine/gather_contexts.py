@@ -1,36 +1,16 @@
-"""DeepSpeed's ``GatheredParameters`` contexts: what is gathered for one, and what its end leaves gathered."""
+"""DeepSpeed's ``GatheredParameters`` contexts: what is gathered for one, and the claim that it has until its end."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.parameter import Claim, Record
-
-
-class ContextGathers(Protocol):
-    """Gathers what a ``GatheredParameters`` context is to hold."""
-
-    def gather_for_context(self, params: Iterable[Any]) -> None:
-        """Gather those of ``params`` that are this object's to gather. Collective."""
-
-
-_context_gathers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def gather_contexts_by(gathers: ContextGathers) -> None:
-    """Let ``gathers`` gather for the ``GatheredParameters`` contexts of this process, before DeepSpeed looks.
-
-    A context that was there to read releases nothing that is held until the step.
-    """
-    _context_gathers.add(gathers)
-    intercept()
 
 
 def intercept() -> None:
@@ -42,8 +22,11 @@ def intercept() -> None:
 def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
-        for each in list(_context_gathers) if context.enabled else ():
-            each.gather_for_context(context.params)
+        by_owner: dict[Any, list[Any]] = {}
+        for record in _records(context):
+            by_owner.setdefault(record.owner, []).append(record.param)
+        for owner, params in by_owner.items():
+            owner.gather_for_context(params)
         stock(context)
         for record in _records(context):
             record.claim(Claim.CONTEXT)
@@ -84,8 +67,3 @@ def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
             for param in scalars:
                 if param.numel() == 1:  # it stays gathered
                     param.data = param.data.view(())
-
-
-def gather_no_context_by(gathers: ContextGathers) -> None:
-    """Undo :func:`gather_contexts_by`."""
-    _context_gathers.discard(gathers)

@@ -137,9 +137,10 @@ def fetch(coordinator: Any, params: list[Any]) -> list[Any]:
     """Gather released ``params`` as DeepSpeed's coordinator does, but return the handles: it will not release them."""
     getattr(coordinator, contract.ALL_GATHER_PARAMS)(params, True)
     count_gathered(coordinator, params, -1)
-    registry = in_flight(coordinator)
-    handles = [registry.pop(param) for param in params]
-    return list({id(handle): handle for handle in handles}.values())
+    found = [handle for handle, _ in handles(coordinator, params)]
+    for param in params:
+        del in_flight(coordinator)[param]
+    return found
 
 
 def release(coordinator: Any, param: Any) -> bool:
@@ -195,6 +196,15 @@ def gather_and_hold(params: list[Any]) -> None:
 def in_flight(coordinator: Any) -> dict[Any, Any]:
     """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
     return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__
+
+
+def handles(coordinator: Any, params: Iterable[Any]) -> Iterable[tuple[Any, list[Any]]]:
+    """Return each handle of gathers in flight that ``params`` have, with those of them that it gathers."""
+    by_id: dict[int, tuple[Any, list[Any]]] = {}
+    for param in params:
+        handle = in_flight(coordinator)[param]
+        by_id.setdefault(id(handle), (handle, []))[1].append(param)
+    return by_id.values()
 
 
 def release_cache(coordinator: Any) -> Any:

@@ -134,10 +134,12 @@ class Record:
         name: for errors.
         owner: has ``shards_written()``, called when the current stream writes the shards, and ``arrive(param)``, which
             ends a gather that is under way.
+        group: of the ranks that shard it; has its ``place`` in the order of gathers.
 
     Attributes:
+        order: in which it is gathered among others (U1).
         bits: the claims that are set here; :attr:`claims` has all.
-        gather: the last that was issued, with ``complete`` and ``is_complete()``; ``None``: none was.
+        gather: the last that was issued (``comm/collectives.py``); ``None``: none was.
         writes: how often the shards were written, by steps, checkpoints and programs: alike on all ranks.
         found: how often this rank has found out that a module had written to the gathered values.
         unseen: by stream, what the device knows of that and the host does not.
@@ -151,8 +153,9 @@ class Record:
         placeholders: which stand for it in graphs, by whether they have a gradient.
     """
 
-    def __init__(self, param: Any, name: str, owner: Any) -> None:
-        self.param, self.name, self.owner = param, name, owner
+    def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
+        self.param, self.name, self.owner, self.group = param, name, owner, group
+        self.order: tuple[int, int] = group.place, param.ds_id
         self.bits = self.writes = self.found = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
@@ -258,13 +261,25 @@ class Record:
         self.param.ds_active_sub_modules = set(self.param.ds_active_sub_modules)
         self.param.__class__ = self.own_class
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the values are here, and stay for a claim."""
+        param = self.param
+        has_claim = self.bits or param.ds_persist or param.ds_active_sub_modules
+        return bool(has_claim and param.ds_status._name_ == "AVAILABLE")
+
     def settle(self) -> None:
         """Give the parameter the class that is right for its state and claims."""
-        param = self.param
+        param, gather = self.param, self.gather
         if param.ds_active_sub_modules:
             return  # the first of them has given it its own
         is_there = (self.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
-        param.__class__ = self.own_class if is_there else self.class_at_rest
+        is_complete = gather is None or gather.event is None or gather.is_complete
+        param.__class__ = self.own_class if is_there and is_complete else self.class_at_rest
+
+    def use(self) -> None:
+        """Until :meth:`settle`, code sees the own class: the current stream has waited for the values."""
+        self.param.__class__ = self.own_class
 
     # ---- changes of the gathered values --------------------------------------------------------------------------
 

@@ -23,23 +23,8 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import Stripe
+from zerosync_strategy.core.params.intercepted import OF_ANY_VALUES
 
-_PROPERTIES = (
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "output_nr",
-    "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-    "is_quantized", "is_nested", "itemsize", "nbytes",
-)  # fmt: skip
-_METHODS = (
-    "size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
-    "element_size", "nelement", "ndimension", "get_device", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "__len__", "__hash__",
-)  # fmt: skip
-# What needs no values. The set need not be complete: what is not in it waits.
-_NEEDS_NO_VALUES = frozenset([
-    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
-    *(getattr(torch.Tensor, name) for name in _METHODS),
-])  # fmt: skip
 _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
 
 
@@ -133,7 +118,7 @@ class _OnTheWay:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NEEDS_NO_VALUES:
+        if func in OF_ANY_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with _there(_on_the_way_in([args, kwargs])):

@@ -264,6 +264,9 @@ class ParameterCache:
                 self._scheduler.order.begins(module)
             if held.pending or not zero3.all_gathered(held.params):
                 self._unshard(held)
+                if held.pending:
+                    for param in held.params:
+                        param._zerosync_record.use()
             return None
 
         return hook
@@ -279,6 +282,9 @@ class ParameterCache:
                 return stock(module, *args)
             if not zero3.all_gathered(held.params):
                 self._unshard(held)  # for the backward: the forward has resharded some
+            if held.pending:
+                for param in held.params:
+                    param._zerosync_record.settle()
             return None
 
         return hook

@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from zerosync_strategy.core.engine import compilation, zero3
-from zerosync_strategy.core.engine.parameter import record_of
+from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
 
 
@@ -161,7 +161,10 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                     return args[0]  # of that dtype, and there, already
     operation = _Operation()
     args, kwargs = tree_map(operation.operand, (args, kwargs))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        operation.settle()
     operation.write_back()
     return tree_map(operation.result, result)
 
@@ -172,6 +175,7 @@ class _Operation:
     def __init__(self) -> None:
         self._operands: dict[int, tuple[Any, torch.Tensor, Memory, int]] = {}
         self._gathered: dict[Any, Memory] = {}
+        self._used: list[Record] = []  # of parameters that the operation is given themselves
 
     def operand(self, given: Any) -> Any:
         """Return what to compute with where ``given`` was given."""
@@ -196,8 +200,15 @@ class _Operation:
             self._gathered[param] = values.memory(param)
         memory = self._gathered[param]
         if memory.in_place and given is param:
+            self._used.append(record_of(param))
+            self._used[-1].use()
             return given, memory
         return memory.for_use() if given.requires_grad else memory.full, memory
+
+    def settle(self) -> None:
+        """The operation is over."""
+        for record in self._used:
+            record.settle()
 
     def write_back(self) -> None:
         """Write back what was changed."""
@@ -260,9 +271,10 @@ _OBJECT = """
     is_cuda is_cpu is_xpu is_mps is_meta is_hpu is_maia is_mtia is_vulkan is_ipu is_sparse is_sparse_csr is_quantized
     is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks _cdata _base _grad _grad_fn
     element_size is_floating_point is_complex is_signed is_inference is_shared is_pinned get_device is_neg is_conj
-    has_names requires_grad_ register_hook retain_grad register_post_accumulate_grad_hook record_stream detach_
-    data_ptr untyped_storage storage _typed_storage _is_view _is_zerotensor _has_symbolic_sizes_strides __dir__ __hash__
+    has_names requires_grad_ register_hook retain_grad register_post_accumulate_grad_hook
+    _is_view _is_zerotensor _has_symbolic_sizes_strides __dir__ __hash__
 """
+_MEMORY = "data_ptr untyped_storage storage _typed_storage record_stream detach_"
 
 
 def _functions_of(names: str) -> set[Any]:
@@ -275,8 +287,10 @@ def _functions_of(names: str) -> set[Any]:
 
 
 _OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
+OF_ANY_VALUES = _functions_of(_OBJECT) | _OF_THE_SHAPE
+"""Functions of a parameter whose result does not depend on its values."""
 # What is asked of a parameter without its values, and is the same where they are not.
-_OF_THE_OBJECT = _functions_of(_OBJECT) | {
+_OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_MEMORY}") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
 # ... and where they are is a tensor that autograd has computed.

@@ -12,10 +12,12 @@ and its error says what each rank was gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gather_contexts, gathering, zero3
+from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
@@ -35,6 +37,25 @@ from zerosync_strategy.core.params.shard_over import ranks_of
 
 MAX_STREAMS = 8
 """Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
+
+
+@dataclass(eq=False)
+class GatherGroup:
+    """A process group whose ranks share parameters.
+
+    Attributes:
+        process_group: of torch.
+        place: in the order of gathers (U1).
+        ranks: for errors.
+        digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
+        stream: on which it gathers (U4); ``None`` on a device without streams.
+    """
+
+    process_group: Any
+    place: int
+    ranks: str
+    digest: GatherDigest | None
+    stream: Any = None
 
 
 class GatherScheduler:
@@ -48,6 +69,7 @@ class GatherScheduler:
 
     Attributes:
         records: of the parameters of the engine's module.
+        groups: by process group, in the order of gathers.
         names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
         order: of the modules in the forward.
@@ -63,35 +85,31 @@ class GatherScheduler:
         self.streams = streams
         self.unsharded = UnshardedBytes()
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
-        groups: dict[int, Any] = {}
-        for param in sorted(engine.module.parameters(), key=zero3.param_id):
-            groups.setdefault(id(zero3.process_group(param)), zero3.process_group(param))
-        # Two groups of the same ranks stay in the order of their parameters.
-        ordered = sorted(groups.values(), key=lambda group: _place(ranks_of(group)))
         by_all_reduce = gathering.gathers_by_all_reduce(engine)
         self._prefetched_numel = gathering.prefetched_numel(engine)
         self._gathers_plainly = gathering.gathers_plainly(engine)
-        self._digests = {
-            id(g): GatherDigest(g, not (by_all_reduce or is_native(g, engine.device)), engine.device, streams)
-            for g in ordered
-            if dist.get_world_size(g) > 1
-        }
         self._device = engine.device
-        self._ranks = {id(group): str(list(ranks_of(group))) for group in ordered}
-        self._rank_of_group = {id(group): rank for rank, group in enumerate(ordered)}
-        self._rank_of_param: dict[int, int] = {}  # that of its group, by id of the parameter
-        self._stream_count = 1 if sharing == "shared" else min(len(ordered), MAX_STREAMS)
-        self.records = [Record(param, repr(name), self) for name, param in engine.module.named_parameters()]
+        # Two groups of the same ranks stay in the order of their parameters.
+        process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
+        self.groups: dict[Any, GatherGroup] = {}
+        for place, group in enumerate(sorted(process_groups, key=lambda group: _place(ranks_of(group)))):
+            tagged = not (by_all_reduce or is_native(group, engine.device))
+            digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
+            self.groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest)
+        self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
+        self._stream_count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
+        self.records = [
+            Record(param, repr(name), self, self.groups[zero3.process_group(param)])
+            for name, param in engine.module.named_parameters()
+        ]
         self.renew_streams()
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
-        gather_contexts.gather_contexts_by(self)
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
-        gather_contexts.gather_no_context_by(self)
         for record in self.records:
             del record.param._zerosync_record
 
@@ -99,6 +117,8 @@ class GatherScheduler:
         """The device has gained streams or lost them: make the gather streams anew."""
         stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
+        for group in self.groups.values() if self._gather_streams else ():
+            group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         for record in self.records:
             record.gather = None
         self.shards_written()  # by whoever made them
@@ -107,12 +127,12 @@ class GatherScheduler:
 
     def before_step(self) -> None:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
-        for digest in self._digests.values():
+        for digest in self._digests:
             digest.end_window(self.name)
 
     def before_checkpoint(self) -> None:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
-        for digest in self._digests.values():
+        for digest in self._digests:
             digest.check(self.name)
 
     def shards_written(self) -> None:
@@ -145,78 +165,64 @@ class GatherScheduler:
         self.shards_written()
         if self.host is not None and self.host.get(param) is not None:
             self.streams.gathers_wait_for_writes(self._gather_streams)
-            with self._on(self.stream_of(zero3.process_group(param))):
+            with self._on(param._zerosync_record.group):
                 self.host.renew(param)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
         """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
-        for of_group in self.in_order(filter(zero3.is_released, params)):
-            missing = of_group if self.host is None else self._load(of_group, self.host)
+        for group, of_group in self.in_order(filter(zero3.is_released, params)):
+            missing = of_group if self.host is None else self._load(group, of_group, self.host)
             if not missing:
                 continue
-            with self.gathering(missing):
-                if self._all_gather_plainly(missing):
-                    self._gather(missing, zero3.process_group(missing[0]))
+            with self.gathering(group, missing):
+                if all(map(self.gathers_plainly, missing)):
+                    for members in _by_dtype(missing, zero3.gather_dtype):
+                        with self._on(group):
+                            arrive = gathering.unshard(members)
+                        self._note_gather(group, arrive, members, self.host)
+                    gathering.count_gathered(self.coordinator, missing)
                 else:
                     stock(missing)
-                    self._note_stock_gathers(missing, id(zero3.process_group(missing[0])) in self._digests)
+                    for handle, members in gathering.handles(self.coordinator, missing):
+                        self._note_gather(group, handle.wait, members)
 
     def gathers_plainly(self, param: Any) -> bool:
         """Return whether ``param`` is gathered from other ranks' shards of its values."""
-        return self._all_gather_plainly((param,))
+        record = param._zerosync_record
+        return self._gathers_plainly and record.plain and record.group.digest is not None
 
-    def _all_gather_plainly(self, params: Sequence[Any]) -> bool:
-        """Whether :meth:`gathers_plainly` holds for all ``params``, of one process group."""
-        is_shared = id(zero3.process_group(params[0])) in self._digests
-        return is_shared and self._gathers_plainly and all(map(zero3.has_plain_shard, params))
-
-    def _load(self, params: list[Any], host: HostCache) -> list[Any]:
+    def _load(self, group: GatherGroup, params: list[Any], host: HostCache) -> list[Any]:
         """Let those of ``params``, all of one group, arrive that the host has in full; return the others."""
         values = {param: full for param in params if (full := host.get(param)) is not None}
         if not values:
             return params
-        loaded, stream = list(values), self.stream_of(zero3.process_group(params[0]))
-        with self._on(stream), zero3.as_it_is(), phase("load", self.name(zero3.param_id(loaded[0]))):
+        loaded = list(values)
+        with self._on(group), zero3.as_it_is(), phase("load", loaded[0]._zerosync_record.name):
             arrive = gathering.unshard_from_host(values)
-        self._note_gather(arrive, loaded)
+        self._note_gather(group, arrive, loaded)
         gathering.count_gathered(self.coordinator, loaded)
         host.count_loaded(loaded)
         return [param for param in params if param not in values]
 
-    def _on(self, stream: Any) -> AbstractContextManager[None]:
-        return nullcontext() if stream is None else self.streams.on_gather_stream(stream)
-
-    def _gather(self, params: list[Any], process_group: Any) -> None:
-        """Gather ``params`` with work that does not grow with the number of ranks (H1)."""
-        by_dtype: dict[torch.dtype, list[Any]] = {}
-        for param in params:
-            by_dtype.setdefault(zero3.gather_dtype(param), []).append(param)
-        stream = self.stream_of(process_group)
-        for members in by_dtype.values():
-            with self._on(stream):
-                arrive = gathering.unshard(members)
-            self._note_gather(arrive, members, host=self.host)
-        gathering.count_gathered(self.coordinator, params)
+    def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
+        return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
 
     def _note_gather(
-        self, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None, counts: bool = True
+        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None
     ) -> None:
         """Let waiting for the gather of ``params``, just issued, be our waiting, for DeepSpeed too."""
-        stream, unsharded = self.stream_of(zero3.process_group(params[0])), self.unsharded if counts else None
-        gather = ParameterGather(arrive, params, self.streams, stream, self.activity(params), unsharded, host)
+        unsharded = None if group.digest is None else self.unsharded
+        activity = self.activity(group, params)
+        gather = ParameterGather(arrive, params, self.streams, group.stream, activity, unsharded, host)
         gathering.in_flight(self.coordinator).update(dict.fromkeys(params, gather))
 
-    def in_order(self, params: Iterable[Any]) -> Iterator[list[Any]]:
+    def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
-        by_id = {zero3.param_id(param): param for param in params}
-        ranks = self._rank_of_param
-        for number, param in by_id.items():
-            if number not in ranks:
-                ranks[number] = self._rank_of_group[id(zero3.process_group(param))]
-        for _, ids in groupby(sorted(sorted(by_id), key=ranks.__getitem__), key=ranks.__getitem__):
-            yield [by_id[number] for number in ids]
+        records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
+        for group, members in groupby(records, attrgetter("group")):
+            yield group, [record.param for record in members]
 
     def fetch(self, params: list[Any]) -> list[Any]:
         """Gather ``params``, released ones, as a turn of its own, and return the handles: DeepSpeed knows of none."""
@@ -224,7 +230,7 @@ class GatherScheduler:
 
     def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
-        for of_group in self.in_order(params):
+        for group, of_group in self.in_order(params):
             limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
             runs: list[list[Any]] = []
             room = 0
@@ -235,41 +241,25 @@ class GatherScheduler:
                     room = limit
                 runs[-1].append(param)
                 room -= nbytes
-            yield self._rank_of_group[id(zero3.process_group(of_group[0]))], runs
-
-    def stream_of(self, process_group: Any) -> Any:
-        """Return the stream on which ``process_group`` gathers (U4); ``None`` on a device without streams."""
-        if not self._gather_streams:
-            return None
-        return self._gather_streams[self._rank_of_group[id(process_group)] % len(self._gather_streams)]
+            yield group.place, runs
 
     @contextmanager
-    def gathering(self, params: list[Any]) -> Iterator[None]:
+    def gathering(self, group: GatherGroup, params: list[Any]) -> Iterator[None]:
         """Around the issue of the gather of ``params``, all of one group.
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
         """
         self.streams.gathers_wait_for_writes(self._gather_streams)
-        process_group = zero3.process_group(params[0])
         gathering_by: AbstractContextManager[None] = nullcontext()
-        if (digest := self._digests.get(id(process_group))) is not None:
+        if (digest := group.digest) is not None:
             tag = digest.add(tuple(map(zero3.param_id, params)))
             if digest.tagged:
                 gathering_by = gathering.gathering_by(partial(_all_gather, tag))
-        on_stream = gathering.gathering_on(self.coordinator, self.stream_of(process_group))
-        with on_stream, gathering_by, zero3.as_it_is(), phase("gather", self.name(zero3.param_id(params[0]))):
+        on_stream = gathering.gathering_on(self.coordinator, group.stream)
+        with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield
         if digest is not None and not digest.tagged:
-            note_launch(process_group, self._device, self.activity(params))
-
-    def _note_stock_gathers(self, params: list[Any], is_shared: bool) -> None:
-        """As :meth:`_note_gather`, of what DeepSpeed has issued; nothing is counted where no other rank has a shard."""
-        by_handle: dict[int, tuple[Any, list[Any]]] = {}
-        for param in params:
-            handle = gathering.in_flight(self.coordinator)[param]
-            by_handle.setdefault(id(handle), (handle, []))[1].append(param)
-        for handle, members in by_handle.values():
-            self._note_gather(handle.wait, members, counts=is_shared)
+            note_launch(group.process_group, self._device, self.activity(group, params))
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
@@ -295,24 +285,21 @@ class GatherScheduler:
                 gather.join()
 
     def gather_for_context(self, params: Iterable[Any]) -> None:
-        """Gather those of ``params`` that this schedules, for a ``GatheredParameters`` context. Collective.
+        """Gather ``params`` for a ``GatheredParameters`` context. Collective.
 
         DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
 
         Raises:
             RankError: other ranks did not take part.
         """
-        own = [param for param in params if self._owns(param) and not zero3.is_quantized(param)]
+        own = [param for param in params if not zero3.is_quantized(param)]
         for param in own:
             self.arrive(param)  # the context reshards it
         for _, runs in self.runs(param for param in own if zero3.is_released(param)):
             for run in runs:
-                with self.gathering(run), rank_status().activity(self.activity(run)):
+                group = run[0]._zerosync_record.group
+                with self.gathering(group, run), rank_status().activity(self.activity(group, run)):
                     gathering.gather_and_hold(run)
-
-    def _owns(self, param: Any) -> bool:
-        record: Record | None = getattr(param, "_zerosync_record", None)
-        return record is not None and record.owner is self
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
@@ -347,15 +334,13 @@ class GatherScheduler:
             return values
 
     def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
-        with self.gathering(params), rank_status().activity(self.activity(params, reader)):
-            if not self._all_gather_plainly(params):
+        group = params[0]._zerosync_record.group
+        with self.gathering(group, params), rank_status().activity(self.activity(group, params, reader)):
+            if not all(map(self.gathers_plainly, params)):
                 return {param: zero3.gather(param) for param in params}
-            by_dtype: dict[torch.dtype, list[Any]] = {}
-            for param in params:
-                by_dtype.setdefault(zero3.shard_dtype(param), []).append(param)
             values: dict[Any, torch.Tensor] = {}
-            for dtype, members in by_dtype.items():
-                values.update(gathering.gather_shards(members, dtype)())
+            for members in _by_dtype(params, zero3.shard_dtype):
+                values.update(gathering.gather_shards(members, zero3.shard_dtype(members[0]))())
             return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
@@ -364,14 +349,13 @@ class GatherScheduler:
         """Return the name of a parameter, for errors."""
         return name_of(self.names, param_id)
 
-    def activity(self, params: list[Any], reader: str = "") -> object:
+    def activity(self, group: GatherGroup, params: list[Any], reader: str = "") -> object:
         """Return what a rank does that gathers ``params``; its text is made when something fails."""
-        ranks = self._ranks[id(zero3.process_group(params[0]))]
-        return GatherActivity(self.names, list(map(zero3.param_id, params)), ranks, reader)
+        return GatherActivity(self.names, list(map(zero3.param_id, params)), group.ranks, reader)
 
     def departure(self) -> str:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
-        for digest in self._digests.values():
+        for digest in self._digests:
             if (found := digest.departure()) is not None:
                 now, then = (listed(self.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
@@ -381,6 +365,13 @@ class GatherScheduler:
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
     """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
+
+
+def _by_dtype(params: list[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:
+    by_dtype: dict[torch.dtype, list[Any]] = {}
+    for param in params:
+        by_dtype.setdefault(dtype_of(param), []).append(param)
+    return by_dtype.values()
 
 
 def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> InFlight:

@@ -113,8 +113,10 @@ class ParameterValues:
         if found is None or found.date != self.date(param):
             self._scheduler.wait_for(param)
             record = record_of(param)
-            if record.values is not None and type(param) is record.own_class:  # it was on its way, and stays
-                return Memory(self, param, param.data, in_place=True)
+            record.settle()
+            if record.values is not None and record.is_there:
+                with zero3.as_it_is():
+                    return Memory(self, param, param.data, in_place=True)
             if self.differentiable is None:
                 raise RuntimeError(
                     f"Parameter {record.name} was read or written while ZeRO-3 had it sharded, which"
