@@ -188,11 +188,6 @@ def gathers_by_all_reduce(engine: Any) -> bool:
     return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
 
 
-def gather_and_hold(params: list[Any]) -> None:
-    """Gather released ``params``, all of one process group, and leave them gathered. Collective."""
-    params[0].all_gather_coalesced(params).wait()
-
-
 def in_flight(coordinator: Any) -> dict[Any, Any]:
     """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
     return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__

@@ -1,15 +1,16 @@
-"""DeepSpeed's functions of a ZeRO-3 parameter: ``all_gather``, ``all_gather_coalesced`` and ``partition``."""
+"""DeepSpeed's functions of a ZeRO-3 parameter, as ``all_gather`` and ``partition``, and its ``GatheredParameters``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, zero3
-from zerosync_strategy.core.engine.parameter import Claim
+from zerosync_strategy.core.engine import contract, patches, zero3
+from zerosync_strategy.core.engine.parameter import Claim, Record
 
 _STOCK = "_zerosync_stock_functions"
 
@@ -64,7 +65,7 @@ def intercept(param: Any) -> None:
         params = [param] if param_list is None else param_list
         with zero3.as_it_is():
             forget_leftover_users(params)
-            of_ours = [record for each in params if (record := getattr(each, "_zerosync_record", None)) is not None]
+            of_ours = _records(params)
             staying = set()
             for record in of_ours:
                 if not has_been_updated and zero3.is_gathered(record.param):
@@ -126,3 +127,61 @@ def forget_leftover_users(params: Iterable[Any]) -> None:
     for param in params:
         if not getattr(param._z3_optimizer.module._parameters, "_in_forward", False):
             param.ds_active_sub_modules.clear()
+
+
+# ---- contexts ----------------------------------------------------------------------------------------------------
+
+
+def intercept_contexts() -> None:
+    """Let what a ``GatheredParameters`` context holds be gathered in buckets, and have a claim until its end."""
+    patches.replace(patches.ENTER_GATHERED, _enter)
+    patches.replace(patches.LEAVE_GATHERED, _leave)
+
+
+def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def enter(context: Any) -> None:
+        by_owner: dict[Any, list[Any]] = {}
+        for record in _records(context.params if context.enabled else ()):
+            by_owner.setdefault(record.owner, []).append(record.param)
+        for owner, params in by_owner.items():
+            owner.gather_for_context(params)
+        stock(context)
+        for record in _records(context.params if context.enabled else ()):
+            record.claim(Claim.CONTEXT)
+
+    return enter
+
+
+def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def leave(context: Any, *error: Any) -> Any:
+        writes = context.enabled and context.src_rank is not None
+        try:
+            with _broadcastable(context.params if writes else ()):
+                return stock(context, *error)
+        finally:
+            for record in _records(context.params if context.enabled else ()):
+                record.drop(Claim.CONTEXT)
+
+    return leave
+
+
+def _records(params: Iterable[Any]) -> list[Record]:
+    """Return the records of those of ``params`` that an attached engine has."""
+    return [param._zerosync_record for param in params if "_zerosync_record" in param.__dict__]
+
+
+@contextmanager
+def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
+    """While active, gathered ``params`` have a dimension (``scalars.py``)."""
+    scalars = [param for param in params if param.dim() == 0]
+    for param in scalars:
+        param.data = param.data.view(1)
+    try:
+        yield
+    finally:
+        with zero3.as_it_is():
+            for param in scalars:
+                if param.numel() == 1:  # it stays gathered
+                    param.data = param.data.view(())

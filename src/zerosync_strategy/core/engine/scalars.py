@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, gather_contexts, memory_layout, patches
+from zerosync_strategy.core.engine import contract, memory_layout, param_functions, patches
 
 
 def allow_scalars() -> None:
@@ -25,7 +25,7 @@ def allow_scalars() -> None:
     patches.replace(patches.CONFIGURE_MODEL, _configure_model)
     patches.replace(patches.BROADCAST_MODEL, _broadcast_model)
     patches.replace(patches.SHARD, _shard)
-    gather_contexts.intercept()
+    param_functions.intercept_contexts()
 
 
 def _configure_model(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

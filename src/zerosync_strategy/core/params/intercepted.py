@@ -21,6 +21,7 @@ reads and writes alike on all ranks, as in plain data parallelism.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,16 +125,13 @@ def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsh
     return tensor  # type: ignore[return-value]
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def class_at_rest(stock: type) -> type:
     """Return the class at rest of parameters whose own class is ``stock``."""
-    if stock not in _classes:
-        attributes = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-        _classes[stock] = type(stock.__name__, (_AtRest, stock), attributes)
-        compilation.leave_to_eager_code(_classes[stock])
-    return _classes[stock]
+    attributes = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    found = type(stock.__name__, (_AtRest, stock), attributes)
+    compilation.leave_to_eager_code(found)
+    return found
 
 
 def _param_of(tensor: Any) -> Any:

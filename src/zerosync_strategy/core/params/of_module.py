@@ -47,6 +47,7 @@ class ModuleParameters:
         self.unshard_on_read: UnshardOnRead | None = None
         self._coordinator._zerosync_parameters = self
         interpose(self._coordinator, CoordinatorOverrides)
+        self.cache.release_memo.cache_clear()  # of forwards before this
 
     @classmethod
     def of(

@@ -299,7 +299,7 @@ class GatherScheduler:
             for run in runs:
                 group = run[0]._zerosync_record.group
                 with self.gathering(group, run), rank_status().activity(self.activity(group, run)):
-                    gathering.gather_and_hold(run)
+                    run[0].all_gather_coalesced(run).wait()
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.

@@ -28,6 +28,7 @@ the compiled backward rather than saved for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,13 +72,15 @@ class UnshardOnRead:
         self._frames: list[_Frame] = []
         self._gradient_hooks: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
+        traced = _gathered_again if trace_gathers else _gathered_once
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
                 continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
             vars(module).update({_PLACEHOLDERS: _Placeholders.fromkeys(names), _RUNS: False})
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
-            module.__class__ = _readable(type(module), self._modules[module], _traced(trace_gathers))
+            stock: Any = type(module)
+            module.__class__ = _readable(stock, self._modules[module], traced)
             compilation.make_passive(module)
         self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
             module: [vars(held) for held in gathering.modules_of(module) if _RUNS in vars(held)]
@@ -113,7 +116,8 @@ class UnshardOnRead:
             hook.replace(hook.stock)
         self._hooks, self._registered = [], None
         for module, names in self._modules.items():
-            module.__class__ = _readable(type(module).__bases__[0], names, _as_it_is)
+            stock: Any = type(module).__bases__[0]
+            module.__class__ = _readable(stock, names, _as_it_is)
 
     @contextmanager
     def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
@@ -224,7 +228,8 @@ class UnshardOnRead:
             if hook not in self._hooks:
                 traced_over = self._trace_gathers and hook.when
                 stock = hook.stock if traced_over else compilation.without_disable(hook.stock)
-                extended = {"before": self._before, "after": self._after}.get(hook.when, _unchanged)(stock)
+                extend = {"before": self._before, "after": self._after}.get(hook.when)
+                extended = stock if extend is None else extend(stock)
                 replacement = _untraced(extended) if traced_over else torch.compiler.disable(extended)
                 hook.replace(replacement)
                 self._extended[replacement] = hook
@@ -257,10 +262,6 @@ class UnshardOnRead:
     def _mark(self, module: nn.Module, runs: bool) -> None:
         for attributes in self._held_with.get(module, ()):
             attributes[_RUNS] = runs
-
-
-def _unchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
-    return stock
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,21 +308,12 @@ def _is_sharded(param: Any) -> bool:
 _Traced = Callable[[Any, str], torch.Tensor]  # what a trace reads, of a module and the name of a parameter
 
 
+@functools.cache
 def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
-    key = (stock, names, traced)
-    if key not in _classes:
-        attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
-        attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-        _classes[key] = type(stock.__name__, (stock,), attributes)
-    return _classes[key]
-
-
-_classes: dict[tuple[type, tuple[str, ...], _Traced], type] = {}
-
-
-def _traced(gathers: bool) -> _Traced:
-    return _gathered_again if gathers else _gathered_once
+    attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
+    attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (stock,), attributes)
 
 
 def _gathered_once(module: Any, name: str) -> torch.Tensor:
