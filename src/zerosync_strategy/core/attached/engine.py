@@ -81,9 +81,9 @@ class AttachedEngine(ABC):
         self.traffic = EngineCounter()
         self.frozen = FrozenParameters(self.reducer)
         self.masters = MasterWeights(self.reducer.streams)
-        self.changes = LocalChanges(self.reducer.params, self.names)
+        changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
-            self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, self.changes
+            self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes
         )
         self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
         self._required: RequiredGradients | None = None

@@ -32,7 +32,7 @@ class Stage12Engine(AttachedEngine):
         super().__init__(engine, config)
         self.states = StripedStates(self.reducer)
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
-        self.pending = PendingGradients(engine, self.reducer, self.window, self.changes, self.states, self.activity)
+        self.pending = PendingGradients(engine, self.reducer, self.window, self.states, self.activity)
         self.meter = StepMeter(engine.module, self.traffic, self.window, self.reducer)
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints

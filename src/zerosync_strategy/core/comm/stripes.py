@@ -1,10 +1,9 @@
 """Stripes: how a flat buffer is divided among ranks so that every part of it belongs to all of them alike.
 
-ZeRO-1 and 2 give the first rank the first part of a group's flat buffer, the second rank the next, and so on. What a
-backward completes first then belongs to the last rank alone, and a reduction that begins meanwhile would keep one link
-busy after the other. So the buffer is cut into *stripes*, each a matrix with one row per rank: its reduction and its
-gather are even, native collectives, in place. A rank's shard is its rows of all stripes, one after the other, and has
-as many elements as DeepSpeed's shard. One stripe alone is DeepSpeed's own layout.
+ZeRO-1 and 2 give each rank one part of a group's flat buffer, in order. What a backward completes first then belongs to
+the last rank alone, and reductions that begin meanwhile would keep one link busy after the other. So the buffer is cut
+into *stripes*, each a matrix with one row per rank: its reduction and its gather are even, native collectives, in
+place. A rank's shard is its rows of all stripes, in order. One stripe alone is DeepSpeed's own layout.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Of a process group that has another backend for another device (``cpu:gloo,cuda:nccl``), these are the calls on the CPU.
 
-A call has the same name on all ranks of its process group. What this package exchanges point to point has a tag, and a
-number among the exchanges with that tag. Torch numbers its collectives, but counts what is sent point to point with
-them, which may be more on one rank than on another: it is counted here and subtracted. Groups whose numbers are not
-known to be alike on all ranks have no named calls.
+A call has the same name on all ranks of its process group. An exchange of this package has a tag, and a number among
+those with that tag. Torch numbers its collectives, but counts messages point to point with them, of which one rank may
+send more than another: they are counted here and subtracted. Groups whose numbers may differ have no named calls.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def labels_of_launched() -> dict[tuple[str, int], str]:
 def waiting(wait: Wait | None) -> Iterator[None]:
     """Around the wait for an exchange."""
     global _waiting, _failed
-    _failed = None
-    before, _waiting = _waiting, wait
+    before, _waiting, _failed = _waiting, wait, None
     try:
         yield
     except BaseException:
@@ -162,10 +160,6 @@ def number_alike(process_group: Any) -> None:
     _alike.add(process_group.group_name)
 
 
-def _is_alike(process_group: Any) -> bool:
-    return process_group.group_name in _alike and patches.is_installed(patches.SEND)
-
-
 def is_numbered(process_group: Any) -> bool:
     """Whether ``process_group`` has gloo for what is on the CPU, also where it was made without naming a backend."""
     on_cpu = torch.device("cpu")
@@ -219,8 +213,8 @@ def torch_collective(frame: FrameType | None) -> str:
 
 def collectives() -> dict[str, int]:
     """Return how many of torch's collectives this rank has issued, by group; of groups that number them alike."""
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return {group.group_name: collectives_over(group) for group in groups if _is_alike(group)}
+    groups = list(dist.distributed_c10d._world.pg_map) if patches.is_installed(patches.SEND) else []
+    return {group.group_name: collectives_over(group) for group in groups if group.group_name in _alike}
 
 
 def exchanges() -> dict[str, dict[int, int]]:

@@ -75,10 +75,10 @@ class Window:
         changes: finds what a program does to local gradients.
 
     Attributes:
-        backwards: backwards since the last optimizer step; one that runs inside another counts with it.
-        reductions: reduction passes over the gradients since the last optimizer step.
+        backwards: since the last optimizer step, as all counts; one that runs inside another counts with it.
+        reductions: reduction passes over the gradients.
         early_reductions: the reductions that were made while a backward ran.
-        seconds: host time in reductions since the last optimizer step.
+        seconds: host time in reductions.
         dropped: backwards of the window that was dropped last, until the next backward; for errors.
     """
 
@@ -96,7 +96,7 @@ class Window:
         self._traffic = traffic
         self._activity = activity
         self._begins = begins
-        self._changes = changes or LocalChanges((), {})
+        self.changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
@@ -208,7 +208,7 @@ class Window:
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() first, or zero_grad() to drop the reduced gradients."
             )
-        self._changes.check(but=ready)
+        self.changes.check(but=ready)
         is_last = self._last is _Last.NEXT and self._overlap_last
         self._reducer.begin_backward(is_last, midway=ready is not None)  # may refuse; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
@@ -228,7 +228,7 @@ class Window:
         self.reductions += streamed and self._last is not _Last.STREAMED
         if streamed and self._last is _Last.RUNNING:
             self._last = _Last.STREAMED
-        self._changes.note()
+        self.changes.note()
 
     # ---- reduction and step --------------------------------------------------------------------------------------
 
@@ -243,9 +243,9 @@ class Window:
     def reduce(self) -> None:
         """Reduce what is local and make the shards ready for the step. All ranks must call it alike."""
         self._reset_graphs()
-        self._changes.check()
+        self.changes.check()
         self._end_backward()
-        self._changes.reset()  # and the memory that is freed as they are reduced
+        self.changes.reset()  # and the memory that is freed as they are reduced
         if self._state is not WindowState.OPEN:
             return
         with self._reducing():
@@ -297,7 +297,7 @@ class Window:
         """Drop the gradients of this window, local or reduced; the window stays open."""
         self._zeroed = True
         self._reset_graphs()
-        self._changes.reset()
+        self.changes.reset()
         if self._state is WindowState.CLOSED:
             return
         self._reducer.drop()
@@ -320,7 +320,7 @@ class Window:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
         self._graphs.clear()
         self._leave_backward()
-        self._changes.reset()
+        self.changes.reset()
         if self._state is WindowState.CLOSED:
             return
         self.dropped, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0

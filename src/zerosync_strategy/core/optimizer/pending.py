@@ -16,7 +16,6 @@ import torch
 from zerosync_strategy.core.comm.collectives import all_gather
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.gradients.buckets import ShardLayout
-from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.flat import FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -29,19 +28,17 @@ class PendingGradients:
     Args:
         engine: the DeepSpeed engine.
         reducer, window: of its gradients.
-        changes: of local gradients.
         states: master weights and states of stages 1 and 2; ``None`` on stage 3.
         activity: around what may communicate.
     """
 
     def __init__(
-        self, engine: Any, reducer: Reducer, window: Window, changes: LocalChanges, states: StripedStates | None,
+        self, engine: Any, reducer: Reducer, window: Window, states: StripedStates | None,
         activity: Callable[[str], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._engine = engine
         self._reducer = reducer
         self._window = window
-        self._changes = changes
         self._states = states
         self._activity = activity
         self._configured_clip_norm: float | None = None  # while another one is in force
@@ -178,7 +175,7 @@ class PendingGradients:
         with zero3.accepting_gradients(self._reducer.params):
             yield
         if self._window.state is WindowState.OPEN:
-            self._changes.note()
+            self._window.changes.note()
 
     # ---- one gradient or master weight, by DeepSpeed's functions (engine/fragments.py) -----------------------------
 
