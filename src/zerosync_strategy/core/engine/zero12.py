@@ -19,15 +19,10 @@ from zerosync_strategy.core.engine.zero import sum_of_squares
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One parameter group of the optimizer.
+    """One parameter group of the optimizer: its parameters that have elements, with their places in the flat buffer.
 
     Attributes:
-        index: among the groups.
-        process_group: whose ranks each have one shard.
-        params: those that have elements.
-        offsets: of each parameter in the flat buffer, in elements.
-        shapes: of each parameter.
-        shard_numel: elements of one shard, padding included.
+        process_group: whose ranks each have one shard, of ``shard_numel`` elements, padding included.
     """
 
     index: int
@@ -87,12 +82,6 @@ class _GradientShard(list[torch.Tensor]):
 
     def move_flat_partition(self, device: Any, non_blocking: bool = False) -> None:
         self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
-
-
-def shard_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of gradient shards."""
-    dtype: torch.dtype = optimizer.gradient_accumulation_dtype
-    return dtype
 
 
 def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor) -> None:

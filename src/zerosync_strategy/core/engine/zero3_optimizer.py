@@ -126,11 +126,6 @@ def norm_of_shards(optimizer: Any) -> torch.Tensor:
     return torch.where(norm.isfinite(), norm, torch.inf)
 
 
-def all_parameters(optimizer: Any) -> list[Any]:
-    """Return the parameters of the optimizer's module, those that it does not train included."""
-    return list(optimizer.module.parameters())
-
-
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
 

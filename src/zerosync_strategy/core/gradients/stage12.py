@@ -56,7 +56,7 @@ class Stage12Reducer(Reducer):
         return buckets
 
     def _allocate_shards(self) -> None:
-        dtype = zero12.shard_dtype(self.optimizer)
+        dtype = zero.accumulation_dtype(self.optimizer)
         for layout in self.layouts:
             device = zero12.flat_parameters(self.optimizer, layout.group_index).device
             flat = self.local.empty(layout.shard_numel, dtype, device)

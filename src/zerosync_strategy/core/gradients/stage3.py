@@ -221,7 +221,7 @@ class Stage3Reducer(Reducer):
 
     def parameters_floor(self) -> dict[Any, int]:
         floor = {}
-        for param in zero3_optimizer.all_parameters(self.optimizer):
+        for param in self.optimizer.module.parameters():  # those that it does not train, too
             world_size = dist.get_world_size(zero3_optimizer.gradient_group(self.optimizer, param))
             floor[param] = sent_by_one_rank(zero3.full_bytes(param), world_size)
         return floor
