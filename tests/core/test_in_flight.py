@@ -1,0 +1,80 @@
+"""The type of a collective in flight: waited for once, by one stream, with any number of streams ordered after it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from zerosync_strategy.core.comm.collectives import InFlight
+
+
+class Work:
+    """A work of a process group that counts who waits for it; ``fails`` times first."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.waits = 0
+        self.fails = fails
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits <= self.fails:
+            raise RuntimeError("connection lost")
+
+    def is_completed(self) -> bool:
+        return self.waits > self.fails
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_past = False
+
+    def query(self) -> bool:
+        return self.is_past
+
+
+class RecordingStreams:
+    """Stands in for the streams of an engine, and writes down which waits for what."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def on_gather_stream(self, stream: Any) -> AbstractContextManager[None]:
+        self.calls.append(stream)
+        return nullcontext()
+
+    def record_unshard(self, stream: Any) -> Event:
+        self.calls.append(f"record {stream}")
+        return Event()
+
+    def wait_for_unshard(self, event: Event) -> None:
+        self.calls.append("wait for the event")
+
+
+def test_it_is_waited_for_once_and_its_result_goes_through_whoever_uses_it() -> None:
+    work, finished = Work(), []
+    flight = InFlight([work], lambda: finished.append(1) or torch.ones(2), alive=object())
+    flight.then(lambda result: result * 3)
+    assert not flight.is_complete and not flight.is_over
+    assert flight.wait().tolist() == flight.wait(handle_dependency=False).tolist() == [3.0, 3.0]
+    assert (work.waits, finished) == (1, [1])
+    assert flight.is_complete and flight.is_over and flight.event is None
+
+
+def test_others_wait_for_the_event_after_it() -> None:
+    streams, work = RecordingStreams(), Work()
+    flight = InFlight([work], lambda: "there")
+    flight.wait_on(streams, "the gather's")  # type: ignore[arg-type]
+    assert [flight.wait(), flight.wait()] == ["there", "there"]
+    assert streams.calls == ["the gather's", "record the gather's", "wait for the event", "wait for the event"]
+    assert work.waits == 1 and not flight.is_complete
+    flight.event.is_past = True
+    assert flight.is_complete
+
+
+def test_what_failed_is_not_taken_for_complete() -> None:
+    flight = InFlight([Work(fails=1)], lambda: "there")
+    with pytest.raises(RuntimeError, match="connection lost"):
+        flight.wait()
+    assert not flight.is_complete
+    assert flight.wait() == "there"
