@@ -11,7 +11,7 @@ from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
-from zerosync_strategy.core.optimizer.pending import PendingGradients
+from zerosync_strategy.core.optimizer.pending import FlatPendingGradients
 from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.arriving import ArrivingParameters
@@ -32,7 +32,7 @@ class Stage12Engine(AttachedEngine):
         super().__init__(engine, config)
         self.states = StripedStates(self.reducer)
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
-        self.pending = PendingGradients(engine, self.reducer, self.window, self.states, self.activity)
+        self.pending = FlatPendingGradients(engine, self.reducer, self.window, self.activity, states=self.states)
         self.meter = StepMeter(engine.module, self.traffic, self.window, self.reducer)
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints

@@ -46,7 +46,7 @@ class Stage3Engine(AttachedEngine):
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
-        self.pending = PendingGradients(engine, self.reducer, self.window, None, self.activity)
+        self.pending = PendingGradients(engine, self.reducer, self.window, self.activity)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self.budgets = automatic_budgets(engine, config, self.reducer, (self.scheduler, self.cache))
 

@@ -24,7 +24,7 @@ def intercept(params: Iterable[Any], hooks: Any) -> None:
     """Let DeepSpeed's functions ask ``hooks`` about each of ``params`` until :func:`release`.
 
     Args:
-        hooks: an ``optimizer.pending.PendingGradients``.
+        hooks: an ``optimizer.pending.PendingGradients``, on stages 1 and 2 a ``FlatPendingGradients``.
 
     Raises:
         ContractError: DeepSpeed's functions look elsewhere.

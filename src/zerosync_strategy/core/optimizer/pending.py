@@ -15,8 +15,6 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import all_gather
 from zerosync_strategy.core.engine import zero, zero3, zero12
-from zerosync_strategy.core.gradients.buckets import ShardLayout
-from zerosync_strategy.core.gradients.flat import FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.states import StripedStates
@@ -28,18 +26,15 @@ class PendingGradients:
     Args:
         engine: the DeepSpeed engine.
         reducer, window: of its gradients.
-        states: master weights and states of stages 1 and 2; ``None`` on stage 3.
         activity: around what may communicate.
     """
 
     def __init__(
-        self, engine: Any, reducer: Reducer, window: Window, states: StripedStates | None,
-        activity: Callable[[str], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
+        self, engine: Any, reducer: Reducer, window: Window, activity: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
         self._engine = engine
         self._reducer = reducer
         self._window = window
-        self._states = states
         self._activity = activity
         self._configured_clip_norm: float | None = None  # while another one is in force
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
@@ -177,10 +172,10 @@ class PendingGradients:
         if self._window.state is WindowState.OPEN:
             self._window.changes.note()
 
-    # ---- one gradient or master weight, by DeepSpeed's functions (engine/fragments.py) -----------------------------
+    # ---- one gradient, by DeepSpeed's functions (engine/fragments.py) ----------------------------------------------
 
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
-        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards of stage 3. Collective."""
+        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards. Collective."""
         if self._are_shown:
             return param.grad
         if self._window.state is WindowState.CLOSED:
@@ -193,26 +188,7 @@ class PendingGradients:
             if self._window.state is WindowState.OPEN and is_local:
                 return self._average(param)
             self._window.reduce()
-            layout = self._layout_of(param)
-            return layout.read(self._shard(layout), param) if isinstance(layout, FlatLayout) else stock()
-
-    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
-        """Set this rank's part of the averaged gradient of ``param``, on stages 1 and 2."""
-        self.check_reduced("safe_set_full_grad()")
-        layout = self._layout_of(param)
-        assert isinstance(layout, FlatLayout)
-        layout.write(value, self._shard(layout), param)
-
-    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param``, or its state ``key``, on stages 1 and 2. Collective."""
-        assert self._states is not None
-        with self._activity("safe_get_full_fp32_param()"):
-            return self._states.read(param, key)
-
-    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        """Set this rank's part of what :meth:`full_master` returns."""
-        assert self._states is not None
-        self._states.write(param, value, key)
+            return stock()
 
     def check_reduced(self, function: str) -> None:
         """Before DeepSpeed's ``function`` reads or changes gradients in the shards.
@@ -234,19 +210,46 @@ class PendingGradients:
             )
         self._reducer.norm_changed()
 
-    def _shard(self, layout: FlatLayout) -> torch.Tensor:
-        return zero12.gradient_shard(self._reducer.optimizer, layout.group_index)
-
-    def _layout_of(self, param: Any) -> ShardLayout:
-        return next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
-
     def _average(self, param: Any) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
         from deepspeed import comm
 
-        layout = self._layout_of(param)
+        layout = next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
         total = torch.zeros(zero3.full_shape(param), device=param.device)
         if param.grad is not None:
             total += param.grad
         comm.all_reduce(total, group=layout.process_group)
         return total.div_(layout.divisor)
+
+
+class FlatPendingGradients(PendingGradients):
+    """Those of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
+
+    Args:
+        common: as for :class:`PendingGradients`.
+        states: master weights and states.
+    """
+
+    def __init__(self, *common: Any, states: StripedStates) -> None:
+        super().__init__(*common)
+        self._states = states
+
+    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+        return super().full_gradient(param, lambda: self._states.layout_of(param).read(self._shard(param), param))
+
+    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
+        """Set this rank's part of the averaged gradient of ``param``."""
+        self.check_reduced("safe_set_full_grad()")
+        self._states.layout_of(param).write(value, self._shard(param), param)
+
+    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
+        """Return the master weights of ``param``, or its state ``key``. Collective."""
+        with self._activity("safe_get_full_fp32_param()"):
+            return self._states.read(param, key)
+
+    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        """Set this rank's part of what :meth:`full_master` returns."""
+        self._states.write(param, value, key)
+
+    def _shard(self, param: Any) -> torch.Tensor:
+        return zero12.gradient_shard(self._reducer.optimizer, self._states.layout_of(param).group_index)

@@ -45,7 +45,7 @@ class StripedStates:
         Raises:
             ValueError: there is no such state.
         """
-        layout = self._layout_of(param)
+        layout = self.layout_of(param)
         return layout.read(self._shard(layout, key), param, self._is_stock)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
@@ -54,7 +54,7 @@ class StripedStates:
         Raises:
             ValueError: there is no such state.
         """
-        layout = self._layout_of(param)
+        layout = self.layout_of(param)
         layout.write(value, self._shard(layout, key), param, self._is_stock)
 
     def check(self) -> None:
@@ -104,7 +104,8 @@ class StripedStates:
         found: dict[str, Any] = self._optimizer.optimizer.state.get(master, {})
         return found
 
-    def _layout_of(self, param: Any) -> FlatLayout:
+    def layout_of(self, param: Any) -> FlatLayout:
+        """Return the layout that has ``param``."""
         return next(layout for layout in self._layouts if param in layout.offsets)
 
     def _shard(self, layout: FlatLayout, key: str | None) -> torch.Tensor:
