@@ -36,8 +36,7 @@ class ShardLayout(ABC):
     """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
 
     Args:
-        process_group: the group; ``rank`` is this process's rank in it, ``world_size`` its size.
-        params: the parameters, each once.
+        params: each once.
         shard_numel: elements of one rank's shard.
         divisor: what a sum over the group is divided by to average it.
         dtype: of the reduction.
@@ -77,25 +76,20 @@ class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
     Args:
-        layout: of the gradients.
-        params: the parameters, in the order of the layout.
+        params: in the order of the layout.
         deferred: their gradients may stay local until the window closes.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
-        local: counts the bytes of the gradients.
-        streams: of the engine.
-        names: of the parameters, for profiles and errors.
+        names: of all parameters.
 
     Attributes:
-        name, names: of its first and its last parameter, for profiles and for errors.
-        label: for its reduction in errors.
+        name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
         pending_params: in a backward that reduces it when it is complete, the ids of those without their gradient yet.
         first_use: in one that reduces it by module, when the forward has used the first of its parameters.
-        grad_ready: by stream, the event after the last of its gradients that a backward which reduces as it goes has
-            completed there (B1).
-        spare_events: by stream, its event, recorded or not.
+        grad_ready, spare_events: by stream, the event after the last of its gradients that a backward which streams has
+            completed there (B1); and the event to record for the next.
         target: what it has of this rank's shard: the offset and the number of elements.
     """
 
@@ -184,12 +178,7 @@ def choose_buckets(
 
 
 def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
-    """Return the parameters whose gradients may stay local until the window closes, and the bytes of a bucket.
-
-    Args:
-        nbytes: of each gradient, in the order of the model.
-        limit: bytes of a bucket with several parameters.
-    """
+    """Return the parameters whose gradients, of ``nbytes``, may stay local until the window closes, and a new limit."""
     budget = config.unreduced_bytes
     if not config.coalesce:
         return set(), limit

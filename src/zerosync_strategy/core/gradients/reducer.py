@@ -55,12 +55,6 @@ class Reducer(ABC):
 
     A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's shard.
 
-    Args:
-        optimizer: the ZeRO optimizer.
-        config: the options.
-        names: of the parameters, for profiles and errors.
-        messages: how large they are, and how many are under way.
-
     Attributes:
         first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
@@ -115,11 +109,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
-        """Return the buckets, of ``limit`` bytes, in the order in which backward is expected to complete them.
-
-        Args:
-            common: keyword arguments of all buckets.
-        """
+        """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
 
     @abstractmethod
     def _allocate_shards(self) -> None:
@@ -321,8 +311,7 @@ class Reducer(ABC):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the gradients in the shards, times DeepSpeed's loss scale; infinity or NaN if it is not
-        finite.
+        """Return the L2 norm of the gradients in the shards, times DeepSpeed's loss scale; infinity if it is not finite.
 
         The same on every rank, and computed once. A collective call after :meth:`close`.
         """

@@ -24,19 +24,12 @@ STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam,
 
 
 class Part(NamedTuple):
-    """What one call of the optimizer's step is for.
+    """What one call of the optimizer's step is for."""
 
-    Attributes:
-        master: number of the master weights, as the caller counts them.
-        runs: where its elements begin and end in the master weights, ascending; may be none.
-        scalars: those of its elements, if they were stepped before; it is given those after the step.
-        stepped: is called when they are stepped.
-    """
-
-    master: int
-    runs: list[tuple[int, int]]
-    scalars: Scalars
-    stepped: Callable[[], None] | None = None
+    master: int  # number of the master weights, as the caller counts them
+    runs: list[tuple[int, int]]  # where its elements begin and end in them, ascending; may be none
+    scalars: Scalars  # of its elements, if they were stepped before; the step puts those after it here
+    stepped: Callable[[], None] | None = None  # called when they are stepped
 
 
 def can_step_by_part(optimizer: Any) -> bool:
@@ -56,10 +49,9 @@ def can_step_by_part(optimizer: Any) -> bool:
 def stepping_by_part(
     optimizer: Any, parts: Callable[[Any], Iterable[Part]], states_made: Callable[[], None]
 ) -> Iterator[None]:
-    """While active, ``optimizer.step()`` steps ``parts`` of its master weights, one after the other.
+    """While active, ``step()`` of a torch optimizer steps parts of its master weights, one after the other.
 
     Args:
-        optimizer: a torch optimizer.
         parts: returns those of a flat tensor of master weights, with gradients.
         states_made: is called when the optimizer has made states after its first step.
     """
