@@ -311,7 +311,7 @@ class Reducer(ABC):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the gradients in the shards, times DeepSpeed's loss scale; infinity if it is not finite.
+        """Return the L2 norm of the gradients in the shards, times the loss scale; infinity if it is not finite.
 
         The same on every rank, and computed once. A collective call after :meth:`close`.
         """
