@@ -17,7 +17,7 @@ to the gradient shards there. The rules, each with its method:
 - **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
   completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
-  write leaves word of its stream by :meth:`Streams.record_write`.
+  write records its stream by :meth:`Streams.record_write`.
 - **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
   for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
   memory they may be given.

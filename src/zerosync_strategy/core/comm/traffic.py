@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.zero import comm_backend, restore_names, use_current_names
+from zerosync_strategy.core.engine.zero import comm_backend, use_current_names
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class CollectiveCounter:
         backend = self._backend = comm_backend()
         if not isinstance(backend, _CountingBackend):
             backend._zerosync_counters = []
-            backend._zerosync_stock_names = use_current_names(backend)
+            backend._zerosync_restore_names = use_current_names(backend)
             interpose(backend, _CountingBackend)
         backend._zerosync_counters.append(self)
         return self
@@ -92,8 +92,8 @@ class CollectiveCounter:
         backend._zerosync_counters.remove(self)
         if not backend._zerosync_counters:
             restore(backend, _CountingBackend)
-            restore_names(backend, backend._zerosync_stock_names)
-            del backend._zerosync_counters, backend._zerosync_stock_names
+            backend._zerosync_restore_names()
+            del backend._zerosync_counters, backend._zerosync_restore_names
 
     def take(self) -> Mapping[str, Traffic]:
         """Return what was counted since the last call, by kind."""
@@ -148,7 +148,7 @@ class _CountingBackend:
     """Mixed into DeepSpeed's communication backend while someone counts."""
 
     _zerosync_counters: list[CollectiveCounter]
-    _zerosync_stock_names: dict[str, Any]
+    _zerosync_restore_names: Callable[[], None]
 
 
 def _counted(name: str, kind: _Kind) -> Callable[..., Any]:

@@ -106,26 +106,18 @@ def comm_backend() -> Any:
     return found
 
 
-def use_current_names(backend: Any) -> dict[str, Any]:
+def use_current_names(backend: Any) -> Callable[[], None]:
     """Let DeepSpeed's backend call collectives by the names that torch 2.13 has given them; the old ones warn.
 
-    Returns:
-        What to give to :func:`restore_names`.
+    Returns what undoes it.
     """
     stock = {}
-    for name, current in (
-        ("all_gather_function", "all_gather_single"),
-        ("reduce_scatter_function", "reduce_scatter_single"),
-    ):
+    for kind in ("all_gather", "reduce_scatter"):
+        name, current = f"{kind}_function", f"{kind}_single"
         if name in vars(backend) and hasattr(dist, current):
             stock[name] = vars(backend)[name]
             setattr(backend, name, getattr(dist, current))
-    return stock
-
-
-def restore_names(backend: Any, stock: dict[str, Any]) -> None:
-    """Undo :func:`use_current_names`."""
-    vars(backend).update(stock)
+    return functools.partial(vars(backend).update, stock)
 
 
 @contextmanager
@@ -194,7 +186,7 @@ def expect_backward(optimizer: Any) -> None:
 
 
 def reset_backward(optimizer: Any) -> None:
-    """Let ``optimizer`` forget a backward that raised."""
+    """Reset what ``optimizer`` knows of a backward that raised."""
     optimizer._backward_active_depth = 0
     if contract.has(contract.CLEAR_BACKWARD):
         optimizer.clear_backward_seen_flag()

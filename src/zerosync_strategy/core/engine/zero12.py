@@ -96,12 +96,12 @@ def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
 
 
 def discard_gradient_shard(optimizer: Any, index: int) -> None:
-    """Let the optimizer forget its gradient shard of one group."""
+    """Remove the gradient shard of one group from the optimizer."""
     optimizer.averaged_gradients[index] = None
 
 
 def hand_over_gradients(optimizer: Any) -> None:
-    """Let the coming step find the gradient shards. Offloaded, it wants copies, and to know whether they are finite."""
+    """Let the coming step find the gradient shards; an offloaded one as copies, and whether they are finite."""
     if not optimizer.cpu_offload:
         return
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -130,7 +130,7 @@ def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     return stepped
 
 
-def link_states_anew(optimizer: Any) -> None:
+def relink_states(optimizer: Any) -> None:
     """Let the parameters have the states that the torch optimizer has made since they were given theirs."""
     optimizer._hp_optimizer_states_linked = False
 

@@ -97,7 +97,7 @@ def scales_gradients(optimizer: Any) -> bool:
 
 
 def discard_gradients(optimizer: Any) -> None:
-    """Let the optimizer forget which gradient shards its step would use."""
+    """Remove the gradient shards that its step would use from the optimizer."""
     optimizer.averaged_gradients = {}
 
 

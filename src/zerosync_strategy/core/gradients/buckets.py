@@ -120,7 +120,7 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def collect(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``: keep it where the bucket accumulates it."""
+        """Autograd has added to ``param.grad``: move it to where the bucket accumulates it."""
 
     def add(self, param: Any, gradient: torch.Tensor) -> None:
         """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""

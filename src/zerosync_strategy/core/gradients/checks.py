@@ -32,7 +32,7 @@ class LocalChanges:
             self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
 
     def check(self, but: Any = None) -> None:
-        """Forget the gradients.
+        """Check that nothing has changed since :meth:`note`, and note nothing.
 
         Args:
             but: the parameter whose gradient a backward has changed meanwhile.

@@ -65,7 +65,7 @@ class LocalGradients:
         return blocks[-1].view(-1)
 
     def free_blocks(self) -> None:
-        """Give up the blocks that are kept; what is used of them goes with its users."""
+        """Free the blocks that nobody uses; others are freed with the last reference to them."""
         self._blocks.clear()
 
 

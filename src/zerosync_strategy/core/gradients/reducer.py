@@ -137,7 +137,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def _discard_shards(self) -> None:
-        """Let DeepSpeed forget the shards of this window."""
+        """Remove the shards of this window from DeepSpeed's optimizer."""
 
     @abstractmethod
     def parameters_floor(self) -> dict[Any, int]:
@@ -239,7 +239,7 @@ class Reducer(ABC):
     def defer(self, budget: int) -> int:
         """Let gradients within ``budget`` bytes stay local until the window closes; return how many bytes that is.
 
-        Between two windows. It is those of the first parameters, which backward completes last.
+        Called between two windows. It chooses the first parameters, whose gradients a backward completes last.
         """
         self.deferred_bytes = 0
         for bucket in reversed(self.buckets):

@@ -94,7 +94,7 @@ class Stage12Reducer(Reducer):
         }
 
     def states_made(self) -> None:
-        zero12.link_states_anew(self.optimizer)
+        zero12.relink_states(self.optimizer)
 
     def master_shards(self) -> list[zero.MasterShard]:
         masters = []

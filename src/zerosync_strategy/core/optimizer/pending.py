@@ -1,6 +1,6 @@
 """User access to pending gradients, between backward and step: read, modify, clip, normalise.
 
-Averaged gradients are in shards. In ``full_gradients()`` those of all ranks are gathered and shown on the parameters.
+Averaged gradients are in shards. ``full_gradients()`` gathers them from all ranks onto the parameters.
 What the program changes goes back into the shards: each rank takes its own part. Unchanged elements stay as they are in
 the shard, which may be of a wider dtype than the parameters.
 """
@@ -223,7 +223,7 @@ class PendingGradients:
 
 
 class FlatPendingGradients(PendingGradients):
-    """Those of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
+    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
 
     Args:
         common: as for :class:`PendingGradients`.
