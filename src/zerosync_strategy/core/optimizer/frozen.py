@@ -92,9 +92,8 @@ class FrozenParameters:
         return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
     def _scalars_now(self, flats: Sequence[Any]) -> Scalars:
-        states = (self._optimizer.state.get(flat) for flat in flats)
-        pairs = zip(states, flats, strict=True)
-        return {index: scalar_states(state, flat) for index, (state, flat) in enumerate(pairs) if state}
+        states = self._optimizer.state
+        return {index: scalar_states(states[flat], flat) for index, flat in enumerate(flats) if states.get(flat)}
 
     def _split(self, frozen: set[Any]) -> None:
         if len(self._cohorts) == 1:
