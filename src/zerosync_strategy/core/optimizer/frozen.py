@@ -1,10 +1,13 @@
-"""Parameters that are frozen while others train: not stepped, as in plain torch, and trained once they are thawed (N1).
+"""The torch optimizer's step: frozen parameters are left out, and it can be made part by part (N1).
 
 ZeRO steps its flat master weights in whole, frozen parameters with gradient zero: weight decay and momentum would move
 them, and thawed ones would go on at the others' step count. So the optimizer is given *runs* in their place: views of
 the master weights and of its own states, each with scalar states (as Adam's ``step``) of its own. Parameters that were
 stepped at the same steps are a *cohort*, and have the same scalars. Until a parameter is frozen in all backwards of a
-step, there is one cohort, and ZeRO steps as ever.
+step, there is one cohort.
+
+A step of slices has a second use: the parameters of one are gathered while the next is stepped, whose temporary tensors
+are small.
 """
 
 from __future__ import annotations
@@ -13,28 +16,42 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import optimizer as torch_optimizer
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterShard, offloads
 from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices
-from zerosync_strategy.core.optimizer.stepping import (
-    Part,
-    Scalars,
-    can_step_by_part,
-    copied,
-    scalar_states,
-    stepping_by_part,
-)
+
+State = dict[str, Any]
+Runs = list[tuple[int, int]]
+"""Where elements begin and end in master weights, ascending."""
+# What they do in a step is the sum of what they do to each tensor. Another class may count steps by group.
+STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
 
 
 @dataclass
 class _Cohort:
-    """Parameters that were stepped at the same steps, and the states that they share."""
+    """Parameters that were stepped at the same steps; by index of master weights, the scalar states they share."""
 
     params: set[Any]
-    scalars: Scalars = field(default_factory=dict)
+    scalars: dict[int, State] = field(default_factory=dict)
+
+
+class _Part(NamedTuple):
+    """What one call of the optimizer's step is for: runs of a cohort in one slice of master weights."""
+
+    group: dict[str, Any]
+    flat: Any
+    master: int
+    runs: Runs
+    cohort: _Cohort
+    scalars: State | None  # of the cohort before the step
+    stepped: Callable[[], None] | None  # called after it
 
 
 class FrozenParameters:
@@ -60,6 +77,8 @@ class FrozenParameters:
         """The gradients since the last step are dropped."""
         self._frozen = None
 
+    # ---- the step ------------------------------------------------------------------------------------------------
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around the step of the ZeRO optimizer."""
@@ -76,24 +95,24 @@ class FrozenParameters:
         if masters is None:
             self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in slices])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
-        with stepping_by_part(self._optimizer, _parts(slices, masters, cohorts), self._reducer.states_made):
+        with self._stepping_by(lambda: self._parts(slices, masters, cohorts)):
             yield
         for index, (flat, _) in enumerate(slices):
             # DeepSpeed's checkpoints have one count of steps: that of the first.
             shared = (cohort.scalars.get(index) for cohort in self._cohorts)
             if scalars := next(filter(None, shared), None):
-                self._optimizer.state[flat].update(copied(scalars))
+                self._optimizer.state[flat].update(_copied(scalars))
 
     def _slices(self) -> StepSlices | None:
         """Return the slices in which the coming step is to be made; ``None``: at once."""
-        if offloads(self._reducer.optimizer) or not can_step_by_part(self._optimizer):
+        if offloads(self._reducer.optimizer) or not _can_step_by_part(self._optimizer):
             return None
         slices = self._reducer.step_slices()
         return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
-    def _scalars_now(self, flats: Sequence[Any]) -> Scalars:
+    def _scalars_now(self, flats: Sequence[Any]) -> dict[int, State]:
         states = self._optimizer.state
-        return {index: scalar_states(states[flat], flat) for index, flat in enumerate(flats) if states.get(flat)}
+        return {index: _scalar_states(states[flat], flat) for index, flat in enumerate(flats) if states.get(flat)}
 
     def _split(self, frozen: set[Any]) -> None:
         if len(self._cohorts) == 1:
@@ -103,6 +122,76 @@ class FrozenParameters:
             if apart and apart != cohort.params:
                 cohort.params -= apart
                 self._cohorts.append(_Cohort(apart, copy.deepcopy(cohort.scalars)))
+
+    def _parts(
+        self, slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
+    ) -> Iterator[_Part]:
+        """Yield the parts of a step: by slice, those of the ``cohorts``, and then one that calls what follows it.
+
+        Args:
+            masters: those of ``slices``, where the cohorts have parts of them only.
+        """
+        index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
+        for group in self._optimizer.param_groups:
+            for flat in group["params"]:
+                index = index_of[id(flat)]
+                whole = [(0, flat.numel())]
+                runs = [whole if masters is None else _runs(masters[index], cohort.params) for cohort in cohorts]
+                for begin, end, stepped in slices[index][1]:
+                    for cohort, of_cohort in zip(cohorts, runs, strict=True):
+                        within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
+                        yield _Part(group, flat, index, within, cohort, cohort.scalars.get(index), None)
+                    if stepped is not None:
+                        yield _Part(group, flat, index, [], self._cohorts[0], None, stepped)
+
+    @contextmanager
+    def _stepping_by(self, parts: Callable[[], Iterator[_Part]]) -> Iterator[None]:
+        """While active, a step of the torch optimizer steps ``parts`` of its master weights, one after the other."""
+        optimizer = self._optimizer
+        stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
+        # What counts calls of step() counts one.
+        again = type(optimizer).step.__wrapped__.__get__(optimizer) if _can_step_by_part(optimizer) else stock
+
+        def step(*_: Any, **__: Any) -> None:
+            work = list(parts())
+            last = max((number for number, part in enumerate(work) if part.runs), default=-1)
+            groups = [(group, group["params"]) for group in optimizer.param_groups]
+            try:
+                for group, _ in groups:
+                    group["params"] = []
+                for number, part in enumerate(work):
+                    if part.runs:
+                        part.group["params"] = views = _enter(optimizer, part)
+                        stock() if number == last else again()
+                        part.group["params"] = []
+                        part.cohort.scalars[part.master] = self._leave(part, views)
+                    if part.stepped is not None:
+                        part.stepped()
+            finally:
+                for group, flats in groups:
+                    group["params"] = flats
+
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own
+
+    def _leave(self, part: _Part, views: list[Any]) -> State:
+        """Take the states of the ``views`` after their step; return those that are not of their shape."""
+        whole, scalars = self._optimizer.state[part.flat], {}
+        for view, (begin, end) in zip(views, part.runs, strict=True):
+            state = self._optimizer.state.pop(view, {})  # plain SGD has none
+            scalars = _scalar_states(state, view)
+            for key, value in _shaped_states(state, view).items():
+                if whole.get(key) is None:
+                    whole[key] = torch.zeros_like(part.flat.data, dtype=value.dtype)
+                    self._reducer.states_made()
+                if value.untyped_storage().data_ptr() != whole[key].untyped_storage().data_ptr():
+                    whole[key][begin:end].copy_(value)
+        return scalars
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -131,34 +220,57 @@ class FrozenParameters:
         self._frozen = None
 
 
-def _parts(
-    slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
-) -> Callable[[Any], Iterator[Part]]:
-    """Return what lists the parts of master weights: of each slice, those of the ``cohorts``, which are stepped.
-
-    Args:
-        masters: those of ``slices``, where the cohorts have parts of them only.
-    """
-    index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
-
-    def parts(flat: Any) -> Iterator[Part]:
-        index = index_of[id(flat)]
-        whole = [(0, flat.numel())]
-        runs = [whole if masters is None else _runs(masters[index], cohort.params) for cohort in cohorts]
-        for begin, end, stepped in slices[index][1]:
-            for cohort, of_cohort in zip(cohorts, runs, strict=True):
-                within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
-                yield Part(index, within, cohort.scalars)
-            yield Part(index, [], {}, stepped)
-
-    return parts
+def _can_step_by_part(optimizer: Any) -> bool:
+    """Return whether nobody can tell from outside of ``optimizer`` that a step was made part by part."""
+    own = vars(optimizer).get("step")
+    return (
+        type(optimizer) in STEPPED_BY_TENSOR
+        and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not torch_optimizer._global_optimizer_pre_hooks
+        and not torch_optimizer._global_optimizer_post_hooks
+    )
 
 
-def _runs(master: MasterShard, params: set[Any]) -> list[tuple[int, int]]:
+def _runs(master: MasterShard, params: set[Any]) -> Runs:
     """Return where the elements of ``params`` lie, neighbours as one."""
-    runs: list[tuple[int, int]] = []
+    runs: Runs = []
     for param, begin, end in master.slices:
         if param in params:
             begin = runs.pop()[0] if runs and runs[-1][1] == begin else begin
             runs.append((begin, end))
     return runs
+
+
+def _enter(optimizer: Any, part: _Part) -> list[torch.nn.Parameter]:
+    """Return views of the part for the optimizer to step, with their gradients and states."""
+    views = []
+    data, gradient = part.flat.data, part.flat.grad
+    shaped = {} if part.scalars is None else _shaped_states(optimizer.state[part.flat], part.flat)
+    for begin, end in part.runs:
+        view = torch.nn.Parameter(data[begin:end])
+        view.grad = gradient[begin:end]
+        if part.scalars is not None:
+            optimizer.state[view] = {key: value[begin:end] for key, value in shaped.items()} | _copied(part.scalars)
+        views.append(view)
+    return views
+
+
+def _shaped_states(state: State, like: torch.Tensor) -> State:
+    """Return the states of the shape of ``like``."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == like.shape}
+
+
+def _scalar_states(state: State, like: torch.Tensor) -> State:
+    """Return the states of another shape than that of ``like``."""
+    shaped = _shaped_states(state, like)
+    return {key: value for key, value in state.items() if key not in shaped}
+
+
+def _copied(scalars: State) -> State:
+    """Return a copy, which another step may change."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in scalars.items()
+    }

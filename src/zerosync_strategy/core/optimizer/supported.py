@@ -13,8 +13,8 @@ import torch
 
 from zerosync_strategy.core.engine import memory_layout, zero3
 from zerosync_strategy.core.engine.zero import listed
+from zerosync_strategy.core.optimizer.frozen import STEPPED_BY_TENSOR
 from zerosync_strategy.core.optimizer.probe import Scope, probe
-from zerosync_strategy.core.optimizer.stepping import STEPPED_BY_TENSOR
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",
