@@ -375,7 +375,7 @@ def generation() -> None:
 
 
 LAYERS = (
-    (("lightning", "fabric", "accelerate"), "frontends translate one framework each"),
+    (("lightning", "fabric", "accelerate"), "frontends translate one framework each; they enter core by frontend.py"),
     (("attached",), "one engine while ZeroSync is attached; beside it what a program holds: handle, report"),
     (("budgets", "optimizer", "checkpoints"), "what is held, what steps, what is saved"),
     (("gradients", "params"), "the window and the reduction; gathers, holding and reading of ZeRO-3"),
