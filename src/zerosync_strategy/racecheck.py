@@ -3,9 +3,8 @@
 from zerosync_strategy.tools.racecheck.checker import Access, Finding, Kind, Operation
 from zerosync_strategy.tools.racecheck.device import Event, Stream
 from zerosync_strategy.tools.racecheck.in_place import RaceWarning
-from zerosync_strategy.tools.racecheck.schedule import Span, schedule
+from zerosync_strategy.tools.racecheck.schedule import Span, schedule, write_trace
 from zerosync_strategy.tools.racecheck.simulation import Simulation, simulate
-from zerosync_strategy.tools.racecheck.trace import write_trace
 
 __all__ = [
     "Access",

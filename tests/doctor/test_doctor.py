@@ -11,20 +11,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.harness.ranks import run_ranks
 from tests.matrix import table
-from zerosync_strategy.tools.doctor import (
-    accelerate_traps,
-    configurations,
-    environment,
-    exchange,
-    hosts,
-    lightning_traps,
-    rank,
-    releases,
-    selftest,
-)
+from zerosync_strategy.tools.doctor import configurations, hosts, installation, link, selftest
 from zerosync_strategy.tools.doctor.findings import Examination, Finding, Level
 from zerosync_strategy.tools.links import Links
 from zerosync_strategy.tools.links import read as read_links
@@ -109,24 +100,24 @@ def test_deepspeed_has_the_defaults_that_the_traps_name(monkeypatch: pytest.Monk
 def test_traps_of_accelerate() -> None:
     inner = json.dumps({**FINE, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"})
     good = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": inner}}
-    assert list(accelerate_traps.find(good, ROOT)) == []
+    assert list(configurations.accelerate(good, ROOT)) == []
     bad = {
         "distributed_type": "MULTI_GPU",
         "deepspeed_config": {"deepspeed_config_file": "nowhere.json", "zero_stage": 3},
     }
-    (alone,) = accelerate_traps.find({**good, "use_cpu": True, "gpu_ids": "", "num_processes": 2}, ROOT)
+    (alone,) = configurations.accelerate({**good, "use_cpu": True, "gpu_ids": "", "num_processes": 2}, ROOT)
     assert alone.level is Level.NOTE and "without a backend" in alone.found
-    words = [finding.found for finding in accelerate_traps.find(bad, ROOT)]
+    words = [finding.found for finding in configurations.accelerate(bad, ROOT)]
     assert [word in text for word, text in zip(("MULTI_GPU", "zero_stage", "nowhere.json"), words, strict=True)]
-    assert all(finding.level is Level.ERROR for finding in accelerate_traps.find(bad, ROOT))
+    assert all(finding.level is Level.ERROR for finding in configurations.accelerate(bad, ROOT))
 
 
 def test_traps_of_lightning() -> None:
     strategy = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": FINE}}
-    assert list(lightning_traps.find({"trainer": {"strategy": strategy}})) == []
+    assert list(configurations.lightning({"trainer": {"strategy": strategy}})) == []
     bad = {"strategy": "deepspeed_stage_2", "gradient_clip_algorithm": "value", "precision": "16-mixed",
            "accelerator": "cpu"}  # fmt: skip
-    found = list(lightning_traps.find({"trainer": bad}))
+    found = list(configurations.lightning({"trainer": bad}))
     assert [finding.level for finding in found] == [Level.ERROR] * 3
 
 
@@ -149,15 +140,15 @@ def test_the_tested_releases_are_those_of_the_table() -> None:
     header = table.HEADER[1:]
     rows = list(table.read(table.FILE.read_text()).values())
     for column, package in enumerate(header):
-        if package.lower() not in releases.TESTED:
+        if package.lower() not in installation.TESTED:
             continue
-        ran = sorted(releases.Version(row[column]) for row in rows)
-        span = releases.TESTED[package.lower()]
-        parts = len(releases.Version(span.oldest).release)
+        ran = sorted(Version(row[column]) for row in rows)
+        span = installation.TESTED[package.lower()]
+        parts = len(Version(span.oldest).release)
         assert (ran[0].release[:parts], ran[-1].release[:parts]) == (
-            releases.Version(span.oldest).release, releases.Version(span.newest).release,
+            Version(span.oldest).release, Version(span.newest).release,
         ), package  # fmt: skip
-    assert releases.TESTED["lightning"] == releases.TESTED["pytorch-lightning"]
+    assert installation.TESTED["lightning"] == installation.TESTED["pytorch-lightning"]
 
 
 @pytest.mark.parametrize(
@@ -172,20 +163,20 @@ def test_the_tested_releases_are_those_of_the_table() -> None:
     ],
 )
 def test_releases_that_were_not_tested(package: str, release: str | None, level: Level, word: str) -> None:
-    newest = {name: tested.newest for name, tested in releases.TESTED.items() if name != "pytorch-lightning"}
-    assert serious(releases.check(newest.get)) == []
-    (found,) = serious(releases.check({**newest, package: release}.get))
+    newest = {name: tested.newest for name, tested in installation.TESTED.items() if name != "pytorch-lightning"}
+    assert serious(installation.check_releases(newest.get)) == []
+    (found,) = serious(installation.check_releases({**newest, package: release}.get))
     assert found.level is level and word in found.found and package in found.found and found.remedy
 
 
 def test_what_is_wrong_with_the_machine(tmp_path: Path) -> None:
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    assert serious(environment.check(Path("/dev/shm"), tmp_path)) == []
+    assert serious(installation.check_machine(Path("/dev/shm"), tmp_path)) == []
     lock.touch()
-    (held,) = serious(environment.check(Path("/dev/shm"), tmp_path))
+    (held,) = serious(installation.check_machine(Path("/dev/shm"), tmp_path))
     assert str(lock) in held.found and str(lock) in held.remedy
-    (missing,) = serious(environment.check(tmp_path / "shm", tmp_path / "none"))
+    (missing,) = serious(installation.check_machine(tmp_path / "shm", tmp_path / "none"))
     assert str(tmp_path / "shm") in missing.found
 
 
@@ -193,7 +184,7 @@ def broken(how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Fin
     """What the self-test finds where each rank is broken first; on forked ranks, which start faster."""
 
     def run(files: list[Path], *_: Any) -> str:
-        run_ranks(lambda: (how(), rank.main(files[int(os.environ["RANK"])])))
+        run_ranks(lambda: (how(), selftest.main(files[int(os.environ["RANK"])])))
         return ""
 
     monkeypatch.setattr(selftest, "_run", run)
@@ -286,8 +277,10 @@ def test_links_are_measured_under_torchrun(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    link, everyone = json.loads(done.stdout)["findings"]
-    assert link["level"] == "ok" and link["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
+    within, everyone = json.loads(done.stdout)["findings"]
+    assert (
+        within["level"] == "ok" and within["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
+    )
     slow, fast = read_links(tmp_path / "links", Links(between=1.0))
     assert 0 < slow.within <= fast.within and slow.latency_within >= fast.latency_within > 0
     assert slow.between == fast.between == 1.0
@@ -296,10 +289,10 @@ def test_links_are_measured_under_torchrun(tmp_path: Path) -> None:
 
 def test_all_ranks_exchange_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for world, kind, count in ((2, "within", 1), (8, "between", 3), (64, "between", exchange.PEERS)):
+    for world, kind, count in ((2, "within", 1), (8, "between", 3), (64, "between", link.PEERS)):
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        sent = {(rank, to) for rank in range(world) for to, _ in exchange._neighbours(kind, rank)}
-        received = {(source, rank) for rank in range(world) for _, source in exchange._neighbours(kind, rank)}
+        sent = {(rank, to) for rank in range(world) for to, _ in link._neighbours(kind, rank)}
+        received = {(source, rank) for rank in range(world) for _, source in link._neighbours(kind, rank)}
         assert sent == received and len(sent) == world * count
         assert all((rank // 2 == to // 2) == (kind == "within") and rank != to for rank, to in sent)
 
@@ -310,11 +303,13 @@ LOCAL = "env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HOST={host}"
 def test_links_between_hosts_are_measured_from_here() -> None:
     named = hosts.Host.parse_all("one=127.0.0.1, two=127.0.0.1")
     speeds = ["--between", "100Gbit/s", "--latency-between", "1s"]
-    link, everyone = hosts.check(named, speeds, LOCAL, timeout=100, port=selftest._free_port())
-    assert link.found.startswith("between nodes: ") and "a plan assumes 100 Gbit/s" in link.found
-    assert link.level is Level.WARNING and "--between" in link.remedy and "--latency-between" not in link.remedy
+    between, everyone = hosts.check(named, speeds, LOCAL, timeout=100, port=selftest._free_port())
+    assert between.found.startswith("between nodes: ") and "a plan assumes 100 Gbit/s" in between.found
+    assert (
+        between.level is Level.WARNING and "--between" in between.remedy and "--latency-between" not in between.remedy
+    )
     assert "all 2 ranks" in everyone.found
-    assert Examination((link,)).exit_status == 0 and Examination((link,), strict=True).exit_status == 1
+    assert Examination((between,)).exit_status == 0 and Examination((between,), strict=True).exit_status == 1
 
 
 def test_hosts_that_cannot_be_reached_are_errors() -> None:

@@ -26,7 +26,7 @@ from zerosync_strategy.tools.commands import app
 from zerosync_strategy.tools.doctor import configurations
 from zerosync_strategy.tools.doctor.findings import Level
 from zerosync_strategy.tools.links import Links
-from zerosync_strategy.tools.plan import models, output, replay, timed, training
+from zerosync_strategy.tools.plan import models, output, replay, training
 from zerosync_strategy.tools.plan.check import Run, compare, read_run
 from zerosync_strategy.tools.plan.jobs import STOCK, ZEROSYNC, Cluster, OptionSet, Workload
 from zerosync_strategy.tools.plan.memory import Ledger
@@ -54,7 +54,7 @@ def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: st
         from zerosync_strategy import prepare_cpu
 
         prepare_cpu()
-        return replay.replay(workload, options, ranks=ranks, backend=backend, on_one_node=True)
+        return replay.replay(workload, options, Cluster(ranks, ranks, backend=backend))
 
     (found,) = run_ranks(one, world_size=1, timeout=200)
     return found
@@ -180,8 +180,8 @@ def test_gradients_that_are_not_finite_are_an_error() -> None:
 
 def test_what_arrives_in_a_replay_is_finite() -> None:
     def receive() -> list[float]:
-        training.join(2, "gloo", on_one_node=True)
-        timed._write_received()
+        training.join(Cluster(2, backend="gloo"))
+        replay.write_received()
         received = torch.full((2,), torch.nan)
         dist.irecv(received, 1)
         return list(received.tolist())

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zerosync_strategy.tools.racecheck.checker import Access, Block, Checker, Kind, Operation
-from zerosync_strategy.tools.racecheck.clocks import Clock, Timeline
+from zerosync_strategy.tools.racecheck.checker import Access, Block, Checker, Clock, Kind, Operation, Timeline
 
 SIZE = 8
 

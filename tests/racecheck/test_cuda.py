@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.racecheck import Finding, Kind
-from zerosync_strategy.tools.racecheck import modes, recorder
+from zerosync_strategy.tools.racecheck import recorder
 from zerosync_strategy.tools.racecheck.cuda import Follower
 
 DEFAULT, SIDE, NCCL = 0, 0x10, 0x20  # cudaStream_t
@@ -183,14 +183,14 @@ def test_collectives(device: Device, waits: bool) -> None:
         dist.init_process_group("gloo")
         device.start()
         nccl = Nccl()
-        modes.put_below(nccl)
+        recorder.put_below(nccl)
         buffer = torch.ones(4)
         work = dist.all_reduce(buffer, async_op=True)
         work.wait()
         if waits:
             trace.EventWaitCallbacks.fire_callbacks(3, DEFAULT)
         buffer.add_(1)
-        modes.take_out(nccl)
+        recorder.take_out(nccl)
         device.stop()
         return [(finding.kind, str(finding)) for finding in device.findings]
 

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 import yaml  # noqa: F401  of the same extra: missing here rather than in the middle
 from rich.progress import Progress
-from rich.text import Text
 
-from zerosync_strategy.tools.display import console, show_check, show_plan
-from zerosync_strategy.tools.doctor.findings import Examination, Finding, Level
+from zerosync_strategy.tools.display import console, show_check, show_finding, show_plan
+from zerosync_strategy.tools.doctor.findings import Examination, Finding
 from zerosync_strategy.tools.links import Links, parse_latency, parse_speed
 from zerosync_strategy.tools.links import read as read_links
 from zerosync_strategy.version import __version__
@@ -24,7 +23,6 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Gradient synchronisation for DeepSpeed ZeRO.",
 )  # fmt: skip
-_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 Latency = Annotated[str, typer.Option(metavar="TIME", help="of a small message, such as 20us")]
 Speed = Annotated[str, typer.Option(metavar="SPEED", help="such as 400Gbit/s or 300GB/s")]
 
@@ -73,25 +71,21 @@ def doctor(
 
     Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
     """
+    from zerosync_strategy.tools.doctor import checkpoints
+    from zerosync_strategy.tools.doctor import dump as dumps
+    from zerosync_strategy.tools.doctor import hosts as several
     from zerosync_strategy.tools.doctor import link as links
 
     shown = console(stderr=True)
     findings: Iterable[Finding]
     assumed = _links(within, between, latency_within, latency_between)
     if hosts is not None:
-        from zerosync_strategy.tools.doctor import hosts as tests_of_hosts
-
-        try:
-            parsed = tests_of_hosts.Host.parse_all(hosts)
-        except ValueError as problem:
-            raise typer.BadParameter(str(problem), param_hint="--hosts") from None
-        speeds = ["--within", within, "--between", between]
-        latencies = ["--latency-within", latency_within, "--latency-between", latency_between]
-        with shown.status("link test") as status:
-            findings = tests_of_hosts.check(
-                parsed, [*speeds, *latencies], shell, per_host,
-                progress=lambda names: status.update(f"link test: {names}"),
-            )  # fmt: skip
+        with _refusing("--hosts"):
+            parsed = several.Host.parse_all(hosts)
+        arguments = ["--within", within, "--between", between]
+        arguments += ["--latency-within", latency_within, "--latency-between", latency_between]
+        with shown.status(f"link test: {', '.join(host.name for host in parsed)}"):
+            findings = several.check(parsed, arguments, shell, per_host)
     elif link:
         if not links.is_job():
             raise typer.BadParameter(
@@ -102,27 +96,18 @@ def doctor(
         if not findings:  # another rank reports
             return
     elif dump is not None:
-        from zerosync_strategy.tools.doctor import dump as dumps
-
-        try:
+        with _refusing("--dump"):
             findings = dumps.check(dump)
-        except (ValueError, OSError) as problem:
-            raise typer.BadParameter(str(problem), param_hint="--dump") from None
     elif checkpoint is not None:
-        from zerosync_strategy.tools.doctor import checkpoints
-
-        try:
-            with shown.status("reading checkpoints"):
-                findings = checkpoints.check(checkpoint)
-        except (ValueError, OSError) as problem:
-            raise typer.BadParameter(str(problem), param_hint="--checkpoint") from None
+        with _refusing("--checkpoint"), shown.status("reading checkpoints"):
+            findings = checkpoints.check(checkpoint)
     else:
         findings = _examine(configurations or [], self_test, shown)
     made = []
     for finding in findings:
         made.append(finding)
         if not as_json:
-            _print(finding)
+            show_finding(finding)
     examination = Examination(tuple(made), strict)
     if as_json:
         print(examination.to_json())
@@ -131,10 +116,10 @@ def doctor(
 
 def _examine(configurations: list[Path], self_test: bool, shown: Any) -> Iterator[Finding]:
     from zerosync_strategy.tools.doctor import configurations as files
-    from zerosync_strategy.tools.doctor import environment, releases, selftest
+    from zerosync_strategy.tools.doctor import installation, selftest
 
-    yield from releases.check()
-    yield from environment.check()
+    yield from installation.check_releases()
+    yield from installation.check_machine()
     for path in configurations:
         yield from files.check(path)
     if self_test:
@@ -143,15 +128,13 @@ def _examine(configurations: list[Path], self_test: bool, shown: Any) -> Iterato
         yield from findings
 
 
-def _print(finding: Finding) -> None:
-    """Print one finding at once, in a file or a pipe too."""
-    out = console()
-    line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
-    line.append(f"{finding.topic:14}{finding.found}", style="default")
-    out.print(line)
-    if finding.remedy and finding.level is not Level.OK:
-        out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
-    out.file.flush()
+@contextmanager
+def _refusing(*options: str) -> Iterator[None]:
+    """Turn what is wrong with the value of an option into an error of the command."""
+    try:
+        yield
+    except (ValueError, OSError, KeyError, TypeError) as problem:
+        raise typer.BadParameter(str(problem), param_hint=options or None) from None
 
 
 @app.command()
@@ -201,32 +184,30 @@ def plan(
     from zerosync_strategy.tools.plan.plan import plan as make_plan
 
     try:
-        given = _read(config)
-        links = slow = _links(within, between, latency_within, latency_between)
-        if links_file is not None:
-            slow, links = read_links(links_file, links)
-        memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
-        shape = _shape(batch)
-        workload = jobs.Workload(model, shape, micro_batches, dtype, optimizer, given)
-        cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend, slow)
-        seconds = _seconds(compute)
-        stages = _stages(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
-        for option, file in (("--png", png), ("--yaml", yaml_file)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}.")
-        if png is not None:
-            output.require_matplotlib()
-        with _replays() as show:
-            if check is not None:
-                compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
-            else:
-                sets = jobs.usual_sets(stages, stock)
-                made = make_plan(workload, cluster, sets, seconds, processes, timeout, show, ranks_at_once, threads)
+        with _refusing():
+            given = _read(config)
+            links = slow = _links(within, between, latency_within, latency_between)
+            if links_file is not None:
+                slow, links = read_links(links_file, links)
+            memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
+            workload = jobs.Workload(model, _shape(batch), micro_batches, dtype, optimizer, given)
+            cluster = jobs.Cluster(ranks, ranks_per_node, links, memory, backend, slow)
+            seconds = _seconds(compute)
+            stages = _stages(stage or ([given["zero_optimization"]["stage"]] if given else [1, 2, 3]))
+            for option, file in (("--png", png), ("--yaml", yaml_file)):
+                if file is not None and not file.absolute().parent.is_dir():
+                    raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}.")
+            if png is not None:
+                output.require_matplotlib()
+            with _replays() as show:
+                if check is not None:
+                    compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
+                else:
+                    sets = jobs.usual_sets(stages, stock)
+                    made = make_plan(workload, cluster, sets, seconds, processes, timeout, show, ranks_at_once, threads)
     except PlanError as problem:
         console(stderr=True).print(str(problem), markup=False)
         raise typer.Exit(1) from None
-    except (ValueError, OSError, KeyError, TypeError) as problem:
-        raise typer.BadParameter(str(problem)) from None
     if check is not None:
         show_check(compared, as_json)
         raise typer.Exit(int(not all(each.holds for each in compared)))
@@ -285,12 +266,8 @@ def _stages(stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def _links(within: str, between: str, latency_within: str, latency_between: str) -> Links:
-    try:
+    with _refusing():
         return Links(
-            parse_speed("--within", within),
-            parse_speed("--between", between),
-            parse_latency("--latency-within", latency_within),
-            parse_latency("--latency-between", latency_between),
-        )
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from None
+            parse_speed("--within", within), parse_speed("--between", between),
+            parse_latency("--latency-within", latency_within), parse_latency("--latency-between", latency_between),
+        )  # fmt: skip

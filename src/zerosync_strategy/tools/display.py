@@ -10,11 +10,15 @@ from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
+
+from zerosync_strategy.tools.doctor.findings import Finding, Level
 
 if TYPE_CHECKING:
     from zerosync_strategy.tools.plan.check import Comparison
     from zerosync_strategy.tools.plan.plan import Outcome, Plan
 
+_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 _WIDTH = 220  # of a table in a file or a pipe
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations")
 
@@ -23,6 +27,17 @@ def console(stderr: bool = False) -> Console:
     """Return a console; in a file or a pipe it has no colour, and lines as long as they need to be."""
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, no_color=True, width=_WIDTH)
+
+
+def show_finding(finding: Finding) -> None:
+    """Print one finding of the doctor at once, in a file or a pipe too."""
+    out = console()
+    line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
+    line.append(f"{finding.topic:14}{finding.found}", style="default")
+    out.print(line)
+    if finding.remedy and finding.level is not Level.OK:
+        out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
+    out.file.flush()
 
 
 def show_plan(plan: Plan, as_json: bool) -> None:
@@ -78,7 +93,7 @@ def _batch(plan: Plan) -> str:
 def _advice(best: Outcome | None) -> str:
     if best is None:
         return "Nothing fits. Use more ranks, smaller micro-batches, activation checkpointing or offload."
-    return json.dumps({"zero_optimization": {"stage": best.options.stage}, "zerosync": best.options.options})
+    return json.dumps(best.configuration)
 
 
 def show_check(compared: Sequence[Comparison], as_json: bool) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
-from zerosync_strategy.tools.doctor.findings import Finding, error, note, ok
+from zerosync_strategy.tools.doctor.findings import Finding, Topic
 
-TOPIC = "checkpoint"
+TOPIC = Topic("checkpoint")
 
 
 def check(directory: Path) -> list[Finding]:
@@ -37,7 +37,7 @@ def check(directory: Path) -> list[Finding]:
     newest = max(known, key=lambda folder: known[folder], default=None)
     remedy = "None here is known to be whole." if newest is None else f"The newest that is whole is {newest}: load it."
     found = [
-        error(TOPIC, f"{folder}: {damaged[folder]}", remedy) if folder in damaged else _of_whole(folder, whole[folder])
+        TOPIC.error(f"{folder}: {damaged[folder]}", remedy) if folder in damaged else _of_whole(folder, whole[folder])
         for folder in folders
     ]
     return found + [
@@ -47,15 +47,13 @@ def check(directory: Path) -> list[Finding]:
 
 def _of_whole(folder: Path, manifest: Manifest | None) -> Finding:
     if manifest is None:
-        return note(
-            TOPIC,
+        return TOPIC.note(
             f"{folder}: has no manifests, so that nobody can tell whether its files belong together; what they have of"
             " checksums is right",
             "Checkpoints of ZeroSync have manifests; those of stock DeepSpeed and of earlier releases do not.",
         )
     size = sum(path.stat().st_size for path in folder.glob("*.pt"))
-    return ok(
-        TOPIC,
+    return TOPIC.ok(
         f"{folder}: whole; step {manifest.step}, {manifest.ranks} ranks, {size / 1e6:,.1f} MB, save {manifest.save}",
     )
 
@@ -68,4 +66,4 @@ def _of_latest(path: Path, remedy: str) -> list[Finding]:
         problem = f"the file {str(path)!r} names the tag {tag!r}, which is not there"
     except DamageError as damage:
         problem = str(damage)
-    return [error(TOPIC, problem, f"Write the name of a tag into it, or give a tag=. {remedy}")]
+    return [TOPIC.error(problem, f"Write the name of a tag into it, or give a tag=. {remedy}")]

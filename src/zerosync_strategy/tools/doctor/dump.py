@@ -12,9 +12,9 @@ from zerosync_strategy.core.failures.flight_recorder import Recorded, read_file
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.snapshots import Snapshot, interval
 from zerosync_strategy.core.failures.verdict import Verdict, judge, lines_of
-from zerosync_strategy.tools.doctor.findings import Finding, error, note, ok
+from zerosync_strategy.tools.doctor.findings import Finding, Topic
 
-TOPIC = "verdict"
+TOPIC = Topic("verdict")
 _SILENT = 5
 """A file that is older than the newest by the time of so many is of a process that has ended."""
 _STUCK = 10.0
@@ -82,10 +82,10 @@ def check(directory: Path) -> list[Finding]:
         ValueError: as :func:`read`.
     """
     dump = read(directory)
-    ranks = [note(TOPIC, line.strip()) for line in dump.lines]
+    ranks = [TOPIC.note(line.strip()) for line in dump.lines]
     if dump.verdict is None:
-        return [ok(TOPIC, "no rank is stuck, has failed or is gone"), *ranks]
-    return [error(TOPIC, dump.verdict.text, REMEDY), *ranks]
+        return [TOPIC.ok("no rank is stuck, has failed or is gone"), *ranks]
+    return [TOPIC.error(dump.verdict.text, REMEDY), *ranks]
 
 
 def _state(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...], silent: float) -> RankState:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 
 class Level(str, Enum):
@@ -25,7 +24,6 @@ class Finding:
 
     Attributes:
         topic: what was looked at, the same on every machine: ``"versions"``, ``"contract"``, ...
-        level: how bad it is.
         found: what was found, in a sentence.
         remedy: what to do about it; empty where there is nothing to do.
     """
@@ -34,6 +32,29 @@ class Finding:
     level: Level
     found: str
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What the findings of one part of an examination have in common."""
+
+    name: str
+
+    def ok(self, found: str) -> Finding:
+        return Finding(self.name, Level.OK, found)
+
+    def note(self, found: str, remedy: str = "") -> Finding:
+        return Finding(self.name, Level.NOTE, found, remedy)
+
+    def warning(self, found: str, remedy: str) -> Finding:
+        return Finding(self.name, Level.WARNING, found, remedy)
+
+    def error(self, found: str, remedy: str) -> Finding:
+        return Finding(self.name, Level.ERROR, found, remedy)
+
+    def or_ok(self, found: Iterable[Finding], otherwise: str) -> list[Finding]:
+        """Return ``found``, or where there is nothing, that all is well, in the words of ``otherwise``."""
+        return list(found) or [self.ok(otherwise)]
 
 
 @dataclass(frozen=True)
@@ -51,32 +72,7 @@ class Examination:
 
     def to_json(self) -> str:
         """Return a JSON object with ``exit_status`` and ``findings``, whose fields are those of :class:`Finding`."""
-        findings: list[dict[str, Any]] = [
-            {**dataclasses.asdict(finding), "level": finding.level.value} for finding in self.findings
-        ]
-        return json.dumps({"exit_status": self.exit_status, "findings": findings}, indent=1)
-
-
-def ok(topic: str, found: str) -> Finding:
-    """Return that all is well."""
-    return Finding(topic, Level.OK, found)
-
-
-def note(topic: str, found: str, remedy: str = "") -> Finding:
-    """Return what to know."""
-    return Finding(topic, Level.NOTE, found, remedy)
-
-
-def warning(topic: str, found: str, remedy: str) -> Finding:
-    """Return what may go wrong."""
-    return Finding(topic, Level.WARNING, found, remedy)
-
-
-def error(topic: str, found: str, remedy: str) -> Finding:
-    """Return what does not work."""
-    return Finding(topic, Level.ERROR, found, remedy)
-
-
-def or_ok(found: Iterable[Finding], topic: str, otherwise: str) -> list[Finding]:
-    """Return ``found``, or where there is nothing, that all is well, in the words of ``otherwise``."""
-    return list(found) or [ok(topic, otherwise)]
+        return json.dumps(
+            {"exit_status": self.exit_status, "findings": [dataclasses.asdict(each) for each in self.findings]},
+            indent=1,
+        )

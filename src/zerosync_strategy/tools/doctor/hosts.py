@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from zerosync_strategy.tools.doctor.findings import Finding, Level, error
+from zerosync_strategy.tools.doctor.findings import Finding, Level
 from zerosync_strategy.tools.doctor.link import TOPIC
+from zerosync_strategy.tools.doctor.processes import run_together
 
 PORT = 29_517
 _REMEDY = (
@@ -56,7 +53,6 @@ def check(
     per_host: int = 1,
     timeout: float = 180.0,
     port: int = PORT,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> list[Finding]:
     """Start ``zerosync doctor --link`` on all ``hosts`` and return what its rank 0, on the first, has found.
 
@@ -67,59 +63,26 @@ def check(
         per_host: ranks on each.
         timeout: seconds for all of it.
         port: of the first host, by which they meet.
-        progress: called with what is waited for.
     """
-    with tempfile.TemporaryDirectory(prefix="zerosync-") as folder:
-        outputs = [Path(folder) / f"host{index}" for index in range(len(hosts))]
-        processes = []
-        for index, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
-            command = [
-                *_start(shell, host),
-                *_torchrun(hosts, index, per_host, port),
-                "doctor",
-                "--link",
-                "--json",
-                *arguments,
-            ]
-            with output.open("w") as out, output.with_suffix(".err").open("w") as err:
-                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
-        progress(", ".join(host.name for host in hosts))
-        try:
-            deadline = time.monotonic() + timeout
-            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-                if any(process.poll() for process in processes):
-                    deadline = min(deadline, time.monotonic() + 10.0)  # for the others, which miss it
-                time.sleep(0.1)
-            statuses = [process.poll() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        found = _findings(outputs[0].read_text())
-        if found:
-            return found
-        return [
-            error(
-                TOPIC,
-                f"{host.name}: {'not ended' if status is None else f'ended with status {status}'} after at most"
-                f" {timeout:g} s: {_last_line(output.with_suffix('.err'))}",
-                _REMEDY.format(start=shlex.join(_start(shell, host)), address=hosts[0].address, port=port),
-            )
-            for host, status, output in zip(hosts, statuses, outputs, strict=True)
-            if status != 0
+    starts = [[part.replace("{host}", host.name) for part in shlex.split(shell)] for host in hosts]
+    address = hosts[0].address
+    commands = [
+        [
+            *start, sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node_rank",
+            str(index), "--nproc_per_node", str(per_host), "--master_addr", address, "--master_port", str(port),
+            "-m", "zerosync_strategy", "doctor", "--link", "--json", *arguments,
         ]
-
-
-def _start(shell: str, host: Host) -> list[str]:
-    return [part.replace("{host}", host.name) for part in shlex.split(shell)]
-
-
-def _torchrun(hosts: Sequence[Host], index: int, per_host: int, port: int) -> list[str]:
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node_rank", str(index),
-        "--nproc_per_node", str(per_host), "--master_addr", hosts[0].address, "--master_port", str(port),
-        "-m", "zerosync_strategy",
+        for index, start in enumerate(starts)
     ]  # fmt: skip
+    ended = run_together(commands, timeout, [None] * len(hosts))
+    return _findings(ended[0].output) or [
+        TOPIC.error(
+            f"{host.name}: {process.how} after at most {timeout:g} s: {process.last_line}",
+            _REMEDY.format(start=shlex.join(start), address=address, port=port),
+        )
+        for host, process, start in zip(hosts, ended, starts, strict=True)
+        if process.status != 0
+    ]
 
 
 def _findings(output: str) -> list[Finding]:
@@ -129,9 +92,3 @@ def _findings(output: str) -> list[Finding]:
     except (ValueError, KeyError):
         return []
     return [Finding(each["topic"], Level(each["level"]), each["found"], each["remedy"]) for each in found]
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip(" =-")]
-    named = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (named or lines or ["no output"])[-1].strip()[:300]

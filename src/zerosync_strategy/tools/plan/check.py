@@ -105,11 +105,8 @@ def check(
     cluster = dataclasses.replace(
         cluster, ranks=run.ranks, ranks_per_node=min(cluster.ranks_per_node, run.ranks), backend=run.backend
     )
-    options = {
-        name: value for name, value in run.options.items() if value not in (None, 0) or name == "grad_memory_budget"
-    }
-    if options.get("grad_memory_budget", 0) is None:
-        del options["grad_memory_budget"]
+    given = {name: value for name, value in run.options.items() if value is not None}
+    options = {name: value for name, value in given.items() if value != 0 or name == "grad_memory_budget"}
     made = plan(
         workload, cluster, [OptionSet(ZEROSYNC, run.stage, options)], compute, progress=progress,
         at_once=run.ranks_of_machine, threads=run.threads,

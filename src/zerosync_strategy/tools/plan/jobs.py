@@ -9,6 +9,8 @@ from typing import Any
 from zerosync_strategy.tools.links import Links
 
 STOCK, ZEROSYNC = "stock", "zerosync"
+PREFIX, REPLAY, TIMED = "REPLAYED ", "replay", "timed"
+"""How a line with a result begins, and of which kind it is."""
 DTYPES = ("fp32", "bf16")
 BACKENDS = ("nccl", "gloo")
 
@@ -101,6 +103,23 @@ class OptionSet:
     def name(self) -> str:
         given = ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
         return f"{self.system} {self.stage}" + (f", {given}" if given else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process replays.
+
+    Attributes:
+        processes: replays at once.
+        at_once: ranks that are timed at once, ``threads`` of torch each; 0: nothing is timed.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    sets: tuple[OptionSet, ...]
+    processes: int
+    at_once: int = 0
+    threads: int = 1
 
 
 def _short(value: Any) -> str:

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.tools.plan.jobs import STOCK
 from zerosync_strategy.tools.plan.plan import Outcome, Plan
 
 
-def block(outcome: Outcome) -> dict[str, Any]:
-    """Return what a DeepSpeed configuration needs for ``outcome``: the stage, and the block of options."""
-    return {"zero_optimization": {"stage": outcome.options.stage}, BLOCK: dict(outcome.options.options)}
-
-
 def accelerate_yaml(plan: Plan, outcome: Outcome) -> str:
     """Return a configuration for ``accelerate launch`` on the plan's ranks."""
     given = {name: value for name, value in plan.workload.deepspeed.items() if name != BLOCK}
-    zero = {**given.pop("zero_optimization", {}), **block(outcome)["zero_optimization"]}
+    zero = {**given.pop("zero_optimization", {}), **outcome.configuration["zero_optimization"]}
     deepspeed = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         **given,
         "zero_optimization": zero,
-        BLOCK: block(outcome)[BLOCK],
+        BLOCK: outcome.configuration[BLOCK],
     }
     text = json.dumps(deepspeed, indent=1).replace("\n", "\n    ")
     return (

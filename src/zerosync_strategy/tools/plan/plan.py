@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, UsageError, Workload, cores, usual_sets
-from zerosync_strategy.tools.plan.replay import PREFIX, REPLAY, TIMED, describe
+from zerosync_strategy.core.options.config import BLOCK
+from zerosync_strategy.tools.plan import jobs
+from zerosync_strategy.tools.plan.jobs import REPLAY, STOCK, TIMED, Cluster, Job, OptionSet, UsageError, Workload
 from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Span, bounds, crossing, own_work
 from zerosync_strategy.version import __version__
 
@@ -66,6 +68,11 @@ class Outcome:
     def memory(self) -> int:
         """Bytes at the peak."""
         return sum(self.peak.values())
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What a DeepSpeed configuration needs for it: the stage, and the block of options."""
+        return {"zero_optimization": {"stage": self.options.stage}, BLOCK: dict(self.options.options)}
 
 
 @dataclass(frozen=True)
@@ -153,45 +160,41 @@ def plan(
     """
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
-    sets = list(usual_sets() if sets is None else sets)
-    at_once = min(at_once or cluster.per_node, cluster.ranks)
-    timed = {"at_once": at_once, "threads": threads} if compute == MEASURE else None
-    job = describe(workload, sets, cluster, processes or os.cpu_count() or 1, timed)
-    found = _replay(job, sets, cluster.ranks, REPLAY if timed is None else TIMED, timeout, progress)
+    sets = tuple(jobs.usual_sets() if sets is None else sets)
+    at_once = min(at_once or cluster.per_node, cluster.ranks) if compute == MEASURE else 0
+    job = Job(workload, cluster, sets, processes or os.cpu_count() or 1, at_once, threads)
+    found = _replay(job, timeout, progress)
     outcomes = []
     for index, options in enumerate(sets):
         each = found[REPLAY, index]
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
         sent, resident = crossing(collectives, cluster), dict(each["resident"])
-        if timed is None:
+        if at_once:
+            timed = found[TIMED, index]
+            work = own_work(timed["seconds"])
+            resident[KERNELS] = max(0, timed["resident"] - sum(resident.values()))
+        else:
             seconds = workload.micro_batches * float(compute)
             work = Span(seconds, seconds)
-        else:
-            measured_here = found[TIMED, index]
-            work = own_work(measured_here["seconds"])
-            resident[KERNELS] = max(0, measured_here["resident"] - sum(resident.values()))
         options = dataclasses.replace(options, options=each["options"])
         time = bounds(sent, work)
         outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
-    measured = None
-    if timed is not None:
-        measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {cores()} core(s)"
+    measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {jobs.cores()} core(s)" if at_once else None
     first = found[REPLAY, 0]
     return Plan(workload, cluster, first["parameters"], tuple(first["batch"]), compute, tuple(outcomes), measured)
 
 
-def _replay(
-    job: str, sets: list[OptionSet], ranks: int, last: str, timeout: float, progress: Callable[[int, int], None]
-) -> dict[tuple[str, int], dict[str, Any]]:
+def _replay(job: Job, timeout: float, progress: Callable[[int, int], None]) -> dict[tuple[str, int], dict[str, Any]]:
     """Return what the replays of a job found, by their kind and the index of the option set."""
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(job.cluster.ranks), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    awaited = [(kind, index) for kind in dict.fromkeys((REPLAY, last)) for index in range(len(sets))]
+    kinds = (REPLAY, TIMED) if job.at_once else (REPLAY,)
+    awaited = [(kind, index) for kind in kinds for index in range(len(job.sets))]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zerosync_strategy.tools.plan.replay"], env=environment, text=True,
+            [sys.executable, "-m", "zerosync_strategy.tools.plan.replay"], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
         )  # fmt: skip
         late = threading.Timer(timeout, _end, (process,))
@@ -204,14 +207,14 @@ def _replay(
                 if result.get("usage"):
                     raise UsageError(result["error"])
                 if "error" in result:
-                    raise PlanError(f"The replay of {sets[key[1]].name!r} failed: {result['error']}")
+                    raise PlanError(f"The replay of {job.sets[key[1]].name!r} failed: {result['error']}")
                 found[key] = result
                 progress(len(found), len(awaited))
         finally:
             late.cancel()
             _end(process)
             process.wait()
-        if missing := ", ".join(repr(sets[index].name) for kind, index in awaited if (kind, index) not in found):
+        if missing := ", ".join(repr(job.sets[index].name) for kind, index in awaited if (kind, index) not in found):
             log.seek(0)
             said = log.read().strip().splitlines()[-1:]
             raise PlanError(
@@ -221,16 +224,16 @@ def _replay(
     return found
 
 
-def _results(process: subprocess.Popen[str], job: str) -> Iterator[dict[str, Any]]:
+def _results(process: subprocess.Popen[bytes], job: Job) -> Iterator[dict[str, Any]]:
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(job)
+    process.stdin.write(pickle.dumps(job))
     process.stdin.close()
     for line in process.stdout:
-        if line.startswith(PREFIX):
-            yield json.loads(line.removeprefix(PREFIX))
+        if line.startswith(jobs.PREFIX.encode()):
+            yield json.loads(line.removeprefix(jobs.PREFIX.encode()))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End the replay and its forks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Rank 0 of W, replayed in a process of its own: real DeepSpeed on torch's fake process group, arithmetic left out.
 
-``python -m zerosync_strategy.tools.plan.replay`` reads a job as JSON from its standard input, and writes a line of JSON
-for each option set as it is done. It imports once and forks for each; also where the arithmetic is to be timed.
+``python -m zerosync_strategy.tools.plan.replay`` reads a pickled :class:`Job` from its standard input, and writes a
+line of JSON for each option set as it is done. It imports once and forks for each, and again to time the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,42 +9,56 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
+import statistics
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from threading import BrokenBarrierError
 from typing import IO, Any
 
-from zerosync_strategy.tools.plan.jobs import Cluster, OptionSet, UsageError, Workload
-from zerosync_strategy.tools.plan.timed import measure_steps
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.engine.resident import resident
+from zerosync_strategy.core.runlog import DataGauge, import_all, map_large_blocks
+from zerosync_strategy.tools.plan.jobs import PREFIX, REPLAY, TIMED, Cluster, Job, OptionSet, UsageError, Workload
+from zerosync_strategy.tools.plan.memory import Ledger
+from zerosync_strategy.tools.plan.skipped import SkippedCompute
 from zerosync_strategy.tools.plan.training import Training, join
 
 REPLAYED = 3
 """Backwards that are replayed at most; those in the middle of a step are all alike, and counted as the second."""
 WARM_UP = 2
-"""Steps before the one that is measured; one more where the first finds out what to keep of the parameters."""
-PREFIX = "REPLAYED "
-REPLAY, TIMED = "replay", "timed"
+"""Steps before the one that is replayed; one more where the first finds out what to keep of the parameters."""
+SETTLING, STEPS = 3, 5
+"""Timed steps that do not count, until allocators and the order of ZeRO-3's gathers are settled; and how many do."""
 
 
-def main(job: Mapping[str, Any], out: IO[str]) -> None:
-    """Replay each option set of ``job`` in a fork of this process, at most ``job["processes"]`` at once.
+def main(job: Job, out: IO[str]) -> None:
+    """Replay each option set of ``job`` in a fork of this process, so many at once.
 
-    Then, where ``job["timed"]`` says how, each with its arithmetic, by as many forks at once as ranks share a machine.
+    Then, where it is to be timed, each with its arithmetic, by as many forks at once as ranks share a machine.
     """
-    _import_for_all_forks()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    prepare_cpu()
+    import_all()  # for all forks
     running: set[int] = set()
-    for index in range(len(job["sets"])):
-        while len(running) >= job["processes"]:
+    for index in range(len(job.sets)):
+        while len(running) >= job.processes:
             running.discard(os.wait()[0])
         running.add(_fork(lambda index=index: _one(job, index, out)))  # type: ignore[misc]
     while running:
         running.discard(os.wait()[0])
-    for index in range(len(job["sets"])) if job["timed"] else ():
+    for index in range(len(job.sets)) if job.at_once else ():
         _together(job, index, out)
 
 
@@ -57,46 +71,30 @@ def _fork(call: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def _import_for_all_forks() -> None:
-    import deepspeed  # noqa: F401
-    import torch
-
-    from zerosync_strategy import prepare_cpu
-    from zerosync_strategy.core.runlog import import_all
-    from zerosync_strategy.tools.plan import memory, models, skipped  # noqa: F401
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    prepare_cpu()
-    import_all()
-
-
-def _one(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
+def _one(job: Job, index: int, out: IO[str]) -> None:
     began = time.perf_counter()
     try:
-        found = replay(*_described(job, index), **job["cluster"])
+        found = replay(job.workload, job.sets[index], job.cluster)
     except BaseException as problem:
         found = _failed(problem)
     _write(out, REPLAY, index, {**found, "replay_seconds": time.perf_counter() - began})
 
 
-def _together(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
+def _together(job: Job, index: int, out: IO[str]) -> None:
     """Measure the steps of an option set by ranks that run at once, and wait for one another at each step."""
-    count = min(job["timed"]["at_once"], job["cluster"]["ranks"])
     fork = get_context("fork")
-    barrier, measured = fork.Barrier(count), fork.SimpleQueue()
+    barrier, measured = fork.Barrier(job.at_once), fork.SimpleQueue()
 
     def one() -> None:
         try:
-            given = {**job["cluster"], "threads": job["timed"]["threads"]}
-            measured.put(measure_steps(*_described(job, index), wait=barrier.wait, **given))
+            measured.put(measure_steps(job.workload, job.sets[index], job.cluster, job.threads, barrier.wait))
         except BrokenBarrierError:  # another has failed, and says why
             pass
         except BaseException as problem:
             barrier.abort()
             _write(out, TIMED, index, _failed(problem))
 
-    running = {_fork(one) for _ in range(count)}
+    running = {_fork(one) for _ in range(job.at_once)}
     while running:
         pid, status = os.wait()
         running.discard(pid)
@@ -105,13 +103,8 @@ def _together(job: Mapping[str, Any], index: int, out: IO[str]) -> None:
     ranks = []
     while not measured.empty():  # small enough for a pipe, whose writers have ended
         ranks.append(measured.get())
-    if len(ranks) == count:
+    if len(ranks) == job.at_once:
         _write(out, TIMED, index, {"seconds": [each.seconds for each in ranks], "resident": ranks[0].resident})
-
-
-def _described(job: Mapping[str, Any], index: int) -> tuple[Workload, OptionSet]:
-    workload = Workload(**{**job["workload"], "batch": tuple(job["workload"]["batch"])})
-    return workload, OptionSet(**job["sets"][index])
 
 
 def _failed(problem: BaseException) -> dict[str, Any]:
@@ -124,29 +117,25 @@ def _write(out: IO[str], kind: str, index: int, found: Mapping[str, Any]) -> Non
     os.write(out.fileno(), f"{PREFIX}{json.dumps({'kind': kind, 'index': index, **found})}\n".encode())  # in one piece
 
 
-def replay(workload: Workload, options: OptionSet, ranks: int, backend: str, on_one_node: bool) -> dict[str, Any]:
-    """Train a few steps as rank 0 of ``ranks``, and return what the last one sent and held.
+# ---- without the arithmetic: bytes and memory ------------------------------------------------------------------------
+
+
+def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, Any]:
+    """Train a few steps as rank 0 of ``cluster``, and return what the last one sent and held.
 
     Returns:
         ``collectives``: by kind ``[calls, bytes]``; ``peak``: allocated bytes by kind at the moment of the
         most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``batch``: the shape
         of a micro-batch; ``options``: in force.
     """
-    from zerosync_strategy.core.runlog import map_large_blocks
-    from zerosync_strategy.tools.plan.memory import Ledger
-    from zerosync_strategy.tools.plan.skipped import SkippedCompute
-
-    join(ranks, backend, on_one_node)
+    join(cluster)
     map_large_blocks()
     ledger = Ledger()
     with SkippedCompute(ledger.see):
         return _steps(Training(workload, options, min(workload.micro_batches, REPLAYED)), workload, ledger)
 
 
-def _steps(training: Training, workload: Workload, ledger: Any) -> dict[str, Any]:
-    from zerosync_strategy.core.comm.traffic import CollectiveCounter
-    from zerosync_strategy.core.engine.resident import resident
-
+def _steps(training: Training, workload: Workload, ledger: Ledger) -> dict[str, Any]:
     engine, backwards = training.engine, training.backwards
     for param in training.module.parameters():
         param.register_post_accumulate_grad_hook(_noting_gradients(ledger))
@@ -174,7 +163,7 @@ def _steps(training: Training, workload: Workload, ledger: Any) -> dict[str, Any
     }
 
 
-def _noting_gradients(ledger: Any) -> Callable[[Any], None]:
+def _noting_gradients(ledger: Ledger) -> Callable[[Any], None]:
     def note(param: Any) -> None:
         if param.grad is not None:
             ledger.is_gradient(param.grad)
@@ -191,19 +180,73 @@ def _total(parts: list[Mapping[str, Any]]) -> dict[str, list[int]]:
     return total
 
 
-def describe(
-    workload: Workload, sets: list[OptionSet], cluster: Cluster, processes: int, timed: dict[str, int] | None
-) -> str:
-    """Return a job as :func:`main` reads it; ``timed``: ``at_once`` ranks, with so many ``threads``."""
-    job = {"workload": asdict(workload), "sets": [asdict(each) for each in sets], "processes": processes}
-    given = {
-        "ranks": cluster.ranks, "backend": cluster.backend, "on_one_node": cluster.per_node == cluster.ranks
-    }  # fmt: skip
-    return json.dumps({**job, "cluster": given, "timed": timed})
+# ---- with the arithmetic: time, and the memory of kernels ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one rank.
+
+    Attributes:
+        seconds: of each step, those of its parts: each forward, each backward, the optimizer step.
+        resident: median of the steps' peaks of resident memory, in bytes, as a run log has it.
+    """
+
+    seconds: list[list[float]]
+    resident: float
+
+
+def measure_steps(
+    workload: Workload, options: OptionSet, cluster: Cluster, threads: int, wait: Callable[[], object]
+) -> Measured:
+    """Train a few steps as rank 0 of ``cluster``, nothing sent.
+
+    All that a rank does itself is in them: forward, backward, copies, sums of gradients, the optimizer, host work of
+    DeepSpeed and ZeroSync; also the memory that what arrives would be written to. Zeros arrive.
+
+    Args:
+        threads: of torch.
+        wait: until the ranks that share this machine's cores have come as far.
+    """
+    torch.set_num_threads(threads)
+    join(cluster)
+    map_large_blocks()  # as a run that is logged does
+    write_received()
+    gauge = DataGauge()
+    before = gauge.used()
+    training = Training(workload, options, workload.micro_batches)
+    seconds, peaks = [], []
+    for _ in range(SETTLING + STEPS):
+        gauge.restart_peak()
+        wait()
+        times = [time.perf_counter()]
+        for _ in range(workload.micro_batches):
+            loss = training.forward()
+            times.append(time.perf_counter())
+            training.backward(loss)
+            del loss
+            times.append(time.perf_counter())
+        training.step()
+        times.append(time.perf_counter())
+        wait()
+        seconds.append([end - began for began, end in pairwise(times)])
+        peaks.append(gauge.peak() - before)
+    return Measured(seconds[SETTLING:], statistics.median(peaks[SETTLING:]))
+
+
+def write_received() -> None:
+    """Write to what messages would be received into: it takes memory, and what lay there may be no finite number."""
+    irecv = dist.irecv
+
+    def receive(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensor.zero_()
+        return irecv(tensor, *args, **kwargs)
+
+    dist.irecv = receive
 
 
 if __name__ == "__main__":
     _results = os.fdopen(os.dup(1), "w")  # what DeepSpeed prints goes to where errors go
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
-    main(json.loads(sys.stdin.read()), _results)
+    main(pickle.load(sys.stdin.buffer), _results)

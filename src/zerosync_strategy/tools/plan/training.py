@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.tools.plan.jobs import STOCK, OptionSet, UsageError, Workload
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.engine import contract, torch_internals
+from zerosync_strategy.core.handle import attach
+from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, UsageError, Workload
+from zerosync_strategy.tools.plan.models import build, loss_of, shape_of
 
 
-def join(ranks: int, backend: str, on_one_node: bool) -> None:
-    """Make the process group of this process, rank 0 of ``ranks``, as on ``backend``."""
-    import torch.distributed as dist
-
-    from zerosync_strategy.core.engine import contract, torch_internals
-
+def join(cluster: Cluster) -> None:
+    """Make the process group of this process, rank 0 of ``cluster``, as on its backend."""
     contract.require(torch_internals.PLAN)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zerosync_strategy.core.comm import messages
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    if backend == "gloo":
+    on_one_node = cluster.per_node == cluster.ranks
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
+    if cluster.backend == "gloo":
         # By these two ZeroSync chooses how to send.
         dist.get_backend_config = lambda group=None: "cpu:gloo"
         messages.on_one_host = lambda process_group: on_one_node
@@ -40,10 +42,6 @@ class Training:
 
     def __init__(self, workload: Workload, options: OptionSet, backwards: int) -> None:
         import deepspeed
-        import torch
-
-        from zerosync_strategy import attach
-        from zerosync_strategy.tools.plan.models import build, shape_of
 
         optimizer: Any = getattr(torch.optim, workload.optimizer, None)
         is_one = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -71,8 +69,6 @@ class Training:
 
     def forward(self) -> Any:
         """Return the loss of the micro-batch."""
-        from zerosync_strategy.tools.plan.models import loss_of
-
         return loss_of(self.engine, self._batch) / (1 if self.zerosync is None else self.backwards)
 
     def backward(self, loss: Any) -> None:

@@ -2,6 +2,11 @@
 
 It is independent of torch. Its input is a sequence of operations, their accesses to bytes, allocations and frees.
 
+A stream runs its operations in order. Operations of different streams are concurrent, unless an event, a
+synchronization or a collective's ``wait`` orders them. Vector clocks (Lamport, 1978; Mattern, 1989) say so: a clock
+holds, for each stream, the number of its operations that are known to be complete, and an operation happens before
+another one if the clock of the other one counted it at the time of the issue.
+
 Two accesses *race* if they overlap, at least one of them writes, and neither happens before the other. Memory is
 *reused* too early if an allocation may receive bytes that an operation on another stream may still use. The allocator
 is adversarial: an allocation may receive any block that was freed on its stream before. As in PyTorch's caching
@@ -10,13 +15,56 @@ allocator, a block that was recorded on a stream (``record_stream``) is reused o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
-from zerosync_strategy.tools.racecheck.clocks import Timeline
-
 LIMIT = 512
 """Accesses kept per block. Beyond it, a write drops the ordered accesses that it covers."""
+
+
+class Clock(dict[int, int]):
+    """Operations known to be complete, by the ``id`` of their stream."""
+
+    def join(self, other: Clock) -> None:
+        """Take the maximum of both clocks, by stream."""
+        for stream, time in other.items():
+            if time > self.get(stream, 0):
+                self[stream] = time
+
+    def knows(self, other: Clock) -> bool:
+        """Whether every operation that ``other`` counts is counted here."""
+        return all(self.get(stream, 0) >= time for stream, time in other.items())
+
+
+class Timeline:
+    """A stream, or the host. The host runs its operations at their issue.
+
+    Attributes:
+        id: unique in this process.
+        name: for reports.
+        clock: counts the operations that are complete once this timeline's last operation is.
+    """
+
+    _ids = itertools.count(1)
+
+    def __init__(self, name: str = "") -> None:
+        self.id = next(Timeline._ids)
+        self.name = name or f"stream {self.id}"
+        self.clock = Clock()
+
+    def issue(self, host: Timeline) -> int:
+        """Issue an operation, after all that the host knows to be complete, and return its number on this timeline."""
+        self.clock.join(host.clock)
+        self.clock[self.id] = self.clock.get(self.id, 0) + 1
+        return self.clock[self.id]
+
+    def wait(self, clock: Clock) -> None:
+        """Order the next operations after all operations that ``clock`` counts."""
+        self.clock.join(clock)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
 
 
 class Kind(Enum):
@@ -58,6 +106,10 @@ class Access:
 
     def overlaps(self, other: Access) -> bool:
         return self.start < other.stop and other.start < self.stop
+
+    def covers(self, other: Access) -> bool:
+        """Whether it overwrites all that ``other`` accesses."""
+        return self.writes and self.start <= other.start and other.stop <= self.stop
 
     def __str__(self) -> str:
         return f"{'write' if self.writes else 'read'} by {self.operation}"
@@ -115,7 +167,7 @@ class Checker:
         self._freed: dict[int, list[Access]] = {}  # by timeline: uses of its freed memory that may be incomplete
         self._own: dict[int, Access] = {}  # by timeline: its own last use of these, complete for itself alone
 
-    # ---- order -----------------------------------------------------------------------------------------------------
+    # ---- order -------------------------------------------------------------------------------------------------------
 
     def issue(self, timeline: Timeline, name: str, site: str = "") -> Operation:
         """Issue an operation to ``timeline``."""
@@ -125,11 +177,11 @@ class Checker:
         """Make the host wait for all operations issued to ``timeline``."""
         self.host.wait(timeline.clock)
 
-    # ---- memory ----------------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def allocate(self, timeline: Timeline, nbytes: int) -> Block:
         """Allocate memory, which may reuse any memory that was freed on ``timeline``."""
-        freed = [use for use in self._freed.get(timeline.id, ()) if not use.operation.happens_before(self.host)]
+        freed = _incomplete(self._freed.get(timeline.id, []), (self.host,))
         if timeline.id in self._freed:
             self._freed[timeline.id] = freed
         own = self._own.get(timeline.id)
@@ -139,17 +191,13 @@ class Checker:
         """Free the memory of ``block``."""
         # Reuse comes after the operations that the recorded timelines and the host have now, and where the new block is
         # used on the old one's timeline, or after it, also after those of that timeline.
-        uses = self._incomplete(block.accesses, (self.host, *block.recorded))
+        uses = _incomplete(block.accesses, (self.host, *block.recorded))
         for use in uses:
             own = self._own.get(block.timeline.id)
             if use.operation.timeline is block.timeline and (own is None or own.operation.time < use.operation.time):
                 self._own[block.timeline.id] = use
-        if uses := self._incomplete(uses, (block.timeline,)):
+        if uses := _incomplete(uses, (block.timeline,)):
             self._freed.setdefault(block.timeline.id, []).extend(uses)
-
-    @staticmethod
-    def _incomplete(uses: list[Access], timelines: tuple[Timeline, ...]) -> list[Access]:
-        return [use for use in uses if not any(map(use.operation.happens_before, timelines))]
 
     def access(self, block: Block, start: int, stop: int, writes: bool, operation: Operation) -> None:
         """Check and keep an access by ``operation``, which must be the last one of its timeline."""
@@ -170,13 +218,7 @@ class Checker:
             if not other.operation.happens_before(self.host):
                 kept.append(other)
         if len(kept) >= LIMIT:
-            kept = [
-                other
-                for other in kept
-                if not (
-                    writes and start <= other.start and other.stop <= stop and other.operation.happens_before(timeline)
-                )
-            ]
+            kept = [each for each in kept if not (access.covers(each) and each.operation.happens_before(timeline))]
         kept.append(access)
         block.accesses = kept
 
@@ -184,6 +226,10 @@ class Checker:
         finding = Finding(kind, first, second)
         known, times = self.findings.get(finding.key, (finding, 0))
         self.findings[finding.key] = (known, times + 1)
+
+
+def _incomplete(uses: list[Access], timelines: tuple[Timeline, ...]) -> list[Access]:
+    return [use for use in uses if not any(map(use.operation.happens_before, timelines))]
 
 
 def _describe(access: Access) -> tuple[object, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch.cuda import _gpu_trace
 
 from zerosync_strategy.tools.racecheck.autograd import Nodes
-from zerosync_strategy.tools.racecheck.clocks import Clock, Timeline
+from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
 from zerosync_strategy.tools.racecheck.recorder import Recorder
 
 
@@ -61,7 +61,7 @@ class Follower(Recorder):
             self.record(tensor, self.timeline(stream.cuda_stream))
             stock(tensor, stream)
 
-        self._replace(torch.Tensor, "record_stream", record_stream)
+        self.replace(torch.Tensor, "record_stream", record_stream)
 
     def _nodes(self) -> Nodes:
         return Nodes(self)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.tools.racecheck.clocks import Clock, Timeline
+from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
 from zerosync_strategy.tools.racecheck.recorder import Recorder, running
 
 

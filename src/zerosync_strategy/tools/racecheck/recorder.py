@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerosync_strategy.tools.racecheck import modes
-from zerosync_strategy.tools.racecheck.autograd import Nodes
-from zerosync_strategy.tools.racecheck.checker import Block, Checker, Finding, Operation
-from zerosync_strategy.tools.racecheck.clocks import Clock, Timeline
+from zerosync_strategy.tools.racecheck.checker import Block, Checker, Clock, Finding, Operation, Timeline
 
 # Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
 _ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
@@ -81,12 +81,9 @@ class Recorder(ABC):
         _running = self
         try:
             self._begin()
-            nodes = self._nodes()
-            nodes.start()
-            self._undo.append(nodes.stop)
-            for mode in (nodes, Operators(self)):
-                modes.put_below(mode)
-                self._undo.append(partial(modes.take_out, mode))
+            for mode in (self._nodes(), Operators(self)):
+                put_below(mode)
+                self._undo.append(partial(take_out, mode))
         except BaseException:
             self.stop()
             raise
@@ -99,7 +96,8 @@ class Recorder(ABC):
         self._blocks.clear()
         _running = None
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the stop."""
         stock = vars(owner).get(name)  # absent if it is inherited
         setattr(owner, name, value)
         self._undo.append(partial(delattr, owner, name) if stock is None else partial(setattr, owner, name, stock))
@@ -120,8 +118,8 @@ class Recorder(ABC):
         """Start to follow streams and events, and append to ``_undo`` what stops it."""
 
     @abstractmethod
-    def _nodes(self) -> Nodes:
-        """The follower of autograd for this device."""
+    def _nodes(self) -> TorchFunctionMode:
+        """The mode that follows autograd on this device."""
 
     @property
     @abstractmethod
@@ -305,3 +303,39 @@ def _site() -> str:
         frame = frame.f_back
     node = None if places else torch._C._current_autograd_node()
     return " < ".join(places) if node is None else f"the backward of {node.name()}"  # in the engine's own thread
+
+
+# ---- modes of torch that are entered and exited at any time, not as a ``with`` block ---------------------------------
+#
+# Torch keeps modes on a stack, and exiting a mode pops the top of it. A mode at the bottom of the stack is never on top
+# when another one exits, so that any order of entries and exits is safe.
+
+
+def put_below(mode: Any) -> None:
+    """Enter ``mode`` at the bottom of this thread's stack, where it sees calls after all other modes."""
+    others = _take_off(mode)
+    for other in [mode, *others]:
+        _stack_of(mode)._push_mode(other)
+
+
+def take_out(mode: Any) -> None:
+    """Exit ``mode``, wherever it is on the stack. Does nothing if it is not there."""
+    for other in _take_off(mode):
+        if other is not mode:
+            _stack_of(mode)._push_mode(other)
+
+
+def _stack_of(mode: Any) -> Any:
+    return overrides if isinstance(mode, TorchFunctionMode) else _python_dispatch
+
+
+def _take_off(mode: Any) -> list[Any]:
+    """Pop all modes from the stack of ``mode``'s kind, and return them from the bottom to the top."""
+    stack = _stack_of(mode)
+    if stack is overrides:
+        others = overrides._get_current_function_mode_stack()
+    else:
+        others = _python_dispatch._get_current_dispatch_mode_stack()
+    for _ in others:
+        stack._pop_mode()
+    return others

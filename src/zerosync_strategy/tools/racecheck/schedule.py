@@ -1,13 +1,22 @@
-"""A simulated program in simulated time: operations have given costs, and start as early as the order allows."""
+"""A simulated program in simulated time: operations have given costs, and start as early as the order allows.
+
+Also as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from zerosync_strategy.tools.racecheck.checker import Operation
-from zerosync_strategy.tools.racecheck.clocks import Clock
+from zerosync_strategy.tools.racecheck.checker import Clock, Operation
+from zerosync_strategy.tools.racecheck.recorder import Recorder
+
+STEP = 10
+"""The duration of every operation in a trace, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +74,25 @@ def schedule(
         ends.append(max(end, ends[-1] if ends else 0.0))
         spans.append(Span(operation, start, end, waited))
     return spans
+
+
+def write_trace(simulation: Recorder, path: str | Path) -> None:
+    """Write a track per stream, and an arrow for each new dependency between streams.
+
+    Times are not measured: all operations have the same duration, and start as early as the order allows.
+    """
+    events: list[dict[str, Any]] = []
+    for number, span in enumerate(schedule(simulation.operations, lambda operation: STEP)):
+        here, common = span.operation.timeline.id, {"pid": 0, "cat": "operation"}
+        events.append({
+            "name": span.operation.name, "ph": "X", "ts": span.start, "dur": STEP, "tid": here,
+            "args": {"site": span.operation.site}, **common,
+        })  # fmt: skip
+        for index, (timeline, end) in enumerate(span.waited):
+            arrow = {"name": "wait", "id": f"{number}-{index}", "pid": 0, "cat": "wait"}
+            events.append({"ph": "s", "ts": end - 1, "tid": timeline, **arrow})
+            events.append({"ph": "f", "bp": "e", "ts": span.start, "tid": here, **arrow})
+    timelines = {operation.timeline.id: operation.timeline.name for operation, _ in simulation.operations}
+    for timeline, name in timelines.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": timeline, "args": {"name": name}})
+    Path(path).write_text(json.dumps({"traceEvents": events}))

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerosync_strategy.tools.racecheck.clocks import Clock
+from zerosync_strategy.tools.racecheck.autograd import SimulatedNodes
+from zerosync_strategy.tools.racecheck.checker import Clock
 from zerosync_strategy.tools.racecheck.device import Device, Stream, running_device
-from zerosync_strategy.tools.racecheck.simulated_autograd import SimulatedNodes
 
 # The functions of torch.distributed that start a collective or a point-to-point operation.
 _COLLECTIVES = (
@@ -69,19 +69,19 @@ class Simulation(Device):
 
         self._undo.append(functools.partial(set_accelerator, get_accelerator()))
         set_accelerator(SimulatedAccelerator(self))
-        self._replace(torch.Tensor, "record_stream", lambda tensor, stream: self.record(tensor, stream))
+        self.replace(torch.Tensor, "record_stream", lambda tensor, stream: self.record(tensor, stream))
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 wrapped = _simulated(getattr(dist, name))
                 for module in (dist, distributed_c10d):  # distributed_c10d compares its functions by identity
-                    self._replace(module, name, wrapped)
+                    self.replace(module, name, wrapped)
         for name in ("all_gather_function", "reduce_scatter_function"):  # DeepSpeed's backend keeps references to these
             if (function := getattr(comm.cdb, name, None)) is not None:
-                self._replace(comm.cdb, name, _simulated(function))
+                self.replace(comm.cdb, name, _simulated(function))
         if self._backend is not None:
             backend = dist.Backend(self._backend)
-            self._replace(dist, "get_backend", lambda group=None: backend)
-            self._replace(dist, "get_backend_config", lambda group=None: f"cpu:{backend}")
+            self.replace(dist, "get_backend", lambda group=None: backend)
+            self.replace(dist, "get_backend_config", lambda group=None: f"cpu:{backend}")
 
     def _nodes(self) -> SimulatedNodes:
         return SimulatedNodes(self)
