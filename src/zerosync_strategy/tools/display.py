@@ -56,16 +56,8 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     table = Table(box=box.ASCII_DOUBLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("options", no_wrap=True)
-    for column in (
-        "sent",
-        "within",
-        "between",
-        "calls",
-        "peak",
-        *_KINDS,
-        "seconds",
-        *(["left"] if knows_memory else []),
-    ):
+    left = ["left"] if knows_memory else []
+    for column in ("sent", "within", "between", "calls", "peak", *_KINDS, "seconds", *left):
         table.add_column(column, justify="right", no_wrap=True)
     front, best = plan.front, plan.recommended
     for each in plan.outcomes:

@@ -21,13 +21,7 @@ SETTLING = 2
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity, planned and run.
-
-    Attributes:
-        planned: one value, or a lower and an upper bound.
-        holds: whether they agree within the limit.
-        limit: in words.
-    """
+    """One quantity: as planned, one value or two bounds, as run, and whether they agree within the ``limit``."""
 
     quantity: str
     planned: tuple[float, ...]
@@ -85,13 +79,11 @@ def check(
     compute: float | str = 0.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Comparison]:
-    """Plan what ``run`` did, and compare.
+    """Plan what ``run`` did, with its micro-batches, ranks and backend, and compare.
 
     Args:
-        workload: of the run; its micro-batches are the run's.
-        cluster: its ranks and backend are the run's.
-        compute: as :func:`plan` takes it; 0 leaves the time out. ``"measure"`` trains
-            as many ranks at once as shared a machine in the run, and belongs on a machine like that one.
+        compute: as :func:`plan` takes it; 0 leaves the time out. ``"measure"`` trains as many ranks at once as shared a
+            machine in the run, and belongs on a machine like that one.
 
     Raises:
         ValueError: the time is to be measured on other cores than the run's.

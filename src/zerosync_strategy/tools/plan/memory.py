@@ -40,12 +40,7 @@ class _Storage:
 
 
 class Tally:
-    """Bytes by kind, and the moment of the most.
-
-    Attributes:
-        live: bytes now, by kind.
-        peak: bytes by kind at the moment when they were most together, since :meth:`restart`.
-    """
+    """Bytes by kind: ``live`` now, and ``peak`` at the moment when they were most together since :meth:`restart`."""
 
     def __init__(self) -> None:
         self.live = dict.fromkeys(KINDS, 0)
@@ -53,18 +48,11 @@ class Tally:
         self._most = 0
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Count bytes that are there now, or no longer if negative."""
         self.live[kind] += nbytes
         if (total := sum(self.live.values())) > self._most:
             self._most, self.peak = total, dict(self.live)
 
-    def move(self, before: str, after: str, nbytes: int) -> None:
-        """Count as ``after`` what was counted as ``before``."""
-        self.live[before] -= nbytes
-        self.live[after] += nbytes
-
     def restart(self) -> None:
-        """Look for the peak anew."""
         self.peak, self._most = dict(self.live), sum(self.live.values())
 
 
@@ -109,13 +97,13 @@ class Ledger:
                     self._move(known, kind)
 
     def restart(self) -> None:
-        """Look for the peaks anew."""
         self.allocated.restart()
         self.written.restart()
 
     def _move(self, known: _Storage, kind: str) -> None:
         for tally in self._tallies(known):
-            tally.move(known.kind, kind, known.nbytes)
+            tally.add(known.kind, -known.nbytes)
+            tally.add(kind, known.nbytes)
         known.kind = kind
 
     def _forget(self, key: int) -> None:

@@ -106,8 +106,7 @@ def _sizes(text: str) -> dict[str, int]:
         raise UsageError(f"sizes lack {', '.join(missing)}: give layers=32,hidden=4096,heads=32.")
     if sizes["hidden"] % sizes["heads"]:
         raise UsageError(f"hidden={sizes['hidden']} is no multiple of heads={sizes['heads']}.")
-    sizes["intermediate"] = sizes["intermediate"] or 4 * sizes["hidden"]
-    return sizes
+    return {**sizes, "intermediate": sizes["intermediate"] or 4 * sizes["hidden"]}
 
 
 class _Block(nn.Module):

@@ -27,12 +27,15 @@ _METADATA = {
 }  # fmt: skip
 
 _UNINITIALISED = {
-    "aten::empty",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::empty_like",
-}
+    "aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like",
+}  # fmt: skip
+# Of which small arguments may give a large result.
+_MAY_GROW = {
+    "aten::repeat", "aten::embedding", "aten::new_zeros", "aten::new_empty", "aten::new_ones", "aten::new_full",
+    "aten::zeros_like", "aten::mm", "aten::bmm", "aten::addmm", "aten::add", "aten::mul", "aten::where",
+    "aten::embedding_dense_backward", "aten::convolution", "aten::constant_pad_nd", "aten::index",
+    "aten::slice_backward", "aten::select_backward", "aten::new_empty_strided", "aten::le", "aten::bitwise_and",
+}  # fmt: skip
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
@@ -67,9 +70,8 @@ class SkippedCompute(TorchDispatchMode):
         for tensor in _tensors(result):
             self._on_result(tensor, writes)
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if func.namespace == "c10d" or (
-                argument.alias_info is not None and argument.alias_info.is_write and writes
-            ):
+            alias = argument.alias_info
+            if func.namespace == "c10d" or (alias is not None and alias.is_write and writes):
                 for tensor in _tensors(value):
                     self._on_result(tensor, True)
         return result
@@ -79,7 +81,7 @@ class SkippedCompute(TorchDispatchMode):
             return True  # who looks for changed values finds none
         given = _tensors((args, kwargs))
         is_small = not any(_nbytes(tensor) >= LARGE_BYTES for tensor in given)
-        if is_small and given and not _may_grow(func):
+        if is_small and given and func._schema.name not in _MAY_GROW:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return _sent(func, args)
@@ -125,16 +127,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _may_grow(func: Any) -> bool:
-    """Whether small arguments may give a large result."""
-    return func._schema.name in {
-        "aten::repeat", "aten::embedding", "aten::new_zeros", "aten::new_empty", "aten::new_ones", "aten::new_full",
-        "aten::zeros_like", "aten::mm", "aten::bmm", "aten::addmm", "aten::add", "aten::mul", "aten::where",
-        "aten::embedding_dense_backward", "aten::convolution", "aten::constant_pad_nd", "aten::index",
-        "aten::slice_backward", "aten::select_backward", "aten::new_empty_strided", "aten::le", "aten::bitwise_and",
-    }  # fmt: skip
 
 
 @functools.cache
@@ -186,10 +178,5 @@ def _sent(func: Any, args: Any) -> Any:
     """Return what a collective returns that was sent and received at once; its tensors stay as they are."""
     from torch._C._distributed_c10d import FakeWork
 
-    work = FakeWork().boxed()
-    returns = func._schema.returns
-    if not returns:
-        return None
-    if len(returns) == 1:
-        return work
-    return (args[0], work)
+    work, returns = FakeWork().boxed(), len(func._schema.returns)
+    return None if not returns else work if returns == 1 else (args[0], work)

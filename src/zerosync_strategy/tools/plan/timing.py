@@ -27,8 +27,7 @@ class Crossing:
     """What one rank sends in a step, as a mean over the ranks, and how long the links take for it.
 
     Attributes:
-        within: bytes to ranks of the same node.
-        between: bytes to other nodes.
+        within, between: bytes to ranks of the same node, and to other nodes.
         seconds: of the slower kind of link; at least for the bytes alone, since the latencies of what is sent at
             once hide one another; at most for all collectives one after another, latencies included.
     """
@@ -38,22 +37,23 @@ class Crossing:
     seconds: Span
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of one optimizer step: all that is sent is hidden behind a rank's own work or the reverse, or nothing."""
+
+    lower: float
+    upper: float
+
+
 def crossing(collectives: Mapping[str, tuple[int, int]], cluster: Cluster) -> Crossing:
-    """Spread what is sent over the links.
+    """Spread over the links what one rank sends: by kind of collective, calls and bytes.
 
     Collectives go around a ring in the order of the ranks: one rank of each node sends to the next node. What is sent
     point to point, or to all, goes to every other rank alike. A call costs the latency of the slowest link that it
     crosses: once point to point, else once for each doubling of the ranks.
-
-    Args:
-        collectives: by kind, calls and bytes that one rank sends.
-        cluster: where.
     """
-    within = between = 0.0
-    for kind, (_, nbytes) in collectives.items():
-        outside = _outside(kind, cluster)
-        within += nbytes * (1 - outside)
-        between += nbytes * outside
+    between = sum(nbytes * _outside(kind, cluster) for kind, (_, nbytes) in collectives.items())
+    within = sum(nbytes for _, nbytes in collectives.values()) - between
     fast = dataclasses.replace(cluster.links, latency_within=0.0, latency_between=0.0)
     least, most = (_seconds(collectives, cluster, links) for links in (fast, cluster.slow_links or cluster.links))
     return Crossing(within, between, Span(least, most))
@@ -85,31 +85,14 @@ def _seconds(collectives: Mapping[str, tuple[int, int]], cluster: Cluster, links
 
 
 def own_work(ranks: Sequence[Sequence[Sequence[float]]]) -> Span:
-    """Return the seconds of a step's own work: ranks wait for one another at each step at least, each part at most.
+    """Return the seconds of a step's own work, of those by rank, step and part of a step.
 
-    The rank that is slowest in one part is not so in the next, and collectives make the others wait for it.
-
-    Args:
-        ranks: by rank and step the seconds of the parts.
+    Ranks wait for one another at each step at least, at each part at most: the rank that is slowest in one part is not
+    so in the next, and collectives make the others wait for it.
     """
-    least, most = [], []
-    for step in zip(*ranks, strict=True):
-        least.append(max(map(sum, step)))
-        most.append(sum(map(max, zip(*step, strict=True))))
+    least = [max(map(sum, step)) for step in zip(*ranks, strict=True)]
+    most = [sum(map(max, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]
     return Span(statistics.quantiles(least)[0], statistics.quantiles(most)[2])
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Of the time of one optimizer step, in seconds.
-
-    Attributes:
-        lower: all that is sent is hidden behind a rank's own work, or the other way round.
-        upper: nothing is.
-    """
-
-    lower: float
-    upper: float
 
 
 def bounds(sent: Crossing, work: Span) -> Bounds:

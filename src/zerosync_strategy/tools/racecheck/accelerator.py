@@ -17,6 +17,9 @@ class _Name(str):
 class SimulatedAccelerator(CPU_Accelerator):
     """DeepSpeed's CPU accelerator, with the streams and the pinned memory of ``simulated``."""
 
+    Stream = device.Stream
+    Event = device.Event
+
     def __init__(self, simulated: device.Device) -> None:
         super().__init__()
         self._device = simulated
@@ -35,14 +38,6 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def is_fp16_supported(self) -> bool:
         return True  # whatever the CPU has instructions for
-
-    @property
-    def Stream(self) -> type[device.Stream]:
-        return device.Stream
-
-    @property
-    def Event(self) -> type[device.Event]:
-        return device.Event
 
     def device_name(self, device_index: int | None = None) -> str:
         return _Name(super().device_name(device_index))

@@ -18,12 +18,22 @@ def running_device() -> Device | None:
     return recorder if isinstance(recorder, Device) else None
 
 
-class Stream(Timeline):
-    """A stream of the simulated device, with the methods of ``torch.cuda.Stream``.
+class _Awaited:
+    """What the host can wait for, with ``clock``. It may outlive the simulation; all recorded work is complete then."""
 
-    A stream or an event may outlive the simulation, for example in an engine's queue. All recorded work is complete
-    then.
-    """
+    clock: Clock
+
+    def synchronize(self) -> None:
+        if device := running_device():
+            device.host_waits_for(self.clock, f"{type(self).__name__}.synchronize")
+
+    def query(self) -> bool:
+        device = running_device()
+        return device is None or device.checker.host.clock.knows(self.clock)
+
+
+class Stream(Timeline, _Awaited):
+    """A stream of the simulated device, with the methods of ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **_: Any) -> None:
         super().__init__(name)
@@ -41,16 +51,8 @@ class Stream(Timeline):
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        if device := running_device():
-            device.host_waits_for(self.clock, "Stream.synchronize")
 
-    def query(self) -> bool:
-        device = running_device()
-        return device is None or device.checker.host.clock.knows(self.clock)
-
-
-class Event:
+class Event(_Awaited):
     """An event of the simulated device, with the methods of ``torch.cuda.Event``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -65,14 +67,6 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         if device := running_device():
             (stream or device.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        if device := running_device():
-            device.host_waits_for(self.clock, "Event.synchronize")
-
-    def query(self) -> bool:
-        device = running_device()
-        return device is None or device.checker.host.clock.knows(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
@@ -92,8 +86,6 @@ class Device(Recorder):
         self.default = self.current = Stream(name="default stream")
         self.streams: list[Stream] = [self.default]
         self._host_memory: set[int] = set()  # by storage
-
-    # ---- streams -----------------------------------------------------------------------------------------------------
 
     @property
     def current_timeline(self) -> Timeline:

@@ -53,14 +53,9 @@ class InPlaceCheck(StepCheck):
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings so far, each pair of accesses once."""
         return self._recorder.findings
 
     def join(self, engine: CheckedEngine, steps: int) -> None:
-        """Add ``engine`` to the check, with that many ``steps`` to check.
-
-        With 0 steps it runs on the same device, and the check does not wait for it.
-        """
         if not self.running:
             self._recorder.start()
             atexit.register(self._at_exit)
@@ -71,11 +66,6 @@ class InPlaceCheck(StepCheck):
         self._notify(engine)
 
     def stepped(self, engine: CheckedEngine) -> None:
-        """Count an optimizer step of ``engine``.
-
-        Raises:
-            RuntimeError: this is not the thread of the check.
-        """
         if not self.running or engine not in self._steps_left:
             return
         if threading.get_ident() != self._thread:
@@ -90,11 +80,10 @@ class InPlaceCheck(StepCheck):
         if not self._steps_left:
             self._end("")
 
-    def leave(self, engine: CheckedEngine, why: str) -> None:
-        """Remove the remaining steps of ``engine``, for the reason ``why``."""
+    def leave(self, engine: CheckedEngine, reason: str) -> None:
         left = self._steps_left.pop(engine, 0)
         if self.running and not self._steps_left:
-            self._end(f" It ended {left} step(s) early: {why}." if left else "")
+            self._end(f" It ended {left} step(s) early: {reason}." if left else "")
 
     def _notify(self, engine: CheckedEngine) -> None:
         if isinstance(self._recorder, Simulation):

@@ -132,7 +132,8 @@ class Recorder(ABC):
         """The default stream. Memory that was allocated before the start counts as allocated on it."""
 
     @abstractmethod
-    def is_host_memory(self, tensor: torch.Tensor) -> bool: ...
+    def is_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory of the host."""
 
     @abstractmethod
     def runs_on_host(self, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> bool:

@@ -57,9 +57,7 @@ class Simulation(Device):
         self._backend = backend
         self._group_streams: dict[str, Stream] = {}  # by name of the process group
         self._kept: list[torch.Tensor] = []  # by the work of the collective that is being called
-        self._active_call: tuple[Stream, str] | None = (
-            None  # the outermost collective call: its group's stream, its name
-        )
+        self._active_call: tuple[Stream, str] | None = None  # the outermost collective: its group's stream, its name
 
     def _begin(self) -> None:
         from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -119,10 +117,7 @@ class Simulation(Device):
 
 
 def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function``: the simulation that runs at the time of the call simulates it.
-
-    DeepSpeed keeps some wrappers for longer than a simulation; these then call ``function`` itself.
-    """
+    """Wrap ``function`` for the simulation that runs at the time of the call, if one does: DeepSpeed keeps wrappers."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,8 +152,7 @@ def simulate(backend: str | None = "nccl") -> Iterator[Simulation]:
     """Check everything that runs inside, in this thread. Build the DeepSpeed engine inside as well.
 
     Args:
-        backend: what ``torch.distributed.get_backend()`` and ``get_backend_config()`` answer during the simulation, so
-            that code that branches on it takes the device's path; ``None``: the real one.
+        backend: as :class:`Simulation` takes it.
 
     Yields:
         The simulation. ``simulation.findings`` is empty if all accesses were ordered.
