@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
-from tests.harness.oracle import Oracle, full_parameters
-from tests.harness.problem import MICRO, WORLD, Data, network, sgd
+from tests.harness.oracle import full_parameters
+from tests.harness.problem import MICRO, Data, network, sgd
 from zerosync_strategy import ZeroSyncPlugin
 
 DECAY = 0.9
@@ -59,11 +59,6 @@ def start(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_optimizer, DECAY)
     loader = DataLoader(data, batch_size=MICRO)
     return Run(accelerator, *accelerator.prepare(model, torch_optimizer, loader, scheduler), data)
-
-
-def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:
-    net = network()
-    return Oracle(net, optimizer(net.parameters()), WORLD)
 
 
 def launched(stage: int) -> dict[str, str]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.accelerate.runs import oracle, start
+from tests.accelerate.runs import start
 from tests.harness.oracle import distance, full_average, full_parameters
-from tests.harness.problem import Data, adamw, loss_of, network
+from tests.harness.problem import adamw, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 
 
@@ -36,10 +36,10 @@ def test_averaged_model_over_a_checkpoint(stage: int, tmp_path: Path) -> None:
                 run.accelerator.load_state(str(tmp_path))
         return full_parameters(average.module), run.parameters()
 
-    expected, data = oracle(adamw), Data(4)
+    expected = oracle(adamw)
     average = averaged(expected.module)
     for k in (0, 1, 2, 3, 1):
-        expected.backward(lambda rank, k=k: loss_of(expected.module, data.batch(k, rank)))
+        backward_of(expected, k)
         expected.step()
         average.update_parameters(expected.module)
     for of_average, of_model in run_ranks(job):

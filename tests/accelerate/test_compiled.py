@@ -3,10 +3,10 @@
 import torch
 from accelerate.utils import TorchDynamoPlugin
 
-from tests.accelerate.runs import oracle, start
+from tests.accelerate.runs import start
 from tests.harness import deepcompile
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import loss_of, network
+from tests.harness.problem import backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 
 
@@ -18,7 +18,7 @@ def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
             run.accelerator.backward(loss_of(run.model, run.batch(index)))
             run.optimizer.step()
             run.optimizer.zero_grad()
-            plain.backward(lambda rank, index=index: loss_of(plain.module, run.data.batch(index, rank)))
+            backward_of(plain, index)
             plain.step()
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         return distance(run.parameters(), full_parameters(plain.module)), graphs
@@ -46,7 +46,7 @@ def test_deepcompile_comes_after_attach() -> None:
         plain = oracle()
         for index in range(4):
             run.accelerator.backward(loss_of(run.model, run.batch(index)))
-            plain.backward(lambda rank, index=index: loss_of(plain.module, run.data.batch(index, rank)))
+            backward_of(plain, index)
             if index % 2:
                 run.optimizer.step()
                 run.optimizer.zero_grad()

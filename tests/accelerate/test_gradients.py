@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerate.runs import Run, oracle, start
+from tests.accelerate.runs import Run, start
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.problem import Data, adamw, loss_of
+from tests.harness.problem import adamw, backward_of, loss_of, oracle
 from tests.harness.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -27,10 +27,9 @@ def train(run: Run, change: Callable[[], Any], batches: int = 4) -> None:
 
 def plain(change: Callable[[Any], Any], batches: int = 4) -> dict[str, torch.Tensor]:
     expected: Oracle = oracle(adamw)
-    data = Data(64)
     for batch in range(0, batches, 2):
         for k in (batch, batch + 1):
-            expected.backward(lambda rank, k=k: loss_of(expected.module, data.batch(k, rank)) / 2)
+            backward_of(expected, k, 2)
         for param, average in zip(expected.parameters, expected.gradients(), strict=True):
             param.grad = average
         change(expected.parameters)

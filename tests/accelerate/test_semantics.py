@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerate.runs import DECAY, Run, oracle, start
+from tests.accelerate.runs import DECAY, Run, start
 from tests.harness.experts import gathered_anew, routed_network
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters, of_trained
-from tests.harness.problem import WORLD, Data, adamw, loss_of, sgd
+from tests.harness.problem import WORLD, Data, adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy.core.comm import messages
@@ -23,11 +23,6 @@ def step_reports(run: Run, reports: list[tuple[int, int]]) -> None:
     report = run.zerosync.report
     if report is not None and report.step == len(reports) + 1:
         reports.append((report.backwards, report.reductions))
-
-
-def backward_of(oracle: Oracle, batch: int, over: int = 1) -> None:
-    data = Data(64)
-    oracle.backward(lambda rank: loss_of(oracle.module, data.batch(batch, rank)) / over)
 
 
 @STAGES

@@ -10,9 +10,9 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.accelerate.runs import launched, oracle
+from tests.accelerate.runs import launched
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.problem import MICRO, WORLD, Data, loss_of, network
+from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
 
@@ -107,9 +107,9 @@ def test_a_training_step_that_does_not_divide_sums(stage: int, tmp_path: Path) -
         trainer.train()
         return {name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()}
 
-    expected, data = oracle(lambda parameters: torch.optim.SGD(parameters, lr=1e-2)), Data(BATCHES)
+    expected = oracle(lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
     for batch in range(4):
-        expected.backward(lambda rank, batch=batch: loss_of(expected.module, data.batch(batch, rank)))
+        backward_of(expected, batch)
         if batch % 2:
             expected.step()
     for parameters in run_ranks(train, env=launched(stage)):

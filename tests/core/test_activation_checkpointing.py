@@ -59,12 +59,7 @@ BUDGETS_OF_STAGE_3 = [(None, 0), (None, "all"), (BLOCK_BYTES, BLOCK_BYTES), (0, 
 
 def plain_torch() -> dict[str, torch.Tensor]:
     net = Net(lambda block, x: block(x))
-    oracle = Oracle(net, sgd(net))
-    for k in range(6):
-        oracle.backward(lambda rank, k=k: loss_of(net, k, rank))
-        if k % 2:
-            oracle.step()
-    return full_parameters(net)
+    return Oracle(net, sgd(net)).train(loss_of, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +174,7 @@ def test_modules_that_read_the_parameters_of_others(kind: str, eager_frames: boo
         start()
         net = Readers(kind)
         oracle = Oracle(net, sgd(net))
-        for k in range(6):
-            oracle.backward(lambda rank, k=k: sequences(net, k, rank))
-            if k % 2:
-                oracle.step()
+        oracle.train(sequences, 3, 2)
         expected, found = {**full_parameters(net), "evaluated": of_trained(net, lambda: evaluated(net))}, {}
         for threshold, budget in cases:
             net = Readers(kind)

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from tests.harness import engines
 from tests.harness.engines import rank
+from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
@@ -22,11 +23,6 @@ from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.gradients import stage12
 
 WIDTH, LAYERS = 16, 5
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
 
 
 def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
@@ -79,7 +75,7 @@ def test_whatever_is_read_is_there(stage: int, ranks: int) -> None:
     def run() -> None:
         for seed in range(12):
             draw = random.Random(seed)
-            net, plain = network(), network()
+            net, plain = stack(WIDTH, LAYERS, seed=2), stack(WIDTH, LAYERS, seed=2)
             engine = engines.make_engine(net, adamw(net), stage)
             attach(engine, overlap_gather=True)
             oracle = Oracle(plain, adamw(plain), ranks)
@@ -107,7 +103,7 @@ def test_whatever_is_read_is_there(stage: int, ranks: int) -> None:
 
 def test_a_layer_waits_for_its_own_parameters_alone() -> None:
     def run() -> None:
-        net = network()
+        net = stack(WIDTH, LAYERS, seed=2)
         engine = engines.make_engine(net, adamw(net), 2)
         zerosync = attach(engine, overlap_gather=True)
         engine.backward(loss_of(engine, 0, rank()))
@@ -133,7 +129,7 @@ def test_a_layer_waits_for_its_own_parameters_alone() -> None:
 @pytest.mark.parametrize("leave", ["checkpoint", "detach", "destroy", "load", "unused"])
 def test_what_follows_a_step_waits(leave: str, tmp_path: Path) -> None:
     def run() -> float:
-        net, plain = network(), network()
+        net, plain = stack(WIDTH, LAYERS, seed=2), stack(WIDTH, LAYERS, seed=2)
         engine = engines.make_engine(net, adamw(net), 2)
         zerosync = attach(engine, overlap_gather=True)
         oracle = Oracle(plain, adamw(plain))
@@ -166,7 +162,7 @@ def test_what_follows_a_step_waits(leave: str, tmp_path: Path) -> None:
 
 def test_stage_3_has_no_such_gather() -> None:
     def run() -> None:
-        net = network()
+        net = stack(WIDTH, LAYERS, seed=2)
         with pytest.raises(ValueError, match="'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2"):
             attach(engines.make_engine(net, adamw(net), 3), overlap_gather=True)
 

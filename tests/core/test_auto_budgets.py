@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncConfig, attach
@@ -167,13 +168,7 @@ class Counted:
         return self.most
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
-
-
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTH)
 
 
 def train(
@@ -187,7 +182,7 @@ def train(
     """
     memory = Counted()
     monkeypatch.setattr(automatic, "gauge_of", lambda device: memory)
-    net, plain = network(), network()
+    net, plain = stack(WIDTH, LAYERS), stack(WIDTH, LAYERS)
     for each in (net, plain) if frozen else ():
         for layer in list(each)[1::2]:
             layer.requires_grad_(False)
@@ -266,7 +261,7 @@ def test_options() -> None:
         ZeroSyncConfig(param_memory_budget={"auto": 1, "device": 2})
 
     def run() -> None:
-        net = network()
+        net = stack(WIDTH, LAYERS)
         engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3)
         with pytest.raises(ValueError, match=r"'grad_memory_budget' got .auto. on a device of type 'cpu'"):
             attach(engine, grad_memory_budget="auto")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
@@ -39,8 +40,7 @@ def trained(net: nn.Module) -> Iterator[nn.Parameter]:
     return (param for param in net.parameters() if param.requires_grad)
 
 
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTH)
 
 
 class Pair:

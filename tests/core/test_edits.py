@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -58,8 +59,7 @@ def engine_of(net: nn.Module, stage: int, zero: dict[str, Any] | None = None, **
     return make_engine(net, torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), stage, zero, **config)
 
 
-def data(k: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + rank))
+data = noise(4, 6)
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

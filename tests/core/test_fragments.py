@@ -21,7 +21,9 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.networks import two_layers
 from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
@@ -31,13 +33,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, 6)
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -48,7 +44,7 @@ class Both:
     """An attached engine, and plain torch on the same global batch."""
 
     def __init__(self, stage: int, zero: dict[str, Any] | None = None, **options: Any) -> None:
-        self.net = network()
+        self.net = two_layers()
         self.plain = copy.deepcopy(self.net)
         half = options.pop("half", False)
         config = {"bf16": {"enabled": True}} if half else {}

@@ -26,11 +26,9 @@ def attached(stage: int) -> Any:
 
 def plain(factor: float, batches: int = BATCHES) -> dict[str, torch.Tensor]:
     net, data = network(), Data(BATCHES)
-    result = Oracle(net, sgd(net.parameters()))
-    for batch in range(batches):
-        result.backward(lambda rank, batch=batch: factor * loss_of(net, data.batch(batch, rank)))
-        result.step()
-    return full_parameters(net)
+    return Oracle(net, sgd(net.parameters())).train(
+        lambda net, batch, rank: factor * loss_of(net, data.batch(batch, rank)), batches
+    )
 
 
 @STAGES

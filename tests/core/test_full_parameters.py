@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -34,8 +35,7 @@ class WithTarget(nn.Module):
             online.data.clamp_(-0.3, 0.3)
 
 
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, 6)
 
 
 SHARDED = {"stage3_param_persistence_threshold": 0}

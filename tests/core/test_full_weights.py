@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.harness import groups, llama
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, state_of
 from tests.harness.ranks import run_ranks
@@ -49,8 +50,7 @@ def network() -> Network:
     return Network()
 
 
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTH)
 
 
 def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:

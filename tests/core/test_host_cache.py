@@ -7,10 +7,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from torch import nn
 
 from tests.core.test_constant import Pair as AdaptedPair
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
@@ -21,20 +22,14 @@ LAYER = 4 * WIDTH * WIDTH  # bytes of a weight; biases are persistent
 GRADIENTS = 4 * LAYERS * (WIDTH + 1) * WIDTH
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
-
-
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTH)
 
 
 class Pair:
     """An engine and plain torch, trained alike, with three backwards per step."""
 
     def __init__(self, **options: Any) -> None:
-        self.net, self.plain = network(), network()
+        self.net, self.plain = stack(WIDTH, LAYERS), stack(WIDTH, LAYERS)
         zero = {
             "stage3_param_persistence_threshold": WIDTH + 1,
             "stage3_max_reuse_distance": options.pop("reuse", 10**9),
@@ -132,7 +127,7 @@ def test_what_changes_a_parameter_ends_its_copy(tmp_path: Path) -> None:
                 if rank() == 0:
                     pair.net[k - 1][0].weight.fill_(0.01)
             pair.plain[k - 1][0].weight.data.fill_(0.01)
-            state = {name: value + 0.125 for name, value in network()[k - 2][0].state_dict().items()}
+            state = {name: value + 0.125 for name, value in stack(WIDTH, LAYERS)[k - 2][0].state_dict().items()}
             for net in (pair.net, pair.plain):
                 net[k - 2][0].load_state_dict(state)
 

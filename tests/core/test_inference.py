@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from tests.harness import llama
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
@@ -37,8 +38,7 @@ def network() -> Network:
     return Network()
 
 
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTH)
 
 
 @pytest.mark.parametrize("threshold", [0, 20])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
@@ -103,8 +104,7 @@ class Pair(nn.Module):
         return out
 
 
-def data(k: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * k + rank))
+data = noise(4, 8)
 
 
 def test_what_engines_share_goes_with_the_last() -> None:

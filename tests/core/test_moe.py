@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import NORM, Oracle, full_parameters, value_of
 from tests.harness.ranks import run_ranks
@@ -36,8 +37,7 @@ class Model(nn.Module):
         return loss + self.write(x).square().mean()
 
 
-def data(k: int, rank: int) -> torch.Tensor:
-    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
+data = noise(12, WIDTH)
 
 
 def test_experts_on_groups_equal_all_experts_in_one_process() -> None:

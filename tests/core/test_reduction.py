@@ -51,12 +51,7 @@ def train(engine: Any, zerosync: Any, steps: int, promise: bool = False, dtype: 
 
 def oracle(steps: int, ranks: int = 2, optimizer: Any = torch.optim.AdamW) -> dict[str, torch.Tensor]:
     module = model()
-    plain = Oracle(module, optimizer(module.parameters(), lr=0.01), ranks)
-    for k in range(steps * BACKWARDS):
-        plain.backward(lambda rank, k=k: loss_of(module, k, rank))
-        if (k + 1) % BACKWARDS == 0:
-            plain.step()
-    return full_parameters(module)
+    return Oracle(module, optimizer(module.parameters(), lr=0.01), ranks).train(loss_of, steps, BACKWARDS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

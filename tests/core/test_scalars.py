@@ -33,9 +33,7 @@ class Scaled(torch.nn.Module):
 def expected(batches: int) -> dict[str, torch.Tensor]:
     module, data = Scaled(), Data(batches)
     oracle = Oracle(module, adamw(module.parameters()))
-    for batch in range(batches):
-        oracle.backward(lambda rank, batch=batch: loss_of(module, data.batch(batch, rank)))
-        oracle.step()
+    oracle.train(lambda module, batch, rank: loss_of(module, data.batch(batch, rank)), batches)
     assert module.scale != 0.3
     return full_parameters(module)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -38,8 +39,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)])
 
 
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, WIDTHS[0])
 
 
 def groups_of(net: Any) -> list[dict[str, Any]]:

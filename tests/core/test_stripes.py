@@ -12,6 +12,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import nn
 
 from tests.harness import engines
+from tests.harness.data import noise
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -62,8 +63,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05)
 
 
-def inputs(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * k + of_rank))
+inputs = noise(4, WIDTHS[0])
 
 
 def train(engine: Any, steps: range) -> None:
@@ -75,11 +75,9 @@ def train(engine: Any, steps: range) -> None:
 
 def plain_torch(steps: int, ranks: int) -> dict[str, torch.Tensor]:
     module = model()
-    oracle = Oracle(module, optimizer_of(module), ranks)
-    for k in range(steps):
-        oracle.backward(lambda of_rank, k=k: module(inputs(k, of_rank)).square().mean())
-        oracle.step()
-    return full_parameters(module)
+    return Oracle(module, optimizer_of(module), ranks).train(
+        lambda module, k, of_rank: module(inputs(k, of_rank)).square().mean(), steps
+    )
 
 
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with every torch")

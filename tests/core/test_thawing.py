@@ -10,20 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.networks import two_layers
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-
-def data(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + of_rank))
+data = noise(4, 6)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -31,7 +26,7 @@ def test_a_parameter_that_was_frozen_when_the_engine_was_built(stage: int) -> No
     """DeepSpeed has no place for its gradient, and would never train it, silently."""
 
     def run() -> None:
-        net = network()
+        net = two_layers()
         net[0].requires_grad_(False)
         engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.5), stage)
         attach(engine)
@@ -86,7 +81,7 @@ def test_parameters_that_are_frozen_for_some_steps(
         return [net[0], net[2], net[4]]
 
     def make() -> nn.Sequential:
-        net = network()
+        net = two_layers()
         return net.extend([nn.Tanh(), nn.Linear(6, 6)])
 
     def build() -> tuple[Any, Any]:
@@ -136,7 +131,7 @@ def test_what_is_frozen_between_backward_and_step_is_stepped(stage: int) -> None
     """It has a gradient. So it has where only one of several backwards gave it one; not where a window was dropped."""
 
     def run() -> float:
-        net = network()
+        net = two_layers()
         plain = copy.deepcopy(net)
         engine = make_engine(net, OPTIMIZERS["adamw"](net.parameters()), stage)
         zerosync = attach(engine, overlap_last=False)
@@ -175,7 +170,7 @@ def test_what_is_frozen_between_backward_and_step_is_stepped(stage: int) -> None
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_that_are_added_to_the_optimizer(stage: int) -> None:
     def run() -> None:
-        net = network()
+        net = two_layers()
         optimizer = torch.optim.SGD(net[2].parameters(), lr=0.5)
         engine = make_engine(net, optimizer, stage)
         attach(engine)

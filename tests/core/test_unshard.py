@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import engines
+from tests.harness.data import noise
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -36,8 +37,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def data(k: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
+data = noise(4, WIDTH)
 
 
 def make_engine(reuse: int = 0) -> Any:
@@ -57,11 +57,7 @@ def train(engine: Any, steps: int, between: Any = lambda: None) -> None:
 def oracle(steps: int) -> dict[str, torch.Tensor]:
     model = Model()
     plain = Oracle(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for k in range(steps * BACKWARDS):
-        plain.backward(lambda rank, k=k: model(data(k, rank)) / BACKWARDS)
-        if (k + 1) % BACKWARDS == 0:
-            plain.step()
-    return full_parameters(model)
+    return plain.train(lambda model, k, rank: model(data(k, rank)) / BACKWARDS, steps, BACKWARDS)
 
 
 def test_all_parameters_held_reach_the_floor() -> None:
@@ -163,10 +159,7 @@ def test_what_others_release_is_there_for_the_backward(budget: Any, eager_frames
 
     model = Odd()
     plain = Oracle(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for k in range(12):
-        plain.backward(lambda rank, k=k: model(data_of(k, rank), skip=k % 3 == 1) / 4)
-        if k % 4 == 3:
-            plain.step()
+    plain.train(lambda model, k, rank: model(data_of(k, rank), skip=k % 3 == 1) / 4, 3, 4)
     oracle_parameters = full_parameters(model)
     with tempfile.TemporaryDirectory() as directory:
         assert run_ranks(ours, directory) == [0.0, 0.0]

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from tests.harness.oracle import Oracle
-from tests.harness.problem import WORLD, Data, loss_of, network, sgd
+from tests.harness.problem import WORLD, Data, backward_of, loss_of, network, sgd
 from zerosync_strategy.fabric import ZeroSyncFabricStrategy
 
 
@@ -44,11 +44,6 @@ def set_up(fabric: Any, net: nn.Module, optimizer: Any, scheduler: Any) -> tuple
     return *fabric.setup(net, optimizer), scheduler
 
 
-def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, make: Callable[[], nn.Module] = network) -> Oracle:
-    net = make()
-    return Oracle(net, optimizer(net.parameters()), WORLD)
-
-
 def losses(fabric: Any, model: nn.Module, batches: range, every: int = 1) -> Any:
     """The loss of each of this rank's batches, as a share of the mean over `every`."""
     data = Data(64)
@@ -58,6 +53,5 @@ def losses(fabric: Any, model: nn.Module, batches: range, every: int = 1) -> Any
 
 def backward(plain: Oracle, batches: range, every: int = 1) -> None:
     """The same backwards of the oracle, on every rank."""
-    data = Data(64)
     for batch in batches:
-        plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)) / every)
+        backward_of(plain, batch, every)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, set_up, trained
+from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
 from tests.harness.checkpoints import die_in_file
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import WORLD, Data, adamw, network
+from tests.harness.problem import WORLD, Data, adamw, network, oracle
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import CheckpointError

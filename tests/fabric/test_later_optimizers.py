@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, trained
+from tests.fabric.runs import backward, losses, make_fabric, trained
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import adamw, network, sgd
+from tests.harness.problem import adamw, network, oracle, sgd
 from tests.harness.ranks import run_ranks
 
 

@@ -11,9 +11,9 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, trained
+from tests.fabric.runs import backward, losses, make_fabric, trained
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import adamw, network, sgd
+from tests.harness.problem import adamw, network, oracle, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import lightning_fabric as other
 from zerosync_strategy.fabric import ZeroSyncFabricStrategy

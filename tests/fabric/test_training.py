@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fabric.runs import backward, losses, make_fabric, oracle, set_up, trained
+from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
 from tests.harness.oracle import NORM, distance, full_parameters, of_trained
-from tests.harness.problem import adamw
+from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 

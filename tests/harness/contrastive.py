@@ -103,9 +103,7 @@ def plain_training(steps: int) -> dict[str, torch.Tensor]:
     model = encoder()
     before = full_parameters(model)
     oracle = Oracle(model, optimizer(model), WORLD)
-    for step in range(steps):
-        oracle.backward(lambda rank, step=step: plain_loss(model, pairs(step, rank)))
-        oracle.step()
+    oracle.train(lambda model, step, rank: plain_loss(model, pairs(step, rank)), steps)
     after = full_parameters(model)
     assert distance(after, before) > 0.02  # training does move them
     return after

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.harness import engines
-from tests.harness.oracle import Oracle, full_parameters
+from tests.harness.oracle import Oracle
 
 
 def network() -> nn.Module:
@@ -31,9 +31,5 @@ def loss_of(module: Any, k: int, rank: int) -> torch.Tensor:
 def oracle(steps: int, backwards: int, clip: dict[int, float] | None = None) -> dict[str, torch.Tensor]:
     """`backwards` of data 0, 1, 2 ... to each of so many steps."""
     module = network()
-    plain = Oracle(module, adamw(module))
-    for k in range(steps * backwards):
-        plain.backward(lambda r, k=k: loss_of(module, k, r) / backwards)
-        if (k + 1) % backwards == 0:
-            plain.step((clip or {}).get(k // backwards, 0.0))
-    return full_parameters(module)
+    loss = lambda module, k, rank: loss_of(module, k, rank) / backwards  # noqa: E731
+    return Oracle(module, adamw(module)).train(loss, steps, backwards, clip)

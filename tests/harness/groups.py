@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.harness import engines
+from tests.harness.data import noise
 from tests.harness.engines import configuration, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from zerosync_strategy import shard_over
@@ -48,8 +49,7 @@ class Reads(Model):
         return super().forward(x, skip) + F.linear(x, self.second.weight, self.second.bias).square().mean()
 
 
-def data(k: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank))
+data = noise(4, WIDTH)
 
 
 def skips(k: int) -> bool:

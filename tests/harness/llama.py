@@ -39,9 +39,4 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def plain_torch(start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(start, strict=False)  # the tied head has no name of its own there
-    oracle = Oracle(model, sgd(model))
-    for k in range(STEPS * BACKWARDS):
-        oracle.backward(lambda rank, k=k: loss_of(model, k, rank))
-        if (k + 1) % BACKWARDS == 0:
-            oracle.step()
-    return full_parameters(model)
+    return Oracle(model, sgd(model)).train(loss_of, STEPS, BACKWARDS)

@@ -57,6 +57,20 @@ class Oracle:
         self.zero_grad()
         return norm
 
+    def train(
+        self, loss_of: Callable[[Any, int, int], torch.Tensor], steps: int, backwards: int = 1,
+        clip: dict[int, float] | None = None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The parameters after so many steps, each of so many backwards: of `loss_of(module, k, rank)` for k = 0, 1 ...
+
+        `clip` has norms by step.
+        """
+        for k in range(steps * backwards):
+            self.backward(lambda rank, k=k: loss_of(self.module, k, rank))
+            if (k + 1) % backwards == 0:
+                self.step((clip or {}).get(k // backwards, 0.0))
+        return full_parameters(self.module)
+
     def gradients(self) -> list[torch.Tensor]:
         """Of each parameter that has one on every rank, their mean, which knows how far rounding may move it."""
         means = []

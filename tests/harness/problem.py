@@ -1,10 +1,13 @@
 """A small regression problem: its data by rank and batch, its network, its loss. What the framework tests train."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+from tests.harness.oracle import Oracle
 
 WORLD = 2
 MICRO = 2  # samples per rank and batch
@@ -45,3 +48,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def loss_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return nn.functional.mse_loss(net(batch[0]).float(), batch[1].float())
+
+
+def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, make: Callable[[], nn.Module] = network) -> Oracle:
+    """The network in one process, with the optimizer that `optimizer(parameters)` makes."""
+    net = make()
+    return Oracle(net, optimizer(net.parameters()), WORLD)
+
+
+def backward_of(plain: Oracle, batch: int, over: int = 1) -> None:
+    """The backward of a batch on every rank, its loss as a share of the mean over so many."""
+    data = Data(batch + 1)
+    plain.backward(lambda rank: loss_of(plain.module, data.batch(batch, rank)) / over)

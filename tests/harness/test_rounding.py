@@ -19,10 +19,7 @@ def train(
 ) -> tuple[nn.Module, Oracle]:
     net = network()
     oracle = Oracle(net, optimizer(net.parameters()))
-    for k in range(STEPS * BACKWARDS):
-        oracle.backward(lambda rank, k=k: loss_of_rank(net, k, rank) / BACKWARDS)
-        if k % BACKWARDS == BACKWARDS - 1:
-            oracle.step()
+    oracle.train(lambda *of: loss_of_rank(*of) / BACKWARDS, STEPS, BACKWARDS)
     return net, oracle
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from tests.harness import problem
 from tests.harness.oracle import Oracle, full_parameters
-from tests.harness.problem import MICRO, WORLD, loss_of, network, sgd
+from tests.harness.problem import MICRO, WORLD, backward_of, loss_of, network, sgd
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy, ZeroSyncStrategy
 
 STOCK = bool(os.environ.get("ZEROSYNC_TEST_STOCK"))
@@ -160,21 +160,15 @@ def strategy(stage: int, **options: Any) -> Any:
     return ZeroSyncStrategy(stage=stage, **options)
 
 
-def oracle(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> Oracle:
-    net = network()
-    return Oracle(net, optimizer(net.parameters()), WORLD)
-
-
 def accumulate(
     oracle: Oracle, batches: int, every: int | Callable[[int], int], epochs: int = 1, clip: float = 0.0,
     after_step: Callable[[], None] = lambda: None, after_epoch: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Lightning's automatic optimization: a step every so many batches, and one for the tail of each epoch."""
-    data = Data(batches)
     for epoch in range(epochs):
         n = every(epoch) if callable(every) else every
         for batch in range(batches):
-            oracle.backward(lambda rank, batch=batch, n=n: loss_of(oracle.module, data.batch(batch, rank)) / n)
+            backward_of(oracle, batch, n)
             if (batch + 1) % n == 0 or batch + 1 == batches:
                 oracle.step(clip)
                 after_step()

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.harness.experts import gathered_anew, routed_network
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.problem import adamw, loss_of, network, sgd
+from tests.harness.problem import adamw, backward_of, loss_of, network, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import (
     Data,
@@ -19,7 +19,6 @@ from tests.lightning.runs import (
     assert_one_reduction_per_step,
     fit,
     make_trainer,
-    oracle,
     strategy,
 )
 from zerosync_strategy import ZeroSyncStrategy
@@ -100,9 +99,9 @@ class StepsEverySecondBatch(Module):
 def test_a_closure_apart_from_the_step(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(StepsEverySecondBatch(), strategy(stage), 8)
-        plain, data = oracle(), Data(8)
+        plain = oracle()
         for batch in range(1, 8, 2):
-            plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)))
+            backward_of(plain, batch)
             plain.step()
         return distance(recorder.parameters, full_parameters(plain.module))
 
@@ -161,9 +160,9 @@ def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
 
     def run() -> float:
         recorder, _ = fit(OwnClipping(), strategy(stage), 8, accumulate_grad_batches=4)
-        plain, data = oracle(), Data(8)
+        plain = oracle()
         for batch in range(8):
-            plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)) / 4)
+            backward_of(plain, batch, 4)
             if batch % 4 == 3:
                 plain.step(clip=0.05 if batch == 3 else 0.0)
         return distance(recorder.parameters, full_parameters(plain.module))

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import adamw, loss_of
+from tests.harness.problem import adamw, loss_of, oracle
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import (
     Data,
@@ -22,7 +22,6 @@ from tests.lightning.runs import (
     accumulate,
     fit,
     make_trainer,
-    oracle,
     strategy,
 )
 

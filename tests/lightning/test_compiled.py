@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.harness import deepcompile
 from tests.harness.oracle import distance
-from tests.harness.problem import loss_of
+from tests.harness.problem import loss_of, oracle
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import STOCK, Module, accumulate, fit, oracle, strategy
+from tests.lightning.runs import STOCK, Module, accumulate, fit, strategy
 
 
 class ReadsElsewhere(Module):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import adamw
+from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import KILLED, run_ranks
-from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, oracle, strategy
+from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, strategy
 from zerosync_strategy.core.gradients.window import WindowState
 
 

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters
-from tests.harness.problem import loss_of, network, sgd
+from tests.harness.problem import backward_of, loss_of, network, oracle, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, Recorder, fit, oracle, strategy
+from tests.lightning.runs import Data, Module, Recorder, fit, strategy
 from zerosync_strategy import ZeroSyncStrategy
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -110,10 +110,10 @@ def train(hook: str, change: Change, strategy_: Any, **options: Any) -> Recorder
 
 def plain(change: Change, every: int = 1, after_each_backward: bool = False, clip: float = 0.0) -> Oracle:
     """DDP: the change sees the average before the step; after a backward without a step, this rank's own gradients."""
-    result, data = oracle(), Data(BATCHES)
+    result = oracle()
     result.optimizer.register_step_pre_hook(lambda *_: change(result.parameters))
     for batch in range(BATCHES):
-        result.backward(lambda rank, batch=batch: loss_of(result.module, data.batch(batch, rank)) / every)
+        backward_of(result, batch, every)
         if (batch + 1) % every == 0:
             result.step(clip)
         elif after_each_backward:
@@ -177,9 +177,9 @@ def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
 
     def run() -> Any:
         recorder, _ = fit(Watching(), small(stage), BATCHES)
-        watched, data = oracle(), Data(BATCHES)
+        watched = oracle()
         for batch in range(BATCHES):
-            watched.backward(lambda rank, batch=batch: loss_of(watched.module, data.batch(batch, rank)))
+            backward_of(watched, batch)
             for param, gradient in zip(watched.parameters, watched.gradients(), strict=True):
                 param.grad = gradient
             seen["plain"].append(grad_norm(watched.module, norm_type=2))

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import adamw, loss_of, sgd
+from tests.harness.problem import adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
-from tests.lightning.runs import Data, Module, assert_one_reduction_per_step, fit, oracle, strategy
+from tests.lightning.runs import Data, Module, assert_one_reduction_per_step, fit, strategy
 
 N = 4
 
@@ -35,9 +35,9 @@ class AcrossBatches(Manual):
 
 
 def across_batches(optimizer: Any = sgd) -> dict[str, torch.Tensor]:
-    plain, data = oracle(optimizer), Data(12)
+    plain = oracle(optimizer)
     for batch in range(12):
-        plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)) / N)
+        backward_of(plain, batch, N)
         if (batch + 1) % N == 0:
             plain.step()
     return full_parameters(plain.module)
@@ -190,9 +190,9 @@ def test_step_with_a_closure(stage: int) -> None:
 
     def run() -> float:
         recorder, _ = fit(Closure(), strategy(stage), 4)
-        plain, data = oracle(), Data(4)
+        plain = oracle()
         for batch in range(4):
-            plain.backward(lambda rank, batch=batch: loss_of(plain.module, data.batch(batch, rank)))
+            backward_of(plain, batch)
             plain.step()
         return distance(recorder.parameters, full_parameters(plain.module))
 

@@ -12,10 +12,10 @@ from pytorch_lightning import callbacks
 
 import zerosync_strategy.lightning
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.problem import WORLD, adamw, loss_of, network
+from tests.harness.problem import WORLD, adamw, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
-from tests.lightning.runs import Data, accumulate, oracle
+from tests.lightning.runs import Data, accumulate
 from zerosync_strategy.pytorch_lightning import ZeroSyncMonitor, ZeroSyncStrategy
 
 

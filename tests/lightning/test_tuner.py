@@ -10,10 +10,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
 from tests.harness.oracle import distance
-from tests.harness.problem import WORLD
+from tests.harness.problem import WORLD, oracle
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
-from tests.lightning.runs import Data, Module, Recorder, accumulate, make_trainer, oracle
+from tests.lightning.runs import Data, Module, Recorder, accumulate, make_trainer
 from zerosync_strategy import ZeroSyncStrategy
 
 BATCHES = 24
