@@ -71,15 +71,13 @@ def doctor(
 
     Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
     """
-    from zerosync_strategy.tools.doctor import checkpoints
-    from zerosync_strategy.tools.doctor import dump as dumps
-    from zerosync_strategy.tools.doctor import hosts as several
-    from zerosync_strategy.tools.doctor import link as links
-
     shown = console(stderr=True)
     findings: Iterable[Finding]
     assumed = _links(within, between, latency_within, latency_between)
+    # Each imports what it alone needs: torch may be what is missing.
     if hosts is not None:
+        from zerosync_strategy.tools.doctor import hosts as several
+
         with _refusing("--hosts"):
             parsed = several.Host.parse_all(hosts)
         arguments = ["--within", within, "--between", between]
@@ -87,6 +85,8 @@ def doctor(
         with shown.status(f"link test: {', '.join(host.name for host in parsed)}"):
             findings = several.check(parsed, arguments, shell, per_host)
     elif link:
+        from zerosync_strategy.tools.doctor import link as links
+
         if not links.is_job():
             raise typer.BadParameter(
                 "needs a job: torchrun ... -m zerosync_strategy doctor --link", param_hint="--link"
@@ -96,9 +96,13 @@ def doctor(
         if not findings:  # another rank reports
             return
     elif dump is not None:
+        from zerosync_strategy.tools.doctor import dump as dumps
+
         with _refusing("--dump"):
             findings = dumps.check(dump)
     elif checkpoint is not None:
+        from zerosync_strategy.tools.doctor import checkpoints
+
         with _refusing("--checkpoint"), shown.status("reading checkpoints"):
             findings = checkpoints.check(checkpoint)
     else:
@@ -129,12 +133,12 @@ def _examine(configurations: list[Path], self_test: bool, shown: Any) -> Iterato
 
 
 @contextmanager
-def _refusing(*options: str) -> Iterator[None]:
-    """Turn what is wrong with the value of an option into an error of the command."""
+def _refusing(option: str | None = None) -> Iterator[None]:
+    """Turn a wrong value, of ``option`` or of one that the error names, into an error of the command."""
     try:
         yield
     except (ValueError, OSError, KeyError, TypeError) as problem:
-        raise typer.BadParameter(str(problem), param_hint=options or None) from None
+        raise typer.BadParameter(str(problem), param_hint=option) from None
 
 
 @app.command()
