@@ -30,21 +30,13 @@ class Links:
 
 
 def parse_speed(option: str, value: str) -> float:
-    """Return bytes per second from a text such as ``"400Gbit/s"`` or ``"300GB/s"``.
-
-    Raises:
-        ValueError: it is none, or not positive.
-    """
+    """Return bytes per second from a text such as ``"400Gbit/s"`` or ``"300GB/s"``; else raise a ``ValueError``."""
     match = _match(r"([KMGT]?)(bit|B)/s", option, "a speed such as '400Gbit/s' or '300GB/s'", value)
     return float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
 
 
 def parse_latency(option: str, value: str) -> float:
-    """Return seconds from a text such as ``"20us"`` or ``"0.1ms"``.
-
-    Raises:
-        ValueError: it is none, or not positive.
-    """
+    """Return seconds from a text such as ``"20us"`` or ``"0.1ms"``; else raise a ``ValueError``."""
     match = _match(r"(s|ms|us)", option, "a time such as '20us' or '0.1ms'", value)
     return float(match[1]) * _SECONDS[match[2]]
 

@@ -34,7 +34,7 @@ def check(directory: Path) -> list[Finding]:
             whole.pop(folder, None)
             damaged[folder] = str(problem)
     known = {folder: manifest.time for folder, manifest in whole.items() if manifest is not None}
-    newest = max(known, key=lambda folder: known[folder], default=None)
+    newest = max(known, key=known.__getitem__, default=None)
     remedy = "None here is known to be whole." if newest is None else f"The newest that is whole is {newest}: load it."
     found = [
         TOPIC.error(f"{folder}: {damaged[folder]}", remedy) if folder in damaged else _of_whole(folder, whole[folder])

@@ -33,17 +33,11 @@ _ENDED = (
 
 @dataclass(frozen=True)
 class Dump:
-    """What the files of a directory say.
+    """What the files of a directory say."""
 
-    Attributes:
-        verdict: on the ranks; ``None`` where none is stuck, has failed or is gone.
-        lines: what each of them was doing.
-        recorders: how many files are torch's.
-    """
-
-    verdict: Verdict | None
-    lines: Sequence[str]
-    recorders: int
+    verdict: Verdict | None  # on the ranks; none where none is stuck, has failed or is gone
+    lines: Sequence[str]  # what each of them was doing
+    recorders: int  # how many files are torch's
 
 
 def read(directory: Path) -> Dump:
@@ -76,11 +70,7 @@ def read(directory: Path) -> Dump:
 
 
 def check(directory: Path) -> list[Finding]:
-    """Return the verdict on the run that has written ``directory``, and what its ranks were doing.
-
-    Raises:
-        ValueError: as :func:`read`.
-    """
+    """Return the verdict on the run that has written ``directory``, and what its ranks were doing, as :func:`read`."""
     dump = read(directory)
     ranks = [TOPIC.note(line.strip()) for line in dump.lines]
     if dump.verdict is None:

@@ -57,12 +57,10 @@ def check(
     """Start ``zerosync doctor --link`` on all ``hosts`` and return what its rank 0, on the first, has found.
 
     Args:
-        hosts: that have the same installation at the same path.
+        hosts: that have the same installation at the same path, and meet at ``port`` of the first.
         arguments: more of them for the command: the speeds to compare with.
         shell: the command that runs another on ``{host}``.
-        per_host: ranks on each.
         timeout: seconds for all of it.
-        port: of the first host, by which they meet.
     """
     starts = [[part.replace("{host}", host.name) for part in shlex.split(shell)] for host in hosts]
     address = hosts[0].address

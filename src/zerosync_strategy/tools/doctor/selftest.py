@@ -29,12 +29,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def check(timeout: float = 180.0, environment: Mapping[str, str] | None = None) -> list[Finding]:
-    """Train on two ranks in processes of their own, on stages 1, 2 and 3.
-
-    Args:
-        timeout: seconds after which the ranks are ended.
-        environment: more variables for the ranks.
-    """
+    """Train on two ranks in processes of their own, on stages 1, 2 and 3, for ``timeout`` seconds at most."""
     with tempfile.TemporaryDirectory(prefix="zerosync-") as folder:
         files = [Path(folder) / f"rank{rank}" for rank in range(RANKS)]
         problem = _run(files, timeout, environment or {})

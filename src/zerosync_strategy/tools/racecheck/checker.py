@@ -117,21 +117,13 @@ class Access:
 
 @dataclass
 class Block:
-    """Memory between its allocation and its free.
-
-    Attributes:
-        timeline: the stream of its allocation, whose allocations may reuse it after the free.
-        nbytes: its size.
-        accesses: the accesses that a later one could race with.
-        recorded: timelines whose operations at the time of the free are complete before the allocator reuses the bytes.
-        before: accesses to earlier blocks at its bytes.
-    """
+    """Memory between its allocation on ``timeline``, whose allocations may reuse it after the free, and that."""
 
     timeline: Timeline
     nbytes: int
-    accesses: list[Access] = field(default_factory=list)
-    recorded: list[Timeline] = field(default_factory=list)
-    before: list[Access] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)  # that a later one could race with
+    recorded: list[Timeline] = field(default_factory=list)  # their operations until the free precede any reuse
+    before: list[Access] = field(default_factory=list)  # to earlier blocks at its bytes
 
 
 @dataclass(frozen=True)
