@@ -43,7 +43,9 @@ class State(enum.Enum):
 
 
 class Claim(enum.Flag):
-    """Why a parameter keeps its values."""
+    """Why a parameter keeps its values. ``bit`` is the value of one claim, which ``enum`` gives in several calls."""
+
+    bit: int
 
     MODULE = enum.auto()  # a module runs with it, or its backward will
     PERSISTENT = enum.auto()  # DeepSpeed shards it for the step alone
@@ -98,6 +100,8 @@ TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a text: the transition
 }
 for _event, _rows in TRANSITIONS.items():
     _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
+for _claim in Claim:
+    _claim.bit = _claim.value
 WINDOW, STEPS, _CONTEXT = Claim.WINDOW.value, Claim.STEPS.value, Claim.CONTEXT.value  # bits, for the hot paths
 _HELD = (Claim.WINDOW | Claim.PHASE).value
 _statuses: dict[str, Any] = {}  # DeepSpeed's, by name
@@ -220,12 +224,12 @@ class Record:
     def claim(self, claim: Claim) -> None:
         """Keep the values, which are here or on their way."""
         self._enter(Event.CLAIM)
-        self.bits |= claim.value
+        self.bits |= claim.bit
         self.settle()
 
     def drop(self, claim: Claim) -> None:
         """End a claim, if there is one."""
-        self.bits &= ~claim.value
+        self.bits &= ~claim.bit
         self.settle()
 
     def reshard(self) -> None:

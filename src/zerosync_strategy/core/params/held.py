@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import WINDOW, Claim, Record
+from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
 from zerosync_strategy.core.params.host_cache import HostCache, fitting
 
 
@@ -140,8 +140,10 @@ class HoldPlan:
         for record in records:
             if record.bits & WINDOW and not zero3.is_persistent(record.param):
                 self.held_bytes -= zero3.full_bytes(record.param)
-            if record.bits:
-                record.drop(Claim.WINDOW | Claim.STEPS)
+            if record.bits & WINDOW:
+                record.drop(Claim.WINDOW)
+            if record.bits & STEPS:
+                record.drop(Claim.STEPS)
 
     def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
         """Return what has this claim."""
