@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -39,10 +39,6 @@ from zerosync_strategy.core.race_check import CheckedEngine
 class AttachedEngine(ABC):
     """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
 
-    Args:
-        engine: the DeepSpeed engine, verified (C1).
-        config: the options.
-
     Attributes:
         all: the attached engines of this process.
         names: of the module's parameters.
@@ -54,7 +50,7 @@ class AttachedEngine(ABC):
         budgets: those that set themselves.
         scheduler: of the gathers of ZeRO-3.
         race_check: the engine's part in the check of this process.
-        gradient_ready: the window's, without a step between unless gradients are noted down.
+        gradient_ready: the window's own, so that a gradient costs no call more.
 
     Raises:
         ValueError: an option needs another stage, or a process group another backend.
@@ -85,11 +81,10 @@ class AttachedEngine(ABC):
         self.window = Window(
             self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes
         )
-        self.gradient_ready: Callable[[Any], None] = self.window.gradient_ready
-        self._required: RequiredGradients | None = None
-        if zero.needs_every_gradient(engine):
-            self._required = RequiredGradients(self.reducer.params, self.names, self.window.gradient_ready)
-            self.gradient_ready = self._required.gradient_ready
+        self._required = RequiredGradients(
+            self.reducer.params, self.names, self.window.gradient_ready, zero.needs_every_gradient(engine)
+        )
+        self.gradient_ready = self._required.gradient_ready
         self.race_check = CheckedEngine(config.racecheck, self._device_changed)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
@@ -173,7 +168,7 @@ class AttachedEngine(ABC):
     # ---- parameters ----------------------------------------------------------------------------------------------
 
     def wait_for_parameters(self) -> None:
-        """Wait for parameters that are on their way, before DeepSpeed reads or writes them (U5)."""
+        """Wait for gathers in flight, before DeepSpeed reads or writes parameters (U5)."""
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:
         """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
@@ -218,7 +213,7 @@ class AttachedEngine(ABC):
     def backward_begins(self) -> None:
         """From inside an autograd graph, before the first gradient."""
         self._refuse_in_inference("backward()")
-        if self._required is not None and self.window.state is WindowState.CLOSED:
+        if self.window.state is WindowState.CLOSED:
             self._required.reset()  # what a dropped window had
         trains = self._trains()
         self.budgets.sample()  # a forward has left its activations
@@ -245,8 +240,7 @@ class AttachedEngine(ABC):
         """Drop the gradients of the window."""
         self.pending.dropped()
         self.frozen.reset()
-        if self._required is not None:
-            self._required.reset()
+        self._required.reset()
         self.window.zero_grad()
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -286,7 +280,7 @@ class AttachedEngine(ABC):
         """Around the ZeRO optimizer's own step."""
         with self.activity("the optimizer step"), self.parameters_as_they_are():
             self.wait_for_parameters()
-            if self._required is not None and self.window.state is not WindowState.CLOSED:
+            if self.window.state is not WindowState.CLOSED:
                 self._required.check()
             with self.activity("the reduction"):
                 self._before_reduction()
@@ -364,7 +358,7 @@ class AttachedEngine(ABC):
 
     def compiling(self) -> AbstractContextManager[None]:
         """Around DeepCompile's preparation of the engine."""
-        if self._required is not None:
+        if self._required.is_required:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."

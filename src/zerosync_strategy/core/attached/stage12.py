@@ -1,4 +1,4 @@
-"""An attached engine of ZeRO-1 or ZeRO-2: optimizer states in stripes, parameters that follow a step."""
+"""An attached engine of ZeRO-1 or ZeRO-2: optimizer states in stripes, parameters gathered after a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stage12Engine(AttachedEngine):
 
     Attributes:
         states: in which order the optimizer has its shards.
-        arriving: the parameters that are on their way, with ``overlap_gather``; else there are none.
+        arriving: the parameters whose gathers are in flight, with ``overlap_gather``; else none.
     """
 
     reducer: Stage12Reducer

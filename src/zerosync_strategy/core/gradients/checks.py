@@ -73,18 +73,25 @@ class RequiredGradients:
         params: of the optimizer.
         names: of them.
         gradient_ready: the window's.
+        is_required: what the configuration says; without it, nothing is checked.
+
+    Attributes:
+        gradient_ready: autograd has added to the gradient of a parameter; the window's own where nothing is checked.
     """
 
-    def __init__(self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None]) -> None:
+    def __init__(
+        self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None], is_required: bool
+    ) -> None:
         self._params = params
         self._names = names
-        self._gradient_ready = gradient_ready
+        self._window_ready = gradient_ready
+        self.is_required = is_required
+        self.gradient_ready = self._note if is_required else gradient_ready
         self._found: set[Any] = set()
 
-    def gradient_ready(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``."""
+    def _note(self, param: Any) -> None:
         self._found.add(param)
-        self._gradient_ready(param)
+        self._window_ready(param)
 
     def reset(self) -> None:
         """The gradients of this window are dropped."""
@@ -96,6 +103,8 @@ class RequiredGradients:
         Raises:
             RuntimeError: a trainable parameter has had no gradient.
         """
+        if not self.is_required:
+            return
         found, self._found = self._found, set()
         names = [repr(self._names[param]) for param in self._params if param.requires_grad and param not in found]
         if names:
