@@ -334,7 +334,10 @@ def test_refusals() -> None:
     run_ranks(run)
 
 
-STILL_THERE = {"report", "findings", "end_racecheck", "abort", "detach", "end", "keeps_gradients", "clips_next_step"}
+STILL_THERE = {
+    "report", "findings", "end_racecheck", "abort", "detach", "end", "has_backward", "keeps_gradients",
+    "clips_next_step",
+}  # fmt: skip
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "mean_over": (1,),
     "clip_next_step": (1.0,),
