@@ -85,15 +85,17 @@ def prepare_device(device_type: str, precision: object = None) -> str:
 
 
 @contextmanager
-def building_model(config: Any) -> Iterator[None]:
-    """Around the building of a model, which ZeRO-3 may shard as it is built.
+def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
+    """Around the building of a model, which ZeRO-3 shards as it is built.
 
     Args:
-        config: a DeepSpeed configuration of stage 3, for transformers; ``None``: of another stage.
+        sharding: the framework's own context, which may complete the configuration, and enters ``zero.Init``.
+        config: the DeepSpeed configuration, for transformers.
     """
     prepare_process(nested_init=False)
-    told = None if config is None else tell_transformers(config)
-    yield
+    with sharding:
+        told = tell_transformers(config) if stage == 3 else None
+        yield
     del told  # what is read outside is whole
 
 

@@ -148,7 +148,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> Iterator[None]:
         self._patch_process()
-        with frontend.building_model(self.config if self.stage == 3 else None), super().module_sharded_context():
+        with frontend.building_model(super().module_sharded_context(), self.config, self.stage):
             yield
 
     @override

@@ -164,8 +164,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        config = self.config if self.zero_stage_3 else None
-        with frontend.building_model(config), super().model_sharded_context():
+        with frontend.building_model(super().model_sharded_context(), self.config, self.stage):
             yield
 
     @override
