@@ -475,8 +475,8 @@ def parameter() -> None:
     rows = (
         ("not held", "gathered at each use", ((0, 0.2, 0), (0.2, 0.9, 1), (1, 1.2, 0), (1.2, 1.9, 1), (2, 2.2, 0),
          (2.2, 2.9, 1), (3, 3.2, 0), (3.2, 3.9, 1))),
-        ("held", "params/cache.py", ((0, 0.2, 0), (0.2, 4, 1))),
-        ("read, outside of its module", "params/values.py", ((2.3, 2.5, 0), (2.5, 2.8, 1))),
+        ("held", "params/held.py", ((0, 0.2, 0), (0.2, 4, 1))),
+        ("read, outside of its module", "params/intercepted.py", ((2.3, 2.5, 0), (2.5, 2.8, 1))),
         ("held and constant", "no optimizer trains it (R4)", ((0, 0.2, 0), (0.2, 5, 1))),
     )  # fmt: skip
     for row, (name, text, bars) in enumerate(rows):
@@ -494,8 +494,8 @@ def parameter() -> None:
     picture.panel(left + 270, y, 14, 14, 3)
     picture.text(left + 292, y + 12, "SHARDED", "small")
     notes = (
-        "A claim keeps the values: a module that runs, DeepSpeed's persistence, the window that holds it, a"
-        " context of the program.",
+        "Claims keep the values: MODULE and PERSISTENT are DeepSpeed's; WINDOW, STEPS, PHASE and CONTEXT are set in"
+        " engine/parameter.py.",
         "WRITE goes to the shard at once and counts; a step, a checkpoint and a context that has written reshard in"
         " spite of claims.",
     )
