@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerosync_strategy.tools.racecheck import modes
+from zerosync_strategy.tools.racecheck import recorder
 
 TIMEOUT = 30.0  # seconds that a wait takes before it says who is missing
 _POLL = 0.0005
@@ -484,7 +484,7 @@ def strict() -> Iterator[StrictCommunicator]:
     with ExitStack() as stack:
         for (module, name), function in named.items():
             stack.enter_context(mock.patch.object(module, name, function))
-        modes.put_below(communicator)
-        stack.callback(modes.take_out, communicator)
+        recorder.put_below(communicator)
+        stack.callback(recorder.take_out, communicator)
         yield communicator
         communicator.check_order()
