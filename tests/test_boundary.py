@@ -1,7 +1,10 @@
-"""The boundary to DeepSpeed (rule C1): only ``core/engine`` touches its internals, and only those in the tables.
+"""The boundary to DeepSpeed (rule C1), in three laws.
 
-The overrides of DeepSpeed's methods call the attached engine, and so are a file above it. That file has those methods,
-calls DeepSpeed's own of the same names, and touches nothing else.
+1. No file outside of ``core/engine`` touches an internal of DeepSpeed. ``attached/overrides.py``, which calls the
+   attached engine and so lies above, has the methods that it overrides, calls DeepSpeed's own of the same names, and
+   touches nothing else.
+2. What ``core/engine`` touches is in a table of ``contract.py``.
+3. So is every method that is overridden.
 """
 
 import ast
@@ -26,7 +29,7 @@ INTERNAL = {internal.name for table in contract.EVERY_TABLE for internal in tabl
 PRIVATE_MODULES = ("deepspeed.runtime", "deepspeed.compile", "deepspeed.ops", "deepspeed.comm.comm", "deepspeed.utils")
 TOOLS = ("deepspeed.utils.zero_to_fp32",)
 
-# What an object of DeepSpeed has that is no internal: torch's own, and what DeepSpeed documents.
+# What an object of DeepSpeed, by its variable, has that is no internal: torch's own, and what DeepSpeed documents.
 OPEN = {
     "engine": {"module", "optimizer", "device", "zero_optimization_stage", *dir(torch.nn.Module)},
     "optimizer": {"module", "param_groups", "zerosync_stock_finalize", "zerosync_stock_norms"},
@@ -35,6 +38,8 @@ OPEN = {
     "config": {"zero_config"},
 }
 
+
+# ---- 1: outside of core/engine ---------------------------------------------------------------------------------------
 
 # The doctor reads files, in which keys have the names of internals.
 CONFIGURATION_KEYS = {"offload_optimizer", "zenflow", "zero_quantized_gradients"}
@@ -116,6 +121,9 @@ def test_overrides_may_have_the_methods_that_they_override_and_nothing_else() ->
     assert breaches(method) and not breaches(method, may_override=True)
     assert breaches(method + " + self.averaged_gradients", may_override=True)
     assert breaches("self._get_norm_groups()", may_override=True)
+
+
+# ---- 2 and 3: what is touched or overridden is in a table ------------------------------------------------------------
 
 
 def test_every_internal_that_is_touched_is_in_a_table() -> None:

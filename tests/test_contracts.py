@@ -21,10 +21,10 @@ from zerosync_strategy.accelerate.contract import TRAINER
 from zerosync_strategy.core import race_check
 from zerosync_strategy.core.engine import (
     checkpoint_files,
+    compat,
     compilation,
     contract,
     gathering,
-    scalars,
     torch_internals,
     transformers,
     zero,
@@ -32,7 +32,6 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
 from zerosync_strategy.core.engine.supported import internals_of
-from zerosync_strategy.tools.doctor.installation import TESTED
 from zerosync_strategy.tools.plan import training
 from zerosync_strategy.tools.plan.jobs import Cluster
 
@@ -110,7 +109,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.ACCUMULATION, zero.accumulate_outside),
         (contract.UNIVERSAL, lambda engine: checkpoint_files.restore_rest(engine, [], "", True, True)),
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
-        (contract.SCALARS, lambda _: scalars.allow_scalars()),
+        (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),
         (torch_internals.PLAN, lambda _: training.join(Cluster(2))),
         (torch_internals.RACE_CHECK_ON_CUDA, lambda _: race_check.verify(on_cuda=True)),
@@ -281,10 +280,3 @@ def test_every_method_that_is_interposed_on_a_framework_is_in_a_table() -> None:
     ]
     methods = {name for cls in layers for name, value in vars(cls).items() if is_method(cls, name)}
     assert methods - DECLARED - {"load_state_dict", "training", "train", "eval"} == set() and len(methods) > 12
-
-
-def test_releases_that_errors_name_are_those_that_were_tested() -> None:
-    for package, library in LIBRARIES.items():
-        name = {"lightning_fabric": "lightning", "pytorch_lightning": "pytorch-lightning"}.get(package, package)
-        tested = TESTED[name]
-        assert (library.oldest, library.newest) == (tested.oldest, tested.newest), package

@@ -78,18 +78,18 @@ def test_what_comes_after_ours_stays_and_ours_is_not_doubled() -> None:
         monkeypatch.setitem(sys.modules, "zerosync_test_owner", owner)
 
         def install() -> None:
-            patches.hold(holders[0])
+            patches.add_user(holders[0])
             patches.replace(patch, lambda below: calls(below, "ours"))
 
         install()
         install()
         assert Target().method() == ["ours", "stock"]
         Target.method = theirs = calls(Target.method, "theirs")  # type: ignore[method-assign]
-        patches.release(holders[0])
+        patches.remove_user(holders[0])
         assert Target.method is theirs and not patches.is_installed(patch)
         install()
         assert Target().method() == ["theirs", "ours", "stock"]
-        patches.release(holders[0])
+        patches.remove_user(holders[0])
         Target.method = stock  # type: ignore[method-assign]
         install()
         assert Target().method() == ["ours", "stock"]

@@ -16,7 +16,7 @@ from benchmarks.rank_status import measure
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.failures import rank_status as module
 from zerosync_strategy.core.failures.agreement import require_same
-from zerosync_strategy.core.failures.errors import is_communication_error
+from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.flight_recorder import program_line
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.rank_status import RankStatus, rank_status
@@ -113,6 +113,32 @@ def test_a_new_process_group_ends_the_thread_of_the_old() -> None:
     (counts,) = run_ranks(run, world_size=1)
     assert counts[0::2] == [1, 1, 1]
     assert counts[3] == counts[5], counts
+
+
+def test_a_rank_goes_through_the_phases_of_the_table(statuses: list[RankStatus]) -> None:
+    one, other = statuses[:2]
+
+    def told() -> str:
+        """What the other ranks are told of the first."""
+        (line,) = (line for line in other.describe("the test", ERROR).splitlines() if line.startswith("  rank 0:"))
+        return line
+
+    with one.activity("the forward"):
+        assert told().startswith("  rank 0: in the forward for 0 s, before")  # running
+        one.describe("the forward", ERROR)
+        with one.activity("the backward"):
+            assert "in the backward" in told()  # not lost any more
+    for error, words in [
+        (dist.DistBackendError("x"), "has stopped: lost the other ranks in the reduction, before"),
+        (ValueError("x"), "has stopped: ValueError in the reduction, before"),
+    ]:
+        with pytest.raises((RankError, ValueError)), one.activity("the reduction"):
+            raise error
+        assert words in told()
+        one.record_failure("KeyError outside of the engine", KeyError())
+        assert words in told()  # the first says most
+        with one.activity("the next forward"):
+            assert "in the next forward" in told()
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
         contract.CONFIGURATION, contract.ALL_STAGES, contract.ACCUMULATION, contract.STAGE_1_2,
-        contract.STAGE_1_2_OFFLOAD, contract.SCALARS, contract.UNIVERSAL, contract.DEEPCOMPILE, contract.RACE_CHECK,
+        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.UNIVERSAL, contract.DEEPCOMPILE, contract.RACE_CHECK,
         contract.RACE_CHECK_STAGE_1_2,
     ),
     3: (

@@ -134,6 +134,6 @@ def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pyt
         if not found:
             pytest.skip("this release of torch records no collectives of gloo")
         last, of_gloo = found
-        assert last.words == "the reduction of the gradients of '2'" and not last.complete
+        assert last.label == "the reduction of the gradients of '2'" and not last.complete
         assert last.text.startswith("the reduction of the gradients of '2' (collective ")
-        assert of_gloo.name == "gloo:broadcast" and of_gloo.words == "" and of_gloo.complete
+        assert of_gloo.name == "gloo:broadcast" and of_gloo.label == "" and of_gloo.complete

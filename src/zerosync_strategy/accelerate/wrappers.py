@@ -238,7 +238,7 @@ class _AcceleratorOverrides:
         released = super().free_memory(*objects)  # type: ignore[misc]
         self.deepspeed_engine_wrapped = kept
         if not divides_losses(self):  # a Trainer goes on by itself
-            patches.release(self.deepspeed_plugin)
+            patches.remove_user(self.deepspeed_plugin)
         return released
 
     def end_training(self) -> None:
@@ -249,7 +249,7 @@ class _AcceleratorOverrides:
         self._zerosyncs.clear()
         plugin = self.deepspeed_plugin
         super().end_training()  # type: ignore[misc]
-        patches.release(plugin)
+        patches.remove_user(plugin)
 
 
 def _steps_on_backward(zerosync: ZeroSync) -> bool:

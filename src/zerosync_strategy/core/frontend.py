@@ -26,11 +26,10 @@ from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, gathering, patches, zero
 from zerosync_strategy.core.engine.checkpoint_files import loads_universal
+from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
-from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
@@ -55,18 +54,17 @@ __all__ = [  # beside the functions below, for a frontend's own hooks
 ]  # fmt: skip
 
 
-def prepare_process(holder: Any = None, nested_init: bool = True) -> None:
+def prepare_process(user: Any = None, nested_init: bool = True) -> None:
     """Replace what has to be replaced in this process before there is an engine (C2).
 
     Args:
-        holder: an object that keeps the replacements while it lives, or until ``patches.release(holder)``; attached
+        user: an object that keeps the replacements while it lives, or until ``patches.remove_user(user)``; attached
             engines keep them, too.
         nested_init: leave a ``zero.Init`` inside another one alone.
     """
-    if holder is not None:
-        patches.hold(holder)
-    allow_scalars()
-    allow_any_output()
+    if user is not None:
+        patches.add_user(user)
+    allow_any_model()
     if not nested_init:
         refuse_nested_init()
 

@@ -83,7 +83,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     try:
         return ZeroSync(engine, config)
     except BaseException:
-        patches.release(engine)
+        patches.remove_user(engine)
         raise
 
 

@@ -226,7 +226,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 torch.distributed.broadcast(tensor.detach(), 0)
         prepared = PreparedModule(module, engine)
         self._prepared.add(prepared)
-        patches.hold(prepared)
+        patches.add_user(prepared)
         return prepared
 
     @override
@@ -248,7 +248,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         (prepared,) = owners
         engine, zero_optimizer = self._train(prepared.module, optimizer, call, prepared)
         prepared.train_with(engine)
-        patches.release(prepared)
+        patches.remove_user(prepared)
         return zero_optimizer
 
     def _cast(self, module: Module) -> None:

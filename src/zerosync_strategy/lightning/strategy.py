@@ -385,7 +385,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         callbacks.leave(self.lightning_module.trainer)
         with frontend.as_it_is():  # moves what ZeRO-3 has left of them
             super().teardown()
-        patches.release(self)
+        patches.remove_user(self)
 
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:

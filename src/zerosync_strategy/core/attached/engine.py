@@ -19,9 +19,9 @@ from zerosync_strategy.core.comm.collectives import is_native, phase, share_time
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
+from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.scalars import allow_scalars
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
@@ -105,8 +105,8 @@ class AttachedEngine(ABC):
 
     def _patch_process(self) -> None:
         """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
-        patches.hold(self.engine)
-        allow_scalars()
+        patches.add_user(self.engine)
+        allow_any_model()
         zero.count_parameters_quickly()
         if self.engine.device.type == "cpu":
             keep_freed_memory()
@@ -160,7 +160,7 @@ class AttachedEngine(ABC):
         for target, layer in self._layers:
             restore(target, layer)
             del target._zerosync_attached, target._zerosync
-        patches.release(self.engine)
+        patches.remove_user(self.engine)
 
     def _detach_parameters(self) -> None:
         """Detach what a stage has of its own."""

@@ -10,7 +10,6 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.outputs import allow_any_output
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -66,7 +65,6 @@ class Stage3Engine(AttachedEngine):
 
     def _patch_process(self) -> None:
         super()._patch_process()
-        allow_any_output()
         let_average()
 
     def detach(self) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints: which files belong to one save, whether they are whole, and how the ranks agree on it."""
+"""Checkpoints: manifests of what was saved, and how all ranks save or load, or none."""

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from zerosync_strategy.core.checkpoints.manifests import LATEST, FileState, Manifest, path_of, ranks_in
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, RankError, wrap_checkpoint_errors
+from zerosync_strategy.core.failures.errors import (
+    UNWRITABLE,
+    CheckpointError,
+    RankError,
+    in_words,
+    is_communication_error,
+)
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
@@ -166,8 +172,12 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
             _current.id = broadcast_object(secrets.token_hex(8), 0, None)
         _current.engines.append(engine)
         engine.begin(_current.id, verifiable)
-        with wrap_checkpoint_errors(engine.what, UNWRITABLE):
+        try:
             yield
+        except Exception as error:  # it names neither the path nor the cause
+            if isinstance(error, CheckpointError) or is_communication_error(error):
+                raise
+            raise CheckpointError(f"Cannot {engine.what}: {in_words(error).rstrip(':. ')}. {UNWRITABLE}") from error
         _write_together(engine.what, engine.raise_failure)
 
 

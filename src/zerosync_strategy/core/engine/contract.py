@@ -34,8 +34,8 @@ class Library:
 
 DEEPSPEED = Library("DeepSpeed", "0.18.4", "0.19.8")
 LIBRARIES = {  # by the package that is imported
-    "deepspeed": DEEPSPEED,
     "torch": Library("torch", "2.10.0", "2.15.0"),
+    "deepspeed": DEEPSPEED,
     "lightning": Library("Lightning", "2.5.0", "2.6.6"),
     "pytorch_lightning": Library("Lightning (pytorch_lightning)", "2.5.0", "2.6.6"),
     "lightning_fabric": Library("Lightning (lightning_fabric)", "2.5.0", "2.6.6"),
@@ -86,15 +86,16 @@ class Internal:
         )
 
 
-def rows(feature: str, owner: str, names: str, **options: Any) -> tuple[Internal, ...]:
+def rows(
+    feature: str, owner: str, names: str, *,
+    named_in: str = "", optional: bool = False, since: str = "", until: str = "",
+) -> tuple[Internal, ...]:  # fmt: skip
     """Return a row for each of ``names``, as in ``"attribute method(first, second) +documented"``."""
-    found = re.findall(r"(\+?)(\w+)(\([^)]*\))?", names)
-    return tuple(
-        Internal(
-            feature, owner, name, tuple(re.findall(r"\w+", listed)) if listed else None, public=bool(plus), **options
-        )
-        for plus, name, listed in found
-    )
+    found = []
+    for plus, name, listed in re.findall(r"(\+?)(\w+)(\([^)]*\))?", names):
+        parameters = tuple(re.findall(r"\w+", listed)) if listed else None
+        found.append(Internal(feature, owner, name, parameters, named_in, bool(plus), optional, since, until))
+    return tuple(found)
 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
@@ -146,10 +147,9 @@ ALL_STAGES = (
     *rows("window", _STAGE3, "count_used_parameters_in_backward(parameters)"),
     *rows("window", "engine", """
         +backward(loss) +step +zero_grad() allreduce_gradients _backward_prologue() +is_gradient_accumulation_boundary()
-        +no_sync() +destroy()
+        +no_sync() +destroy() zero_ignore_unused_parameters()
     """),
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
-    *rows("unused parameters", "engine", "zero_ignore_unused_parameters()"),
     *rows("window", "engine config", "_param_dict"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
@@ -166,12 +166,10 @@ ALL_STAGES = (
     *rows("checkpoints", "checkpoint engine", "+save(state_dict, path)"),
     *rows("reduction", "optimizer", """
         averaged_gradients +dtype dp_process_group gradient_accumulation_dtype +communication_data_type
-        +gradient_predivide_factor +reduce_bucket_size
+        +gradient_predivide_factor +reduce_bucket_size clip_grad +loss_scale
     """),
     *rows("reduction", "parameter", "grad_accum", named_in=_STAGE12),
     *rows("access to shards", "deepspeed.utils.tensor_fragment", "+safe_get_full_grad(param)"),
-    *rows("gradient clipping", "optimizer", "clip_grad"),
-    *rows("gradient norm", "optimizer", "+loss_scale"),
     *rows("DeepCompile", "engine", "is_deepcompile_enabled() is_deepcompile_active()"),
     *rows("report", "deepspeed.comm.comm", "cdb"),
     *rows("collectives", "comm backend", "all_gather_function reduce_scatter_function", optional=True),
@@ -198,8 +196,7 @@ STAGE_1_2 = (
     *rows("parameter gather", _STAGE12, """
         all_gather_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)
     """),
-    *rows("parameter gather", "optimizer", "_update_model_bit16_weights(group_index)"),
-    *rows("DeepCompile", "optimizer", "get_param_id(param)"),
+    *rows("parameter gather", "optimizer", "_update_model_bit16_weights(group_index) get_param_id(param)"),
     AVERAGES,
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = rows(
@@ -211,9 +208,10 @@ STAGE_3 = (
     *rows("window", "optimizer", "reduce_ready_partitions_and_remove_grads(param)"),
     *rows("reduction", "optimizer", "swap_optimizer", named_in=_STAGE3),
     *rows("reduction", "parameter", "ds_id ds_numel partition_numel()"),
-    *rows("gradient norm", "optimizer", "_get_norm_groups() model_parallel_group"),
-    *rows("overflow check", "optimizer", "has_overflow(partition_gradients) reduce_and_partition_stream"),
-    *rows("step", "optimizer", "unscale_and_clip_grads(sub_group_id, total_norm)"),
+    *rows("gradient norm", "optimizer", """
+        _get_norm_groups() model_parallel_group has_overflow(partition_gradients) reduce_and_partition_stream
+        unscale_and_clip_grads(sub_group_id, total_norm)
+    """),
     *rows("access to shards", "parameter", "_z3_optimizer", named_in=_STAGE3),
     *rows("access to shards", "optimizer", """
         get_local_fp32_param(param) get_fp32_grad_for_param(param) set_fp32_grad_for_param(value, param)
@@ -221,41 +219,36 @@ STAGE_3 = (
         update_fp32_grad_for_param_vectorized(update_func, param_list)
         set_full_hp_param(value, param, optim_state_key) set_local_hp_param(value, param, optim_state_key)
     """),
-    *rows("edited parameters", "optimizer", "fp16_partitioned_groups_flat fp32_partitioned_groups_flat"),
+    *rows("edited parameters", "optimizer", """
+        fp16_partitioned_groups_flat fp32_partitioned_groups_flat refresh_fp32_params()
+    """),
     *rows("edited parameters", "parameter", "ds_tensor"),
     *rows("frozen parameters", "optimizer", "backup_optimizer", named_in=_STAGE3),
-    *rows("full parameters", "optimizer", "refresh_fp32_params()"),
     *rows("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     *rows("checkpoints", "optimizer", "checkpoint_event_prologue()"),
-    *rows("gathers", "optimizer", "parameter_offload"),
-    *rows("gathers", "zero config", "use_all_reduce_for_fetch_params +zero_quantized_weights"),
+    *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
+    *rows("gathers", "zero config", "use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size"),
     *rows("gathers", "offload", "get_param_coordinator()"),
     *rows("gathers", "coordinator", f"""
         {ALL_GATHER_PARAMS}(params, forward) {GATHER_STREAM} {IN_FLIGHT} {GATHERED_NUMEL} release_sub_module(submodule)
+        reset_step() fetch_sub_module(current_submodule, forward) release_and_reset_all(module)
+        {RELEASE_PARAM}(param, free_data) _invalidate_trace() {RELEASES}
     """),
     *rows("gathers", "parameter", """
-        ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist +all_gather_coalesced(params)
+        ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
+        +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)
     """),
     *rows("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION),
     *rows("gathers", _PARTITION, """
         get_allgather_dtype(param, param_ds_tensor) ZeroParamStatus +GatheredParameters(params)
-        _dist_allgather_fn(input_tensor, output_tensor, group)
+        _dist_allgather_fn(input_tensor, output_tensor, group) free_param(param)
     """),
     *rows("gathers", f"{_PARTITION}.GatheredParameters", "+enabled +params +src_rank", named_in=_PARTITION),
-    *rows("held parameters", "coordinator", f"""
-        reset_step() fetch_sub_module(current_submodule, forward) release_and_reset_all(module)
-        {RELEASE_PARAM}(param, free_data) _invalidate_trace() {RELEASES}
-    """),
-    *rows("held parameters", "optimizer", "_partition_all_parameters()"),
     *rows("held parameters", "engine", "module_forward_pre_hook module_forward_post_hook"),
     *rows("held parameters", "offload", "forward_hooks backward_hooks fwd_pre_hook"),
-    *rows("held parameters", "zero config", "+prefetch_bucket_size"),
-    *rows("held parameters", _PARTITION, "free_param(param)"),
     *rows("held parameters", _LINEAR, "LinearFunctionForZeroStage3"),
     *rows("held parameters", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
-    *rows("held parameters", "parameter", "ds_active_sub_modules"),
     *rows("held parameters", _COORDINATING, "iter_params(module, recurse) z3_leaf_module(model)"),
-    *rows("values of sharded parameters", "parameter", "+partition(param_list, hierarchy, has_been_updated)"),
     *rows("values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", named_in=_PARTITION,
           since="0.19.4"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
@@ -289,7 +282,7 @@ NESTED_ZERO_INIT = (
     *rows("zero.Init inside another one", f"{_PARTITION}.Init", "ds_process_group dp_world_size +enabled",
           named_in=_PARTITION),
 )  # fmt: skip
-SCALARS = (
+ANY_MODEL = (
     *rows("parameters without dimensions", f"{_ENGINE}.DeepSpeedEngine", "_broadcast_model()"),
     *rows("parameters in any memory layout", f"{_ENGINE}.DeepSpeedEngine", "_configure_distributed_model(model)"),
     *rows("parameters without dimensions", f"{_PARTITION}.Init", "_zero_init_param(param)"),
@@ -315,7 +308,7 @@ REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
-    SEVERAL_ENGINES, NESTED_ZERO_INIT, SCALARS, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
+    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
     RACE_CHECK_STAGE_3, REFUSED,
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.engine.scalars import allow_scalars
+from zerosync_strategy.core.engine.compat import allow_any_model
 
 
 def prepare_cpu() -> None:
@@ -38,7 +38,7 @@ def prepare_cpu() -> None:
     _start_without_compiler(deepspeed.ops.__compatible_ops__)
     _preempt_none()
     _pause_at_exit()
-    allow_scalars()
+    allow_any_model()
     if get_accelerator().device_name() != "cpu":
         if comm.is_initialized():
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """What ZeroSync replaces in the whole process: one list, with what each entry is for.
 
-Everything that is installed goes with the last holder: an attached engine that is detached, destroyed or collected; or
-a frontend's object, which holds before there is an engine and after it. What someone else has replaced on top of ours
+Everything that is installed goes with the last user: an attached engine that is detached, destroyed or collected; or a
+frontend's object, which is a user before there is an engine and after it. What someone else has replaced on top of ours
 stays: ours is then out of reach, and does what the stock one does until it is installed again.
 """
 
@@ -24,7 +24,7 @@ class Patch:
         owner: the path of the module or class.
         name: of its attribute.
         why: what the replacement is for.
-        stays: why the last holder does not undo it, or what does before; empty: it is undone then.
+        stays: why the last user does not undo it, or what does before; empty: it is undone then.
     """
 
     owner: str
@@ -33,98 +33,71 @@ class Patch:
     stays: str = ""
 
 
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_LINEAR = "deepspeed.runtime.zero.linear"
+_GROUP = "torch.distributed.ProcessGroup"
+_AVERAGED = "torch.optim.swa_utils.AveragedModel"
 _COUNT = "the hook that counts which parameters a backward will reach costs less"
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
 _POINT_TO_POINT = "calls point to point are counted apart from collectives, to find deadlocks"
-_AVERAGE = "the average of a ZeRO-3 model is one of full parameters"
-_IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
 _BLOCK = 'a configuration with a "zerosync" block trains with ZeroSync'
-_ON_CPU = "without an accelerator, ranks find each other"
+_IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
 _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
-_TRAINER = "the optimizer and scheduler that a Trainer was given are used, and train() may be called again"
 
-BROADCAST_MODEL = Patch(
-    "deepspeed.runtime.engine.DeepSpeedEngine", "_broadcast_model", "parameters without dimensions are broadcast"
-)
-CONFIGURE_MODEL = Patch(
-    "deepspeed.runtime.engine.DeepSpeedEngine",
-    "_configure_distributed_model",
-    "parameters may be in any memory layout",
-)
-SHARD = Patch(
-    f"{_PARTITION}.Init", "_zero_init_param", "parameters without dimensions, and in any memory layout, are sharded"
-)
+# fmt: off
+BROADCAST_MODEL = Patch(_ENGINE, "_broadcast_model", "parameters without dimensions are broadcast")
+CONFIGURE_MODEL = Patch(_ENGINE, "_configure_distributed_model", "parameters may be in any memory layout")
+SHARD = Patch(f"{_PARTITION}.Init", "_zero_init_param",
+              "parameters without dimensions, and in any memory layout, are sharded")
 ENTER_INIT = Patch(f"{_PARTITION}.Init", "__enter__", "a zero.Init inside another one, over other ranks, is an error")
 ENTER_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__enter__", _GATHERED)
-LEAVE_GATHERED = Patch(
-    f"{_PARTITION}.GatheredParameters", "__exit__", f"{_GATHERED}; parameters without dimensions are broadcast"
-)
+LEAVE_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__exit__",
+                       f"{_GATHERED}; parameters without dimensions are broadcast")
 OUTPUTS = Patch("deepspeed.runtime.zero.parameter_offload", "vars", "modules may return what has no attributes")
-COUNT_STAGE_1_2 = Patch("deepspeed.runtime.zero.stage_1_and_2", "count_used_parameters_in_backward", _COUNT)
+COUNT_STAGE_1_2 = Patch(_STAGE12, "count_used_parameters_in_backward", _COUNT)
 COUNT_STAGE_3 = Patch("deepspeed.runtime.zero.stage3", "count_used_parameters_in_backward", _COUNT)
-LINEAR = Patch(
-    "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3",
-    "apply",
-    "a linear layer whose weight is held is torch's own, and others cost less",
-)
-FULL_GRADIENT = Patch(
-    "deepspeed.utils.tensor_fragment.safe_get_full_grad",
-    "__code__",
-    "before DeepSpeed 0.19.8, it looks for a window's gradient, too",
-)
+LINEAR = Patch(f"{_LINEAR}.LinearFunctionForZeroStage3", "apply",
+               "a linear layer whose weight is held is torch's own, and others cost less")
+FULL_GRADIENT = Patch("deepspeed.utils.tensor_fragment.safe_get_full_grad", "__code__",
+                      "before DeepSpeed 0.19.8, it looks for a window's gradient, too")
 RANGES = Patch("deepspeed.utils.nvtx", "enable_nvtx", "on CPU, no ranges for profilers, which have none there")
-SHARED_MEMORY = Patch(
-    "deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']", "on CPU, DeepSpeed starts without a compiler"
-)
-SCHEDULING = Patch(
-    "the process", "scheduling policy", "on Linux and CPU, threads that wake take the processor from none (SCHED_BATCH)"
-)
-SEND = Patch("torch.distributed.ProcessGroup", "send", _POINT_TO_POINT)
-RECEIVE = Patch("torch.distributed.ProcessGroup", "recv", _POINT_TO_POINT)
-RECEIVE_ANY = Patch("torch.distributed.ProcessGroup", "recv_anysource", _POINT_TO_POINT)
+SHARED_MEMORY = Patch("deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']",
+                      "on CPU, DeepSpeed starts without a compiler")
+SCHEDULING = Patch("the process", "scheduling policy",
+                   "on Linux and CPU, threads that wake take the processor from none (SCHED_BATCH)")
+SEND = Patch(_GROUP, "send", _POINT_TO_POINT)
+RECEIVE = Patch(_GROUP, "recv", _POINT_TO_POINT)
+RECEIVE_ANY = Patch(_GROUP, "recv_anysource", _POINT_TO_POINT)
 BACKEND = Patch("deepspeed.comm.comm", "cdb", "the bytes that its collectives send are counted, by a class of its own")
-MAKE_AVERAGE = Patch("torch.optim.swa_utils.AveragedModel", "__init__", "a copy of sharded parameters is an error")
-UPDATE_AVERAGE = Patch("torch.optim.swa_utils.AveragedModel", "update_parameters", _AVERAGE)
+MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an error")
+UPDATE_AVERAGE = Patch(_AVERAGED, "update_parameters", "the average of a ZeRO-3 model is one of full parameters")
 FABRIC = Patch("lightning.fabric.Fabric", "_validate_setup_optimizers", _LATER)
 OTHER_FABRIC = Patch("lightning_fabric.Fabric", "_validate_setup_optimizers", _LATER)
-DEEPSPEED_INIT = Patch("transformers.integrations.deepspeed", "deepspeed_init", _TRAINER)
+DEEPSPEED_INIT = Patch("transformers.integrations.deepspeed", "deepspeed_init",
+                       "the optimizer and scheduler that a Trainer was given are used, and train() may be called again")
 ACCELERATE_PLUGIN = Patch("accelerate.utils.DeepSpeedPlugin", "__post_init__", _BLOCK, stays=_IMPORTED)
 ACCELERATE_PREPARE = Patch("accelerate.accelerator.Accelerator", "_prepare_deepspeed", _BLOCK, stays=_IMPORTED)
-ACCELERATE_BACKEND = Patch("accelerate.state.PartialState", "_prepare_backend", _ON_CPU, stays=_IMPORTED)
-ACCELERATE_STATE = Patch(
-    "accelerate.state.AcceleratorState", "__init__", "cpu=True, which switches DeepSpeed off, is an error",
-    stays=_IMPORTED,
-)  # fmt: skip
-STEP_GATHER = Patch(
-    "deepspeed.runtime.zero.stage_1_and_2", "all_gather_dp_groups", "on stages 1 and 2, a step gathers in buckets",
-    stays="it lasts as long as a step",
-)  # fmt: skip
-SHARD_GATHER = Patch(
-    _PARTITION,
-    "_dist_allgather_fn",
-    "DeepSpeed's own gathers send each byte once",
-    stays="it lasts as long as a gather",
-)
-SCHEDULE = Patch(
-    "deepspeed.compile.backend", "remaining_schedule", "DeepCompile runs one more pass", stays="compiled graphs stay"
-)
-COMPILERS = Patch(
-    "deepspeed.runtime.zero.linear", "zero3_linear_wrap", "compilers take ZeRO-3's linear layers as they are",
-    stays="it is torch's mark on a function, not another function",
-)  # fmt: skip
-ACCELERATOR = Patch(
-    "deepspeed.accelerator", "set_accelerator()", "prepare_cpu() has chosen the CPU",
-    stays="engines that were made go on with it",
-)  # fmt: skip
-EXIT = Patch(
-    "the process", "exit", "on CPU, a pause of 0.1 s, in which gloo's threads end",
-    stays="gloo's threads end with the process",
-)  # fmt: skip
-ALLOCATOR = Patch(
-    "the process", "malloc", "on CPU, glibc keeps what is freed, in blocks of up to 32 MiB",
-    stays="glibc has learned it, and has no call to forget it",
-)  # fmt: skip
+ACCELERATE_BACKEND = Patch("accelerate.state.PartialState", "_prepare_backend",
+                           "without an accelerator, ranks find each other", stays=_IMPORTED)
+ACCELERATE_STATE = Patch("accelerate.state.AcceleratorState", "__init__",
+                         "cpu=True, which switches DeepSpeed off, is an error", stays=_IMPORTED)
+STEP_GATHER = Patch(_STAGE12, "all_gather_dp_groups", "on stages 1 and 2, a step gathers in buckets",
+                    stays="it lasts as long as a step")
+SHARD_GATHER = Patch(_PARTITION, "_dist_allgather_fn", "DeepSpeed's own gathers send each byte once",
+                     stays="it lasts as long as a gather")
+SCHEDULE = Patch("deepspeed.compile.backend", "remaining_schedule", "DeepCompile runs one more pass",
+                 stays="compiled graphs stay")
+COMPILERS = Patch(_LINEAR, "zero3_linear_wrap", "compilers take ZeRO-3's linear layers as they are",
+                  stays="it is torch's mark on a function, not another function")
+ACCELERATOR = Patch("deepspeed.accelerator", "set_accelerator()", "prepare_cpu() has chosen the CPU",
+                    stays="engines that were made go on with it")
+EXIT = Patch("the process", "exit", "on CPU, a pause of 0.1 s, in which gloo's threads end",
+             stays="gloo's threads end with the process")
+ALLOCATOR = Patch("the process", "malloc", "on CPU, glibc keeps what is freed, in blocks of up to 32 MiB",
+                  stays="glibc has learned it, and has no call to forget it")
+# fmt: on
 
 EVERY = tuple(value for value in list(globals().values()) if isinstance(value, Patch))
 """All of them, in the order of the documentation."""
@@ -132,18 +105,18 @@ EVERY = tuple(value for value in list(globals().values()) if isinstance(value, P
 _ABSENT: Any = object()
 _installed: dict[Patch, Callable[[], None]] = {}  # with how each is undone
 _buried: dict[Patch, tuple[Any, Any]] = {}  # stock and ours, where someone has replaced ours since
-_holders: dict[int, weakref.ref[Any]] = {}
+_users: dict[int, weakref.ref[Any]] = {}
 
 
-def hold(holder: Any) -> None:
-    """Keep what is installed until :func:`release`, or until nothing refers to ``holder`` any more."""
-    key = id(holder)
-    _holders[key] = weakref.ref(holder, lambda _: _release(key))
+def add_user(user: Any) -> None:
+    """Keep what is installed until :func:`remove_user`, or until nothing refers to ``user`` any more."""
+    key = id(user)
+    _users[key] = weakref.ref(user, lambda _: _remove(key))
 
 
-def release(holder: Any) -> None:
-    """Undo all that is installed if ``holder`` is the last."""
-    _release(id(holder))
+def remove_user(user: Any) -> None:
+    """Undo all that is installed if ``user`` is the last."""
+    _remove(id(user))
 
 
 def is_installed(patch: Patch) -> bool:
@@ -154,7 +127,7 @@ def is_installed(patch: Patch) -> bool:
 def install(patch: Patch, undo: Callable[[], None] | None = None) -> None:
     """Note down that ``patch`` was installed, and how it is undone; one that stays is not."""
     assert (undo is None) is bool(patch.stays), patch
-    _installed[patch] = undo or _stay
+    _installed[patch] = undo or (lambda: None)
 
 
 def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
@@ -182,12 +155,8 @@ def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
     _installed[patch] = undo
 
 
-def _stay() -> None:
-    """In place of what undoes."""
-
-
-def _release(key: int) -> None:
-    if _holders.pop(key, None) is None or _holders or sys.is_finalizing():
+def _remove(key: int) -> None:
+    if _users.pop(key, None) is None or _users or sys.is_finalizing():
         return
     for patch in [each for each in _installed if not each.stays][::-1]:
         _installed.pop(patch)()

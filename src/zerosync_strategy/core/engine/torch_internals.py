@@ -10,37 +10,32 @@ _DISPATCH = "torch.utils._python_dispatch"
 _DYNAMO = "torch._dynamo.eval_frame"
 
 TRAINING = (
-    *rows("window", "torch._C", "_current_graph_task_id _will_engine_execute_node"),
-    *rows("window", "torch.autograd.Variable", "_execution_engine"),
-    *rows("window", "torch.Tensor", "_version _is_view"),
-    *rows("values of sharded parameters", "torch._C", "+DisableTorchFunctionSubclass"),
-    *rows("values of sharded parameters", "torch.UntypedStorage", "_cdata"),
-    *rows("values of sharded parameters", "torch.utils._pytree", "+tree_map"),
-    *rows("memory layouts", _DISPATCH, "+is_traceable_wrapper_subclass"),
-    *rows("overlapped gathers", "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
-    *rows("memory of the host", "torch._C", "_storage_Use_Count"),
-    *rows("memory of the host", "torch._C", "_host_emptyCache", optional=True),  # of builds for a GPU
-    *rows("reduction", "torch", "_chunk_cat"),
-    *rows("edited parameters", "torch", "_foreach_copy_"),
-    *rows("linear layers", "torch._C", "_are_functorch_transforms_active"),
-    *rows("linear layers", "torch._C._nn", "+linear"),
-    *rows("unsharding on read", "torch._C._FunctionBase", "_set_sequence_nr"),
-    *rows("unsharding on read", "torch.nn.Module", "_call_impl _compiled_call_impl"),
-    *rows("unsharding on read", "torch.nn.Module", "_parameters _modules _forward_pre_hooks",
-          named_in="torch.nn.modules.module"),
+    *rows("training", "torch._C", """
+        _current_graph_task_id _will_engine_execute_node +DisableTorchFunctionSubclass _storage_Use_Count
+        _are_functorch_transforms_active
+    """),
+    *rows("training", "torch._C", "_host_emptyCache", optional=True),  # of builds for a GPU
+    *rows("training", "torch._C._nn", "+linear"),
+    *rows("training", "torch._C._FunctionBase", "_set_sequence_nr"),
+    *rows("training", "torch", "_chunk_cat _foreach_copy_"),
+    *rows("training", "torch.autograd", "_profiler_enabled"),
+    *rows("training", "torch.autograd.Variable", "_execution_engine"),
+    *rows("training", "torch.Tensor", "_version _is_view _backward_hooks _post_accumulate_grad_hooks"),
+    *rows("training", "torch.UntypedStorage", "_cdata"),
+    *rows("training", "torch.utils._pytree", "+tree_map"),
+    *rows("training", _DISPATCH, "+is_traceable_wrapper_subclass _disable_current_modes()"),
+    *rows("training", "torch.nn.Module", "_call_impl _compiled_call_impl"),
+    *rows("training", "torch.nn.Module", "_parameters _modules _forward_pre_hooks", named_in="torch.nn.modules.module"),
     *rows("steps by part", "torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
           named_in="torch.optim.optimizer"),
     *rows("steps by part", "torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),
     *rows("steps by part", "torch.optim.Optimizer", "_wrapped_by_lr_sched", named_in="torch.optim.lr_scheduler"),
-    *rows("trial of an optimizer", _DISPATCH, "_disable_current_modes()"),
-    *rows("traces", "torch.autograd", "_profiler_enabled"),
     *rows("communication", "torch.distributed.ProcessGroup", "_device_types _get_backend"),
     *rows("communication", f"{_BINDINGS}.Backend", "_get_sequence_number_for_group"),
     *rows("communication", f"{_BINDINGS}.Backend.Options", "_timeout"),
-    *rows("communication", _C10D, "_get_default_timeout(backend)"),
+    *rows("communication", _C10D, "_get_default_timeout(backend) _get_default_group() _get_default_store() _world"),
     *rows("communication", _C10D, "_set_pg_timeout(timeout, group)", optional=True),  # or it is public: set_timeout
-    *rows("errors of every rank", _C10D, "_get_default_group() _get_default_store() _world"),
-    *rows("errors of every rank", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # by build
+    *rows("communication", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # by build
 )  # fmt: skip
 COMPILATION = (
     *rows("compiled models", "torch._dynamo", "+OptimizedModule"),

@@ -112,8 +112,9 @@ def use_current_names(backend: Any) -> Callable[[], None]:
     Returns what undoes it.
     """
     stock = {}
-    for kind in ("all_gather", "reduce_scatter"):
-        name, current = f"{kind}_function", f"{kind}_single"
+    for name, current in (
+        ("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single"),
+    ):  # fmt: skip
         if name in vars(backend) and hasattr(dist, current):
             stock[name] = vars(backend)[name]
             setattr(backend, name, getattr(dist, current))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures.errors import RankError
 
-_POLL = 0.02  # seconds
+_POLL_SECONDS = 0.02
 
 
 class BegunReductions:
@@ -67,35 +66,28 @@ class BegunReductions:
         begun, self._aborted = self._aborted, None
         self._compared += 1
         for group in self._groups:
-            _require_same(f"{self._name}/{self._compared}", begun[group], group)
+            _require_same(f"zerosync/aborted/{self._name}/{self._compared}", begun[group], group)
 
 
 def _require_same(window: str, begun: int, process_group: Any) -> None:
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    size, timeout = dist.get_world_size(process_group), timeout_of(process_group)
+    group: Any = process_group or dist.group.WORLD
+    size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
     store = dist.distributed_c10d._get_default_store()
-    key = f"zerosync/aborted/{window}/{group.group_name}"
+    key = f"{window}/{group.group_name}"
     store.add(f"{key}/{begun}", 1)
-    arrived = store.add(key, 1)
-    until = time.monotonic() + timeout.total_seconds()
-    while arrived < size:
-        if time.monotonic() > until:
-            raise RankError(_text(begun, f"only {arrived} of {size} ranks have done so within {_seconds(timeout)}"))
-        time.sleep(_POLL)
+    arrived, until = store.add(key, 1), time.monotonic() + timeout
+    while arrived < size and time.monotonic() <= until:
+        time.sleep(_POLL_SECONDS)
         arrived = store.add(key, 0)
-    alike = store.add(f"{key}/{begun}", 0)
-    if alike < size:
-        raise RankError(_text(begun, f"{size - alike} of {size} ranks after another number of them"))
-
-
-def _text(begun: int, others: str) -> str:
-    return (
-        f"A backward was aborted after this rank had begun {begun} reduction(s), and {others}. What is begun cannot be"
+    others = size - store.add(f"{key}/{begun}", 0)
+    if others == 0:
+        return
+    found = f"{others} of {size} ranks after another number of them"
+    if arrived < size:
+        found = f"only {arrived} of {size} ranks have done so within {timeout:g} s"
+    raise RankError(
+        f"A backward was aborted after this rank had begun {begun} reduction(s), and {found}. What is begun cannot be"
         " taken back, and would be added to the gradients of the next window. Go back to the last checkpoint in new"
         " processes. With coalesce=True and overlap_last=False, nothing is reduced before the step, and an exception"
         " in a backward leaves nothing behind."
     )
-
-
-def _seconds(timeout: timedelta) -> str:
-    return f"{timeout.total_seconds():g} s"

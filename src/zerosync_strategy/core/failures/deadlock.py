@@ -88,7 +88,7 @@ class Waiting:
 
 
 def compare_numbers(process_groups: Iterable[Any]) -> None:
-    """Let named calls over those of ``process_groups`` be known whose numbers are the same on all ranks. Collective."""
+    """Watch those of ``process_groups`` over which all ranks have issued as many collectives. Collective."""
     waits.count_point_to_point()
     for group in process_groups:
         if waits.is_numbered(group) and is_alike([waits.collectives_over(group)], group):
@@ -124,13 +124,9 @@ class DeadlockWatch:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        describe: Callable[[], list[str]],
-        found: Callable[[list[str]], None],
-    ) -> None:
+        self, store: Any, rank: int, world_size: int,
+        describe: Callable[[], list[str]], found: Callable[[list[str]], None],
+    ) -> None:  # fmt: skip
         self._shared = store
         self._store: Any = None  # a connection of its own, once it is needed
         self._rank, self._world_size = rank, world_size
@@ -170,10 +166,6 @@ class DeadlockWatch:
     def _current_wait(self) -> Wait | None:
         return waits.current_wait(self._main, sys._current_frames().get(self._main))
 
-    def _waits_still(self, wait: Wait) -> bool:
-        now = self._current_wait()
-        return now is not None and now.call == wait.call
-
     def _look(self, wait: Wait) -> list[str]:
         """While the main thread stays in ``wait``: return the lines of the error once it is certain, else nothing."""
         if self._store is None:
@@ -186,7 +178,8 @@ class DeadlockWatch:
         next_read = began + pause * max(0, ranks.index(self._rank) - 1)
         heard = confirmed = ""
         while not self._ended.wait(_POLL_SECONDS):
-            if not self._waits_still(wait) and time.monotonic() > self._expected_until:
+            now = self._current_wait()
+            if (now is None or now.call != wait.call) and time.monotonic() > self._expected_until:
                 break
             if (name := self._suspicion()) != heard:
                 heard = name
@@ -201,22 +194,24 @@ class DeadlockWatch:
             if time.monotonic() >= max(next_read, self._expected_until):  # not while another set is looked into
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 next_read = time.monotonic() + pause
-                written = read_keys(self._store, {rank: f"waits/{rank}" for rank in range(self._world_size)})
-                found = self._deadlocked(written)
-                if self._rank in found and (lines := self._suspect({str(rank): written[rank] for rank in found})):
+                found = self._deadlocked()
+                if str(self._rank) in found and (lines := self._suspect(found)):
                     return lines
         return []
 
     # ---- the store -----------------------------------------------------------------------------------------------
 
-    def _deadlocked(self, written: Mapping[int, str]) -> set[int]:
+    def _deadlocked(self) -> dict[str, str]:
+        """Return what those ranks have written that will wait for ever; empty unless that is certain."""
+        written = read_keys(self._store, {rank: f"waits/{rank}" for rank in range(self._world_size)})
         if len({Waiting.decode(text).call for text in written.values()}) == 1:
-            return set()
+            return {}
         issued = self._store.multi_get([f"issued/{rank}" for rank in written])
-        return deadlocked({
+        waiting = {
             rank: Waiting.decode(text, exchanges.decode())
             for (rank, text), exchanges in zip(written.items(), issued, strict=True)
-        })  # fmt: skip
+        }
+        return {str(rank): written[rank] for rank in deadlocked(waiting)}
 
     def _suspicion(self) -> str:
         return self._store.get("suspicion").decode() if self._store.check(["suspicion"]) else ""

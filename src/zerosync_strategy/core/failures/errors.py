@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -41,21 +39,6 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, (RankError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error)))
-
-
-@contextmanager
-def wrap_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
-    """Around what may fail on this rank alone, or on all alike: its errors name neither the path nor the cause.
-
-    Raises:
-        CheckpointError: for what is raised there, unless it says enough.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, CheckpointError) or is_communication_error(error):
-            raise
-        raise CheckpointError(f"Cannot {what}: {in_words(error).rstrip(':. ')}. {remedy}") from error
 
 
 def in_words(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class Recorded:
         sizes: of its input.
         line: of the program, that issued it.
         complete: whether it is.
-        words: ZeroSync's for it, where it is ZeroSync's.
+        label: ZeroSync's for it, where it is ZeroSync's.
     """
 
     group: str
@@ -54,12 +54,12 @@ class Recorded:
     sizes: str = ""
     line: str = ""
     complete: bool = True
-    words: str = ""
+    label: str = ""
 
     @property
     def text(self) -> str:
         """What it is, in words."""
-        what = self.words or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
+        what = self.label or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
         return f"{what} (collective {self.number} of group {self.group!r}{self.line and ', at ' + self.line})"
 
 
@@ -117,7 +117,7 @@ def _read(pickled: bytes) -> list[Mapping[str, Any]]:
         raise ValueError(f"no file of torch's flight recorder: {problem}") from None
 
 
-def _of_interest(entries: Iterable[Mapping[str, Any]], words: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:
+def _of_interest(entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:
     last: dict[tuple[str, bool], Mapping[str, Any]] = {}
     incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for entry in entries:
@@ -130,9 +130,9 @@ def _of_interest(entries: Iterable[Mapping[str, Any]], words: Mapping[tuple[str,
             incomplete.setdefault(group, entry)
     found = []
     for group in list(last)[::-1][:_GROUPS]:
-        found.append(_named(last[group], words))
+        found.append(_named(last[group], labels))
         if group in incomplete and incomplete[group] is not last[group]:
-            found.append(_named(incomplete[group], words))
+            found.append(_named(incomplete[group], labels))
     return tuple(found)
 
 
@@ -145,9 +145,9 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
 
 
-def _named(entry: Mapping[str, Any], words: Mapping[tuple[str, int], str]) -> Recorded:
+def _named(entry: Mapping[str, Any], labels: Mapping[tuple[str, int], str]) -> Recorded:
     group, number = entry["process_group"][0], entry["collective_seq_id"]
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
-    said = "" if _is_gloos(entry) else words.get((group, number), "")  # of NCCL's, which alone are noted down
-    return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), said)
+    label = "" if _is_gloos(entry) else labels.get((group, number), "")  # of NCCL's, which alone are noted down
+    return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), label)

@@ -134,8 +134,9 @@ class RankState:
         it counts only where nothing else is known of the rank.
         """
         pending = self.pending
-        knows_more = self.steps >= 0 or bool(self.line)
-        if pending is None or self.waits_for or self.failure or (knows_more and pending.name.startswith("gloo")):
+        if pending is None or self.waits_for or self.phase is Phase.FAILED:
+            return self
+        if (self.steps >= 0 or self.line) and pending.name.startswith("gloo"):
             return self
         return replace(self, waits_for=pending.text, line=self.line or pending.line)
 

@@ -84,10 +84,10 @@ def _state(rank: int, snapshot: Snapshot | None, recorded: tuple[Recorded, ...],
         return RankState(rank, recorded=recorded) if recorded else RankState(rank, Phase.GONE)
     state = snapshot.state
     if recorded:
-        words = {(each.group, each.name, each.number): each.words for each in state.recorded}
-        named = (replace(each, words=words.get((each.group, each.name, each.number), "")) for each in recorded)
+        labels = {(each.group, each.name, each.number): each.label for each in state.recorded}
+        named = (replace(each, label=labels.get((each.group, each.name, each.number), "")) for each in recorded)
         state = replace(state, recorded=tuple(named))
-    if snapshot.written < silent and state.phase in (Phase.RUNNING, Phase.LOST) and not state.verdict:
+    if snapshot.written < silent and state.phase not in (Phase.FAILED, Phase.FINISHED) and not state.verdict:
         return replace(state, phase=Phase.GONE, seconds=-1, waits_for="")
     return state
 
@@ -99,7 +99,7 @@ def _recorders(directory: Path) -> Iterable[tuple[int, tuple[Recorded, ...]]]:
 
 
 def _is_stuck(states: Sequence[RankState], snapshots: dict[int, Snapshot]) -> bool:
-    if not snapshots or any(state.failure or state.phase is Phase.GONE or state.verdict for state in states):
+    if not snapshots or any(each.phase in (Phase.FAILED, Phase.GONE) or each.verdict for each in states):
         return True
     return any(
         snapshot.written - snapshot.since >= _STUCK and snapshot.state.waits_for for snapshot in snapshots.values()

@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from zerosync_strategy.core.engine.contract import LIBRARIES
 from zerosync_strategy.tools.doctor.findings import Finding, Topic
 
 VERSIONS, MACHINE = Topic("versions"), Topic("machine")
@@ -35,14 +36,10 @@ class Tested:
 
 
 # The columns of the table in docs/compatibility.md; a test compares them.
-TESTED = {
-    "python": Tested("3.10", "3.13", required=True),
-    "torch": Tested("2.10.0", "2.15.0", required=True),
-    "deepspeed": Tested("0.18.4", "0.19.8", required=True),
-    "lightning": Tested("2.5.0", "2.6.6"),
-    "pytorch-lightning": Tested("2.5.0", "2.6.6"),
-    "accelerate": Tested("1.11.0", "1.15.0"),
-    "transformers": Tested("4.56.2", "5.23.0"),
+TESTED = {"python": Tested("3.10", "3.13", required=True)} | {
+    package.replace("_", "-"): Tested(library.oldest, library.newest, required=package in ("torch", "deepspeed"))
+    for package, library in LIBRARIES.items()
+    if package != "lightning_fabric"  # it comes with pytorch_lightning
 }
 
 

@@ -107,7 +107,7 @@ def train(stage: int, found: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from zerosync_strategy import attach
-    from zerosync_strategy.core.engine.supported import verdicts
+    from zerosync_strategy.core.engine.inspection import verdicts
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine.cpu import prepare_cpu
-from zerosync_strategy.core.engine.resident import resident
+from zerosync_strategy.core.engine.inspection import resident
 from zerosync_strategy.core.runlog import DataGauge, import_all, map_large_blocks
 from zerosync_strategy.tools.plan.jobs import PREFIX, REPLAY, TIMED, Cluster, Job, OptionSet, UsageError, Workload
 from zerosync_strategy.tools.plan.memory import Ledger

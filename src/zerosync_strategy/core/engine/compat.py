@@ -1,7 +1,11 @@
-"""Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed 0.19.8 fails when it starts with one,
-and when a context has gathered one for a rank to change, as it does to save the model.
+"""Models that torch takes and DeepSpeed 0.19.8 does not: what engines of this process may be made of.
 
-It broadcasts each parameter as bytes, on every device, and torch makes no bytes of a tensor without dimensions.
+- Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed broadcasts each as bytes, on every device, and
+  torch makes no bytes of such a tensor. It fails when it starts, and when a context has gathered one for a rank to
+  change, as it does to save the model.
+- Parameters in any memory layout (``memory_layout``).
+- Modules that return what has no attributes, as a number: under ZeRO-3 DeepSpeed looks for tensors in the attributes of
+  anything unknown, and ends with ``vars() argument must have __dict__ attribute``.
 """
 
 from __future__ import annotations
@@ -15,17 +19,22 @@ import torch
 from zerosync_strategy.core.engine import contract, memory_layout, param_functions, patches
 
 
-def allow_scalars() -> None:
-    """Let engines that are made in this process take parameters without dimensions, and in any memory layout.
+def allow_any_model() -> None:
+    """Let engines that are made in this process take such models.
 
     Raises:
         ContractError: DeepSpeed broadcasts or shards parameters elsewhere.
     """
-    contract.require(contract.SCALARS)
+    contract.require(contract.ANY_MODEL)
     patches.replace(patches.CONFIGURE_MODEL, _configure_model)
     patches.replace(patches.BROADCAST_MODEL, _broadcast_model)
     patches.replace(patches.SHARD, _shard)
+    patches.replace(patches.OUTPUTS, lambda _: _attributes)  # in place of the builtin, in that file alone
     param_functions.intercept_contexts()
+
+
+def _attributes(output: Any) -> Any:
+    return getattr(output, "__dict__", {})
 
 
 def _configure_model(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
