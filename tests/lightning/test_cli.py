@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from tests.harness.oracle import distance
-from tests.harness.problem import WORLD
+from tests.harness.problem import WORLD, oracle
 from tests.harness.ranks import run_ranks
 from tests.lightning import runs
 from zerosync_strategy import ZeroSyncConfig, ZeroSyncStrategy
@@ -75,6 +75,6 @@ def test_fit_by_command_line() -> None:
                   "--trainer.accumulate_grad_batches=2", "--trainer.use_distributed_sampler=false"],
             trainer_defaults=quiet, save_config_callback=None,
         )  # fmt: skip
-        return distance(recorder.parameters, runs.accumulate(runs.oracle(), 4, 2))
+        return distance(recorder.parameters, runs.accumulate(oracle(), 4, 2))
 
     assert run_ranks(run) == [0.0] * WORLD

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.harness import problem
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
@@ -192,7 +193,7 @@ def test_under_the_frameworks() -> None:
             recorder, trainer = lightning.fit(
                 lightning.Module(), lightning.ZeroSyncStrategy(config=config), accumulate_grad_batches=4
             )
-        expected = lightning.accumulate(lightning.oracle(), 12, 4)
+        expected = lightning.accumulate(problem.oracle(), 12, 4)
         with reports() as early:
             lightning.fit(lightning.Module(), lightning.ZeroSyncStrategy(stage=2, racecheck=99), batches=1)
         return trainer.strategy.zerosync.findings, said + early, distance(recorder.parameters, expected)

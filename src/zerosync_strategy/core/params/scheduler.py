@@ -117,8 +117,9 @@ class GatherScheduler:
         """The device has gained streams or lost them: make the gather streams anew."""
         stock = gathering.gather_stream(self.coordinator)
         self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
-        for group in self.groups.values() if self._gather_streams else ():
-            group.stream = self._gather_streams[group.place % len(self._gather_streams)]
+        count = len(self._gather_streams)
+        for group in self.groups.values():
+            group.stream = self._gather_streams[group.place % count] if count else None
         for record in self.records:
             record.gather = None
         self.shards_written()  # by whoever made them
