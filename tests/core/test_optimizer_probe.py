@@ -11,7 +11,7 @@ from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.optimizer.probe import Scope, probe
-from zerosync_strategy.core.optimizer.supported import kind_problem
+from zerosync_strategy.core.optimizer.problems import kind_problem
 
 
 class Plain(torch.optim.Optimizer):

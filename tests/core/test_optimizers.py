@@ -12,7 +12,7 @@ from transformers import optimization
 from tests.core.test_attach import loss_of, make_engine, network, rank
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.optimizer.supported import kind_problem, optimizer_problem
+from zerosync_strategy.core.optimizer.problems import kind_problem, optimizer_problem
 
 
 def made(name: str, base: type = torch.optim.SGD) -> Any:

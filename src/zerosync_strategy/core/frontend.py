@@ -39,7 +39,7 @@ from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync, attach
-from zerosync_strategy.core.optimizer.supported import dtype_problem, optimizer_problem
+from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_problem
 from zerosync_strategy.core.options.arguments import StrategyArguments
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable

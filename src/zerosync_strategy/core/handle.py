@@ -21,7 +21,7 @@ from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizer.supported import (
+from zerosync_strategy.core.optimizer.problems import (
     dtype_problem,
     foreign_problem,
     kind_problem,

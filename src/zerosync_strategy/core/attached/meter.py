@@ -110,7 +110,7 @@ class Stage3Meter(StepMeter):
     def step_done(self, budgets: Choice | None) -> None:
         super().step_done(budgets)
         self._cache.end_window(self.parameter_bytes)  # all that the step has released
-        self._scheduler.unsharded.end_window()
+        self._scheduler.unsharded.reset_peak()
 
     def _gathers_floor(self, backwards: int) -> int:
         if not self.counts_gathers:

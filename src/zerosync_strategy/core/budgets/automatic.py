@@ -240,7 +240,7 @@ class AutomaticBudgets:
         self.sample()
         self._looked = 0
         self._windows += 1
-        self._after_forwards.end_window(is_first=self._windows == 1)
+        self._after_forwards.count_window(is_first=self._windows == 1)
         needed = [max(_NEVER, each + self._moments.unseen - self._limit) for each in self._moments.beside]
         agreed = self._agree([*needed, self._after_forwards.nbytes, -self._limit])
         if agreed is None or self._windows < MEASURED:
@@ -324,7 +324,7 @@ class _Variation:
     def see(self, nbytes: int) -> None:
         self._now = max(self._now, nbytes)
 
-    def end_window(self, is_first: bool) -> None:
+    def count_window(self, is_first: bool) -> None:
         self._most = max(self._most, self._now)
         if not is_first:
             self._least = self._now if self._least is None else min(self._least, self._now)

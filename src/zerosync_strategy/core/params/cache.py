@@ -144,10 +144,10 @@ class ParameterCache:
         records = [param._zerosync_record for param in params]
         self.plan.drop(record for record in records if not record.bits & STEPS)
         self._begin_window()
-        if self.plan.end_window():
+        if self.plan.count_window():
             self._hold_modules()
         if self.plan.host is not None:
-            self.plan.host.end_window()
+            self.plan.host.reset_counts()
 
     def _begin_window(self) -> None:
         for bucket in self._buckets:

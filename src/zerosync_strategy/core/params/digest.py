@@ -56,7 +56,7 @@ class GatherDigest:
         self._digest = zlib.crc32(repr(ids).encode(), self._digest)
         return 2**30 | self._digest % 2**30
 
-    def end_window(self, name: Callable[[int], str]) -> None:
+    def compare_window(self, name: Callable[[int], str]) -> None:
         """Before a step: compare digests over the ranks, unless gathers have tags, and begin anew. Collective.
 
         On a device with streams the host does not wait for the answer, but reads it in the next call.
@@ -89,7 +89,7 @@ class GatherDigest:
         """Read the answer of the last comparison, if that has not been done. Collective only where digests differ.
 
         Raises:
-            RankError: as :meth:`end_window`.
+            RankError: as :meth:`compare_window`.
         """
         if self._unread is None:
             return

@@ -21,7 +21,7 @@ class UnshardedBytes:
     """Counts memory from when it is asked for until nothing refers to it, whoever did.
 
     Attributes:
-        peak: the most bytes at once since the last :meth:`end_window`.
+        peak: the most bytes at once since the last :meth:`reset_peak`.
         watch: called before bytes are added.
     """
 
@@ -48,7 +48,7 @@ class UnshardedBytes:
         """Count ``nbytes`` of those added before until the memory of ``tensor`` is free."""
         weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
 
-    def end_window(self) -> None:
+    def reset_peak(self) -> None:
         """Count the peak anew."""
         self.peak = self.now
 

@@ -83,7 +83,7 @@ class HoldPlan:
         """A module is about to use ``params``: count those that are gathered for it."""
         self._gathers.update(param._zerosync_record for param in params if not zero3.is_gathered(param))
 
-    def end_window(self) -> bool:
+    def count_window(self) -> bool:
         """After an optimizer step: choose what to hold once a window was counted; return whether that is done now."""
         self.peak_bytes = self.held_bytes
         if not (self.counts and self._gathers):

@@ -53,7 +53,7 @@ class HostCache:
         limit: as given.
         chosen: the parameters to keep; ``None`` while it is unknown which are gathered more than once: whatever comes
             first and fits.
-        peak_bytes: the most bytes of copies at once since the last :meth:`end_window`.
+        peak_bytes: the most bytes of copies at once since the last :meth:`reset_counts`.
         loaded_bytes: copied back to the device since then.
     """
 
@@ -114,7 +114,7 @@ class HostCache:
             if (copy := self._copies.pop(param, None)) is not None:
                 self._bytes -= copy.nbytes
 
-    def end_window(self) -> None:
+    def reset_counts(self) -> None:
         """A step has been taken: count from zero."""
         self.peak_bytes, self.loaded_bytes = self._bytes, 0
         self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}

@@ -129,7 +129,7 @@ class GatherScheduler:
     def before_step(self) -> None:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
-            digest.end_window(self.name)
+            digest.compare_window(self.name)
 
     def before_checkpoint(self) -> None:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
