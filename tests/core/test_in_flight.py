@@ -72,9 +72,19 @@ def test_others_wait_for_the_event_after_it() -> None:
     assert flight.is_complete
 
 
-def test_what_failed_is_not_taken_for_complete() -> None:
-    flight = InFlight([Work(fails=1)], lambda: "there")
-    with pytest.raises(RuntimeError, match="connection lost"):
-        flight.wait()
-    assert not flight.is_complete
-    assert flight.wait() == "there"
+def test_what_failed_is_not_taken_for_complete_and_fails_again() -> None:
+    """A clean-up that waits for everything shows the error that it cleans up after, not one of its own."""
+    work, finished = Work(), []
+
+    def finish() -> None:
+        finished.append(1)
+        raise RuntimeError(f"failed after it had arrived, {len(finished)}")
+
+    for flight in (InFlight([Work(fails=1)], lambda: "there"), InFlight([work], finish)):
+        with pytest.raises(RuntimeError) as first:
+            flight.wait()
+        assert not flight.is_complete
+        with pytest.raises(RuntimeError) as again:
+            flight.wait()
+        assert again.value is first.value and not flight.is_complete
+    assert (work.waits, finished) == (1, [1])

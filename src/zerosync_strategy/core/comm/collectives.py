@@ -48,6 +48,7 @@ class InFlight:
         self._streams: Streams | None = None
         self._stream: Any = None
         self._result: Any = None
+        self._error: Exception | None = None
         self.event: Any = None
         self.is_done = False
 
@@ -63,15 +64,22 @@ class InFlight:
     def wait(self, *_: Any, **__: Any) -> Any:
         """Order the current stream after it; on a device without streams, let the host wait. Return the result.
 
-        Takes the options that DeepSpeed gives to works, and needs none of them.
+        Takes the options that DeepSpeed gives to works, and needs none of them. One that has failed raises its error
+        again: who cleans up after it hides nothing.
         """
+        if self._error is not None:
+            raise self._error
         if not self.is_done:
-            if self._streams is None or self._stream is None:
-                self._wait()
-            else:
-                with self._streams.on_gather_stream(self._stream):
+            try:
+                if self._streams is None or self._stream is None:
                     self._wait()
-                self.event = self._streams.record_unshard(self._stream)
+                else:
+                    with self._streams.on_gather_stream(self._stream):
+                        self._wait()
+                    self.event = self._streams.record_unshard(self._stream)
+            except Exception as error:
+                self._error = error
+                raise
             self.is_done = True
             self._works, self._finish, self._alive = (), lambda: None, None
         if self.event is not None and self._streams is not None:
