@@ -1,5 +1,6 @@
 """A default run prints no warning that comes from ZeroSync, or from how it uses the libraries."""
 
+import json
 import logging
 import os
 import re
@@ -65,12 +66,19 @@ def tiny() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
 
 
-def test_the_launch_configuration_trains_quietly_and_saves_the_model(tmp_path: Path) -> None:
-    """With the Trainer of transformers, under the launch configuration of the examples: ZeRO-3."""
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_launch_configuration_trains_quietly_and_saves_the_model(is_held: bool, tmp_path: Path) -> None:
+    """With the Trainer of transformers, under the launch configuration of the examples: ZeRO-3, all held, or none."""
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     launch = yaml.safe_load((ROOT / "examples" / "accelerate" / "zerosync_cpu.yaml").read_text())
     inline = launch["deepspeed_config"]["deepspeed_config_file"]
+    if not is_held:
+        config = json.loads(inline)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = config["zerosync"][
+            "param_memory_budget"
+        ] = 0
+        inline = json.dumps(config)
 
     def train() -> Any:
         import zerosync_strategy.accelerate  # noqa: F401  as its runner does

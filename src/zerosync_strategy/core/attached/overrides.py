@@ -121,7 +121,9 @@ class EngineOverrides(ModeOverrides):
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
-        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+        state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+        # DeepSpeed's None, on all ranks but the first, makes save_pretrained() read the module's own there, alone.
+        return {} if state is None else state
 
     def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.compiling():

@@ -249,8 +249,6 @@ STAGE_3 = (
     *rows("held parameters", _LINEAR, "LinearFunctionForZeroStage3"),
     *rows("held parameters", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
     *rows("held parameters", _COORDINATING, "iter_params(module, recurse) z3_leaf_module(model)"),
-    *rows("values of sharded parameters", "parameter", "_ds_z3_gathered_param_context_depth", named_in=_PARTITION,
-          since="0.19.4"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
