@@ -29,12 +29,13 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
+	@echo "make gpu-sim install, then run some tests on a simulated GPU: streams that are checked, and NCCL's rules"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
@@ -59,6 +60,12 @@ NUMERIC := tests/harness/test_rounding.py \
 
 numeric: $(STAMP)
 	$(RUN) $(PROCESSOR) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(NUMERIC)
+
+# What runs on the simulated device with a communicator that has NCCL's rules, so far.
+SIMULATED := $(addprefix tests/core/test_,averaging.py edits.py fp16.py)
+
+gpu-sim: $(STAMP)
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated $(PYTEST_ARGS) $(SIMULATED)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

@@ -15,11 +15,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stock", action="store_true", help="run the Lightning tests on Lightning's own DeepSpeed strategy instead"
     )
+    parser.addoption(
+        "--simulated", action="store_true", help="run the ranks on the simulated device, by NCCL's rules (make gpu-sim)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--stock"):
         os.environ["ZEROSYNC_TEST_STOCK"] = "1"
+    if config.getoption("--simulated"):
+        os.environ["ZEROSYNC_TEST_SIMULATED"] = "1"
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         importlib.import_module("tests.harness.warm")  # tests run here, not in workers that this process starts
 

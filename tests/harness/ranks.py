@@ -26,12 +26,15 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from tests.harness.simulated import on_simulated_device
+
 FAILURE_GRACE = 5.0  # for the others to fail by themselves once one rank has
 LINGER = 3.0  # for which a rank that is done waits for the others
 LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the store: others may be connecting
 DUMP_GRACE = 1.0  # to write the stacks
 POLL = 0.01
 KILLED = "RankKilled"  # the error of a rank that this module ended
+SIMULATED = "ZEROSYNC_TEST_SIMULATED"  # in the environment: ranks run on the simulated device
 DIED = "RankDied"  # the error of a rank that ended without saying why
 
 _PR_SET_PDEATHSIG = 1
@@ -216,7 +219,7 @@ class _Rank:
         try:
             try:
                 self._become_rank(env)
-                value = call()
+                value = on_simulated_device(call) if SIMULATED in os.environ else call()
                 self._write_report(value=value, error=None, message="")
                 exitcode, linger = 0, LINGER
             except BaseException as error:
