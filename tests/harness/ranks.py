@@ -26,8 +26,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from tests.harness.simulated import on_simulated_device
-
 FAILURE_GRACE = 5.0  # for the others to fail by themselves once one rank has
 LINGER = 3.0  # for which a rank that is done waits for the others
 LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the store: others may be connecting
@@ -142,6 +140,12 @@ def run_ranks(
     return [outcome.value for outcome in outcomes]
 
 
+def _on_simulated_device(call: Callable[[], Any]) -> Any:
+    from tests.harness.simulated import on_simulated_device  # which needs what older revisions do not have
+
+    return on_simulated_device(call)
+
+
 class _Rank:
     """One forked rank, seen from the parent; `_main` and what it calls run in the rank itself."""
 
@@ -219,7 +223,7 @@ class _Rank:
         try:
             try:
                 self._become_rank(env)
-                value = on_simulated_device(call) if SIMULATED in os.environ else call()
+                value = _on_simulated_device(call) if SIMULATED in os.environ else call()
                 self._write_report(value=value, error=None, message="")
                 exitcode, linger = 0, LINGER
             except BaseException as error:
