@@ -120,8 +120,8 @@ class StrictCommunicator(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         self.count[name.strip("_")] += 1
         call = handler(_Given(name.strip("_"), given, ranks, ranks.index(self._rank)))
-        peers = f"{min(call.ranks)}-{max(call.ranks)} of " if len(call.ranks) < len(ranks) else ""
-        place = f"{peers}{group.group_name}"
+        # With the ranks: groups without a rank in common may have one name.
+        place = f"{group.group_name} of {'-'.join(map(str, call.ranks))}"
         call.key = f"{place}/{self._calls[place]}".replace("/", "_").replace(" ", "-")
         self._calls[place] += 1
         self._launch(call)
