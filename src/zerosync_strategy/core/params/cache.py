@@ -21,6 +21,7 @@ releases every parameter after each forward for good and gathers it again for th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,19 +192,17 @@ class ParameterCache:
         hooks = [] if self._hooks else self._extend_hooks()
         records = [record for record in self.plan.records if zero3.is_released(record.param)]
         params = [record.param for record in records]
-        for gather in [each for _, runs in self._scheduler.runs(params) for each in map(self._scheduler.fetch, runs)]:
-            for each in gather:
-                each.wait()
+        issued = [self._scheduler.fetch(run) for _, runs in self._scheduler.runs(params) for run in runs]
+        for gather in itertools.chain.from_iterable(issued):
+            gather.wait()
         gathering.count_gathered(self._coordinator, params)  # which their release takes back
         for record in records:
             record.claim(Claim.PHASE)
-        modules, self._modules = (
-            self._modules,
-            {
-                module: _HeldModule(list(filter(zero3.is_sharded, gathering.parameters_of(module))), [])
-                for module in self._engine.module.modules()
-            },
-        )
+        modules = self._modules
+        self._modules = {
+            module: _HeldModule(list(filter(zero3.is_sharded, gathering.parameters_of(module))), [])
+            for module in self._engine.module.modules()
+        }
         self._infers = True
         try:
             yield
