@@ -20,7 +20,7 @@ from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
-from zerosync_strategy.core.gradients import stage12
+from zerosync_strategy.core.gradients import buckets
 
 WIDTH, LAYERS = 16, 5
 
@@ -37,7 +37,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(autouse=True)
 def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read too early is not a number. Gathers are made when they are waited for."""
-    gather = stage12.all_gather
+    gather = buckets.all_gather
 
     def late(rows: torch.Tensor, *told: Any) -> InFlight:
         for of_rank, row in enumerate(rows):
@@ -45,7 +45,7 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
                 row.fill_(torch.nan)
         return InFlight((), lambda: gather(rows, *told).wait())
 
-    monkeypatch.setattr(stage12, "all_gather", late)
+    monkeypatch.setattr(buckets, "all_gather", late)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))
 
 

@@ -51,6 +51,25 @@ def test_values_that_contradict() -> None:
     with pytest.raises(ValueError, match=r"'grad_memory_budget' takes .* or None, .*, got '1XB'"):
         ZeroSyncConfig(grad_memory_budget="1XB")
     assert ZeroSyncConfig(grad_memory_budget="1KB").unreduced_bytes == 1000
+    with pytest.raises(ValueError, match=r"'grad_memory_budget' takes sizes for 'device' .* got {'host': 1}"):
+        ZeroSyncConfig(grad_memory_budget={"host": 1})
+    with pytest.raises(ValueError, match=r"\"grad_memory_budget\['node'\]\" takes .* got '1XB'"):
+        ZeroSyncConfig(grad_memory_budget={"node": "1XB"})
+
+
+@pytest.mark.parametrize("given", [0, -1, True, "two", 1.5])
+def test_a_node_size_that_is_none(given: Any) -> None:
+    with pytest.raises(ValueError, match="'node_size' takes \"auto\" or a number of ranks"):
+        ZeroSyncConfig(node_size=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "node"),
+    [(None, None, None), ("2KB", 2000, None), ({"device": "1KiB", "node": 5}, 1024, 5), ({"node": "all"}, 0, None)],
+)
+def test_sizes_of_gradients_by_level(given: Any, device: int | None, node: int | None) -> None:
+    config = ZeroSyncConfig(grad_memory_budget=given)
+    assert (config.unreduced_bytes, config.node_bytes) == (device, node)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +132,9 @@ def test_nonsense_is_an_error_that_names_the_option(option: str) -> None:
         assert re.search(r"got |takes ", str(raised.value)), raised.value
 
 
-@pytest.mark.parametrize("given", [{"device": 1, "auto": 2}, {"auto": 1, "host": 2}, {"device": 1}])
-def test_a_budget_of_gradients_has_no_places(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"'grad_memory_budget' takes .* or None, .auto., {.auto.: size}, got {"):
+@pytest.mark.parametrize("given", [{"device": 1, "auto": 2}, {"auto": 1, "host": 2}, {}])
+def test_a_budget_of_gradients_has_other_places(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"'grad_memory_budget' takes sizes for 'device' .* and 'node', got {"):
         ZeroSyncConfig(grad_memory_budget=given)
 
 

@@ -22,7 +22,7 @@ from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.errors import RankError
-from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=2)
@@ -153,7 +153,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
 @pytest.mark.parametrize("alike", [True, False])
 def test_reductions_of_an_aborted_backward_on_nccl(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By gloo's own collectives, which have no tags either: ranks that have sent as many go on, others do not."""
-    for module in (collectives, reducer):
+    for module in (collectives, buckets):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
 
     def run() -> float:

@@ -14,7 +14,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -98,7 +98,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
 
         def ready(param: Any) -> None:
             finish(param)
-            events.append(zerosync._attached.reducer.sent_floor)
+            events.append(zerosync._attached.reducer.sent_floor.nbytes)
 
         zerosync._attached.gradient_ready = ready
         train(engine, zerosync, 2, promise=True)
@@ -115,7 +115,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("stage", [2, 3])
 def test_between_hosts_messages_are_smaller(stage: int) -> None:
     def run(one_host: bool) -> Any:
-        messages._loopback = lambda: [0 if one_host else rank()]
+        messages.loopback = lambda: [0 if one_host else rank()]
         messages.BETWEEN_HOSTS = messages.Messages(2 * LAYER, 4)
         engine = make_engine(stage)
         zerosync = attach(engine)
@@ -381,7 +381,7 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
 def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent where the backend has a reduce-scatter, here over gloo's: each gradient once, into its shard."""
     monkeypatch.setattr(collectives, "is_native", lambda process_group, device: True)
-    monkeypatch.setattr(reducer, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(buckets, "is_native", lambda process_group, device: True)
 
     def run() -> Any:
         found = {}

@@ -18,7 +18,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.engine import zero3_optimizer
-from zerosync_strategy.core.gradients import reducer, stage12
+from zerosync_strategy.core.gradients import buckets, reducer
 
 WIDTHS = (7, 9, 11, 5, 6)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -56,7 +56,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which gathers and steps of pieces were made, in their order."""
     made: list[str] = []
-    gather, step = stage12.all_gather, torch.optim.AdamW.step
+    gather, step = buckets.all_gather, torch.optim.AdamW.step
 
     def stepping(self: Any, *args: Any) -> Any:
         made.append(f"step {sum(param.numel() for group in self.param_groups for param in group['params'])}")
@@ -67,7 +67,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return gather(rows, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
-    monkeypatch.setattr(stage12, "all_gather", gathering)
+    monkeypatch.setattr(buckets, "all_gather", gathering)
     return made
 
 

@@ -10,8 +10,8 @@ from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.version import __version__
 
 _NUMBERS = (
-    "backwards", "reductions", "early_reductions", "bytes_sent", "floor_bytes", "ratio", "peak_unreduced_bytes",
-    "peak_held_bytes", "peak_unsharded_bytes", "seconds",
+    "backwards", "reductions", "early_reductions", "bytes_sent", "bytes_sent_between_nodes", "floor_bytes",
+    "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_unsharded_bytes", "seconds",
 )  # fmt: skip
 
 
@@ -27,6 +27,7 @@ class StepReport:
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
             each parameter once, and under ZeRO-3 each parameter that is neither held nor kept in the host's memory once
             for every backward.
+        floor_bytes_between_nodes: how many of them to other nodes, where each byte goes to each node once.
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
         peak_host_bytes: ZeRO-3: the most bytes of parameters kept in the memory of the host at once.
@@ -54,7 +55,13 @@ class StepReport:
     seconds: float
     collectives: Mapping[str, Traffic]
     budgets: Choice | None = None
+    floor_bytes_between_nodes: int = 0
     version: str = __version__
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """How many of :attr:`bytes_sent` went to other nodes; of a collective of the backend's own, as few as can."""
+        return sum(traffic.between for traffic in self.collectives.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -72,6 +79,13 @@ class StepReport:
         for kind, traffic in self.collectives.items():
             numbers |= {f"{kind}/calls": float(traffic.calls), f"{kind}/bytes": float(traffic.bytes)}
         return numbers
+
+    def _between(self) -> list[str]:
+        floor = self.floor_bytes_between_nodes
+        if not floor:
+            return []
+        sent = self.bytes_sent_between_nodes
+        return [f"between nodes: {_size(sent)} of them, {sent / floor:.3f} x the minimum of {_size(floor)}"]
 
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
@@ -94,6 +108,7 @@ class StepReport:
             f"collectives: {', '.join(kinds) or 'none'}",
             f"bytes: {_size(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
             f" {_size(self.floor_bytes)} for these options",
+            *self._between(),
             f"memory peaks: {', '.join(memory) or 'none'}{loaded}",
         ]
         return "\n".join(lines if self.budgets is None else [*lines, f"budgets: {self.budgets}"])

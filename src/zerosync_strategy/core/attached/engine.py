@@ -17,6 +17,7 @@ from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
+from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
@@ -72,9 +73,10 @@ class AttachedEngine(ABC):
         optimizer = engine.optimizer
         self.names = {param: name for name, param in engine.module.named_parameters()}
         self.messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
+        self.topology = Topology(config.node_size)
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
-        self.traffic = EngineCounter()
+        self.traffic = EngineCounter(self.topology)
         self.frozen = FrozenParameters(self.reducer)
         self.masters = MasterWeights(self.reducer.streams)
         changes = LocalChanges(self.reducer.params, self.names)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.budgets.automatic import Choice
+from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
@@ -39,17 +40,20 @@ class StepMeter:
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = reducer.parameters_floor()
+        self._all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
     def step_done(self, budgets: Choice | None) -> None:
         """An optimizer step has been taken, with these automatic budgets: make its report, and count from zero."""
         window = self._window
         self.steps += 1
+        floor = self._reducer.sent_floor.plus(self._gathers_floor(window.backwards))
         self.report = StepReport(
             step=self.steps,
             backwards=window.backwards,
             reductions=window.reductions,
             early_reductions=window.early_reductions,
-            floor_bytes=self._reducer.sent_floor + self._gathers_floor(window.backwards),
+            floor_bytes=floor.nbytes,
+            floor_bytes_between_nodes=floor.between,
             peak_unreduced_bytes=self._reducer.local.peak_bytes,
             seconds=window.seconds,
             collectives=self._traffic.take(),
@@ -58,9 +62,9 @@ class StepMeter:
         )
         window.end_step()
 
-    def _gathers_floor(self, backwards: int) -> int:
+    def _gathers_floor(self, backwards: int) -> Sent:
         """Return what this rank must send to gather parameters, for a window of so many backwards and its step."""
-        return sum(self.parameter_bytes.values())
+        return self._all_once
 
     def _parameter_peaks(self) -> dict[str, Any]:
         """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
@@ -112,12 +116,15 @@ class Stage3Meter(StepMeter):
         self._cache.end_window(self.parameter_bytes)  # all that the step has released
         self._scheduler.unsharded.reset_peak()
 
-    def _gathers_floor(self, backwards: int) -> int:
+    def _gathers_floor(self, backwards: int) -> Sent:
         if not self.counts_gathers:
-            return 0
-        return sum(
-            nbytes * self._cache.plan.gathers_in(param, backwards) for param, nbytes in self.parameter_bytes.items()
-        )
+            return Sent()
+        nbytes = between = 0
+        for param, sent in self.parameter_bytes.items():
+            times = self._cache.plan.gathers_in(param, backwards)
+            nbytes += times * sent.nbytes
+            between += times * sent.between
+        return Sent(nbytes, between)
 
     def _parameter_peaks(self) -> dict[str, Any]:
         host = self._cache.plan.host

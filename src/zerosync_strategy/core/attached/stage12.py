@@ -57,7 +57,7 @@ class Stage12Engine(AttachedEngine):
             )
 
     def _make_reducer(self) -> Stage12Reducer:
-        return Stage12Reducer(self.engine.optimizer, self.config, self.names, self.messages)
+        return Stage12Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
 
     def wait_for_parameters(self) -> None:
         self.arriving.wait_for_all()

@@ -10,7 +10,6 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -39,7 +38,9 @@ class Stage3Engine(AttachedEngine):
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         super().__init__(engine, config)
-        self._parameters = ModuleParameters.of(engine, config, self.reducer.streams, self.messages, _is_constant)
+        self._parameters = ModuleParameters.of(
+            engine, config, self.reducer.streams, self.messages, self.topology, _is_constant
+        )
         self.scheduler, self.cache = self._parameters.scheduler, self._parameters.cache
         self.values = self._parameters.values
         self.unshard_on_read = self._parameters.unshard_on_read if config.eager_frames else None
@@ -62,7 +63,7 @@ class Stage3Engine(AttachedEngine):
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
 
     def _make_reducer(self) -> Stage3Reducer:
-        return Stage3Reducer(self.engine.optimizer, self.config, self.names, self.messages)
+        return Stage3Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
 
     def _patch_process(self) -> None:
         super()._patch_process()
@@ -71,10 +72,6 @@ class Stage3Engine(AttachedEngine):
     def detach(self) -> None:
         super().detach()
         self._restore_buffers()
-
-    def destroyed(self) -> None:
-        super().destroyed()
-        drop_functions(self.engine.module)
 
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)

@@ -22,6 +22,9 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import Wait, issue_exchange, launched, waiting
 from zerosync_strategy.core.engine import zero
 
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+"""Returns a flat tensor of so many elements, with any values."""
+
 
 class InFlight:
     """A collective in flight. Its works are waited for once; any number of streams may be ordered after it.
@@ -124,7 +127,7 @@ def reduce_scatter(
     ordered: bool,
     tag: int = 0,
     out: torch.Tensor | None = None,
-    empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+    empty: Allocate | None = None,
     label: str = "",
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
@@ -154,7 +157,7 @@ def reduce_scatter(
         memory = rows.new_empty(numel) if empty is None else empty(numel, rows.dtype, rows.device)
         received = memory.view(-1, width).unbind(0)
         gathered = [*received[:rank], parts[rank], *received[rank:]]
-        return _exchange(parts, gathered, process_group, tag, label, lambda: _sum(gathered, out))
+        return _exchange(parts, gathered, process_group, tag, label, lambda: sum_in_order(gathered, out))
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
@@ -266,25 +269,57 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             set_timeout(timeout_of(None), process_group)
 
 
+Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""A rank of a process group, what is sent to it, and what is received from it, in order."""
+
+
+def exchange(
+    messages: Iterable[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
+) -> InFlight:
+    """Exchange messages with other ranks; ``finish`` returns the result."""
+    works = send_and_receive(messages, process_group, tag)
+    wait = issue_exchange(process_group, tag, label)
+    return InFlight(works, finish, messages, timeout_of(process_group), wait)
+
+
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, label: str,
     finish: Callable[[], torch.Tensor],
 ) -> InFlight:  # fmt: skip
     """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
-    messenger, rank, works = zero.messenger(), dist.get_rank(process_group), []
-    for peer in range(len(sent)):
-        if peer == rank:
-            continue
-        peer_global = dist.get_global_rank(process_group, peer)
-        if len(received[peer]):
-            works.append(messenger.irecv(received[peer], src=peer_global, group=process_group, tag=tag))
-        if len(sent[peer]):
-            works.append(messenger.isend(sent[peer], dst=peer_global, group=process_group, tag=tag))
-    exchange = issue_exchange(process_group, tag, label)
-    return InFlight(works, finish, (sent, received), timeout_of(process_group), exchange)
+    peers = (peer for peer in range(len(sent)) if peer != dist.get_rank(process_group))
+    messages = [(peer, (sent[peer],), (received[peer],)) for peer in peers]
+    return exchange(messages, process_group, tag, label, finish)
 
 
-def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+def count_sent(messages: Iterable[Message], process_group: Any) -> None:
+    """Count messages that another thread will send, where someone counts."""
+    count = getattr(zero.comm_backend(), "_zerosync_count_sent", None)
+    if count is not None:
+        for peer, sent, _ in messages:
+            for each in sent:
+                count(each, dist.get_global_rank(process_group, peer), process_group)
+
+
+def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
+    """Begin to exchange messages with other ranks, and return the works.
+
+    Args:
+        messages: without what has no elements.
+        tag: only messages with the same tag meet.
+        messenger: sends them; by default, DeepSpeed's, which counts them.
+    """
+    works: list[Any] = []
+    if messenger is None:
+        messenger = zero.messenger()
+    for peer, sent, received in messages:
+        rank = dist.get_global_rank(process_group, peer)
+        works += [messenger.irecv(each, src=rank, group=process_group, tag=tag) for each in received if len(each)]
+        works += [messenger.isend(each, dst=rank, group=process_group, tag=tag) for each in sent if len(each)]
+    return works
+
+
+def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of ``rows`` in fp32 and in their order, in ``out`` if that is fp32."""
     if len(rows) == 1:
         return rows[0].float()

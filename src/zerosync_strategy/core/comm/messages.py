@@ -46,10 +46,10 @@ def messages_of(process_group: Any, device: torch.device) -> Messages:
 
 def on_one_host(process_group: Any) -> bool:
     """Return whether all ranks of ``process_group`` share a loopback interface. Collective: 64 bytes are reduced."""
-    return is_alike(_loopback(), process_group)
+    return is_alike(loopback(), process_group)
 
 
-def _loopback() -> list[int]:
+def loopback() -> list[int]:
     """Return what two processes have alike if they share a loopback interface: kernel, and network namespace."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")

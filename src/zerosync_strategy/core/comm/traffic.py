@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import is_native
+from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend, use_current_names
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind: how many calls, and the bytes that one rank sends for them.
+    """Collectives of one kind: how many calls, the bytes that one rank sends for them, and how many to other nodes.
 
     Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend``, what
     this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is counted as that.
@@ -24,9 +25,10 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
+    between: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.between + other.between)
 
 
 class _Kind(NamedTuple):
@@ -62,11 +64,15 @@ class CollectiveCounter:
 
     Several counters may run at once. Usable as a context manager.
 
+    Args:
+        topology: which ranks are on one node; ``None``: all.
+
     Attributes:
         traffic: what was counted and not taken yet, by kind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Topology | None = None) -> None:
+        self._topology = topology
         self.traffic: dict[str, Traffic] = {}
         self._backend: Any = None  # that it counts
 
@@ -106,8 +112,9 @@ class CollectiveCounter:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _add(self, kind: str, traffic: Traffic) -> None:
-        self.traffic[kind] = self.traffic.get(kind, Traffic()) + traffic
+    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None) -> None:
+        between = 0 if self._topology is None else self._topology.between(nbytes, process_group, to)
+        self.traffic[kind] = self.traffic.get(kind, Traffic()) + Traffic(1, nbytes, between)
 
 
 class EngineCounter(CollectiveCounter):
@@ -116,8 +123,8 @@ class EngineCounter(CollectiveCounter):
     A call counts for the engine whose :meth:`attribute` is the first after it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, topology: Topology | None = None) -> None:
+        super().__init__(topology)
         self._attributed: dict[str, Traffic] = {}
 
     def start(self) -> EngineCounter:
@@ -150,6 +157,11 @@ class _CountingBackend:
     _zerosync_counters: list[CollectiveCounter]
     _zerosync_restore_names: Callable[[], None]
 
+    def _zerosync_count_sent(self, tensor: torch.Tensor, to: int, process_group: Any) -> None:
+        """Count a message that will be sent by another thread."""
+        for counter in self._zerosync_counters:
+            counter._add("isend", tensor.nbytes, process_group, to)
+
 
 def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
     def argument(args: tuple[Any, ...], kwargs: dict[str, Any], argument_name: str, position: int) -> Any:
@@ -164,8 +176,9 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
         sent = (kind.passes if native else kind.passes_on_gloo) * sum(tensor.nbytes for tensor in tensors)
         if not kind.to_one_rank:
             sent = sent * (size - 1) // size
+        to = argument(args, kwargs, "dst", 1) if kind.to_one_rank else None
         for counter in self._zerosync_counters:
-            counter._add(name, Traffic(1, sent))
+            counter._add(name, sent, group, to)
         return getattr(super(_CountingBackend, self), name)(*args, **kwargs)
 
     return method

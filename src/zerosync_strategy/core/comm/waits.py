@@ -64,6 +64,7 @@ class Wait:
 
 
 _point_to_point: Counter[str] = Counter()  # by group, since they are counted
+_counting = threading.Lock()
 _alike: set[str] = set()  # the groups whose collectives have the same numbers on all ranks
 _exchanges: dict[str, dict[int, int]] = {}  # by group: the exchanges issued with each tag, the last used tag last
 _waiting: Wait | None = None
@@ -149,7 +150,8 @@ def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def counted(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if _are_gloos(group, tensors):
-            _point_to_point[group.group_name] += 1
+            with _counting:
+                _point_to_point[group.group_name] += 1
         return stock(group, tensors, *args, **kwargs)
 
     return counted

@@ -15,13 +15,16 @@ So all shards, one rank's in each row, are a matrix; a layout says where in it e
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native
+from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
@@ -32,6 +35,17 @@ AUTO_BUCKETS = 16
 """Buckets at least, as far as parameters are that small, where the budget sets itself."""
 
 
+class Level(enum.Enum):
+    """Where the gradients of a bucket are added up over the backwards of a window.
+
+    Each level has less memory than the one before, and sends more.
+    """
+
+    WHOLE = enum.auto()  # on each rank, in full: reduced once, at the close
+    NODE = enum.auto()  # in node shards: reduced within the node in each backward, and between nodes at the close
+    SHARD = enum.auto()  # in ZeRO's own shards: reduced in each backward
+
+
 class ShardLayout(ABC):
     """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
 
@@ -40,17 +54,29 @@ class ShardLayout(ABC):
         shard_numel: elements of one rank's shard.
         divisor: what a sum over the group is divided by to average it.
         dtype: of the reduction.
+
+    Attributes:
+        nodes: of the process group; ``None`` where two levels would be one.
+        is_native: the backend has a reduce-scatter of its own.
     """
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], shard_numel: int, divisor: float, dtype: torch.dtype
     ) -> None:
         self.process_group = process_group
+        self.nodes: Nodes | None = None
+        self.is_native = bool(params) and is_native(process_group, params[0].device)
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.params = list(params)
         self.shard_numel = shard_numel
         self.divisor = divisor
         self.dtype = dtype
+
+    def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
+        """As :func:`collectives.all_gather`, in two levels where that sends less."""
+        if self.nodes is not None and not self.is_native:
+            return self.nodes.all_gather(rows, tag, label)
+        return all_gather(rows, self.process_group, tag, label)
 
     @abstractmethod
     def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
@@ -77,13 +103,16 @@ class GradientBucket(ABC):
 
     Args:
         params: in the order of the layout.
-        deferred: their gradients may stay local until the window closes.
+        level: where gradients are added up; changes between two windows.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
         names: of all parameters.
 
     Attributes:
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
+        level_of_rest: where they are added up that have no room on level ``WHOLE``, where a budget sets itself.
+        node_shard: sums over this window, scaled as they are sent, by their offset in this rank's shard: its node shard
+            (``comm/nodes.py``).
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
         pending_params: in a backward that reduces it when it is complete, the ids of those without their gradient yet.
@@ -96,12 +125,13 @@ class GradientBucket(ABC):
     target: tuple[int, int]
 
     def __init__(
-        self, layout: ShardLayout, params: Sequence[Any], deferred: bool, *, chunk_bytes: int, local: LocalGradients,
+        self, layout: ShardLayout, params: Sequence[Any], level: Level, *, chunk_bytes: int, local: LocalGradients,
         streams: Streams, names: Mapping[Any, str],
     ) -> None:  # fmt: skip
         self.layout = layout
         self.params = list(params)
-        self.deferred = deferred
+        self.level = self.level_of_rest = level
+        self.node_shard: dict[int, torch.Tensor] = {}
         self.local = local
         self.streams = streams
         self.needs_reduce = False
@@ -140,6 +170,21 @@ class GradientBucket(ABC):
             columns = rows[:, first : first + width]
             yield ReduceScatterInput(columns.to(self.layout.dtype), offset + first)
 
+    def keep_node_sums(self, offset: int, sums: torch.Tensor) -> None:
+        """Add ``sums`` to the node shard."""
+        if offset in self.node_shard:
+            self.node_shard[offset].add_(sums)
+        else:
+            self.node_shard[offset] = kept = sums.to(self.local.dtype)
+            self.local.count(kept.nbytes)
+
+    def take_node_sums(self, offset: int) -> torch.Tensor | None:
+        """Return what the node shard has for ``offset``, and forget it."""
+        sums = self.node_shard.pop(offset, None)
+        if sums is not None:
+            self.local.count(-sums.nbytes)
+        return sums
+
     @abstractmethod
     def _drop(self) -> None:
         """Free the local gradients."""
@@ -153,8 +198,8 @@ class GradientBucket(ABC):
 
 def choose_buckets(
     layouts: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
-) -> Iterator[tuple[Any, list[tuple[list[Any], bool]]]]:
-    """Yield each layout with the parameters of its buckets, and whether they are deferred.
+) -> Iterator[tuple[Any, list[tuple[list[Any], Level]]]]:
+    """Yield each layout with the parameters of its buckets, and their level.
 
     Buckets come in about the order in which backward is expected to complete them: from the last parameter to the
     first. One bucket has at most ``limit`` bytes, or one parameter.
@@ -162,23 +207,25 @@ def choose_buckets(
     Args:
         layouts: of all gradients, in the order of the parameters.
     """
-    params = [param for layout in layouts for param in layout.params]
-    nbytes = {param: local.nbytes(param) for param in params}
-    deferred, limit = _choose_deferred(nbytes, config, limit)
+    nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
+    whole, limit = _choose_whole(nbytes, config, limit)
+    level_of = dict.fromkeys(nbytes, Level.SHARD) | dict.fromkeys(whole, Level.WHOLE)
+    if config.coalesce:
+        level_of |= dict.fromkeys(_choose_node(layouts, local, whole, config.node_bytes), Level.NODE)
     for layout in reversed(layouts):
-        buckets: list[tuple[list[Any], bool]] = []
+        buckets: list[tuple[list[Any], Level]] = []
         room = 0
         for param in reversed(layout.params):
-            if not buckets or nbytes[param] > room or (param in deferred) != buckets[-1][1]:
-                buckets.append(([], param in deferred))
+            if not buckets or nbytes[param] > room or level_of[param] is not buckets[-1][1]:
+                buckets.append(([], level_of[param]))
                 room = limit
             buckets[-1][0].append(param)
             room -= nbytes[param]
-        yield layout, [(members[::-1], is_deferred) for members, is_deferred in buckets]
+        yield layout, [(members[::-1], level) for members, level in buckets]
 
 
-def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
-    """Return the parameters whose gradients, of ``nbytes``, may stay local until the window closes, and a new limit."""
+def _choose_whole(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
+    """Return the parameters whose gradients, of ``nbytes``, stay on each rank in full, and a new limit."""
     budget = config.unreduced_bytes
     if not config.coalesce:
         return set(), limit
@@ -186,14 +233,29 @@ def _choose_deferred(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: i
         return set(), min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     if budget is None:
         return set(nbytes), limit
-    # What streams takes an eighth of the budget at most before it is reduced. What may be deferred is one run of
-    # parameters, because each change between deferred and streamed ends a bucket. Backward completes it last.
+    # What streams takes an eighth of the budget at most before it is reduced. What may stay is one run of parameters,
+    # because each change between two levels ends a bucket. Backward completes it last.
     limit = min(limit, budget // 8)
-    free = budget - limit
-    deferred = set()
+    return set(_first_fitting(nbytes, budget - limit)), limit
+
+
+def _choose_node(
+    layouts: Sequence[Any], local: LocalGradients, whole: Container[Any], budget: int | None
+) -> Iterator[Any]:
+    """Return the parameters beside ``whole`` whose gradients stay in node shards, of ``budget`` bytes in all."""
+    nbytes = {
+        param: local.nbytes(param) // layout.nodes.size
+        for layout in layouts
+        for param in layout.params
+        if layout.nodes is not None and param not in whole
+    }
+    return _first_fitting(nbytes, sum(nbytes.values()) if budget is None else budget)
+
+
+def _first_fitting(nbytes: Mapping[Any, int], room: int) -> Iterator[Any]:
+    """Yield the first parameters, up to one that does not fit."""
     for param, size in nbytes.items():
-        free -= size
-        if free < 0:
-            break
-        deferred.add(param)
-    return deferred, limit
+        room -= size
+        if room < 0:
+            return
+        yield param

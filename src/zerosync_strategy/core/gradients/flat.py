@@ -17,7 +17,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
-from zerosync_strategy.core.gradients.buckets import GradientBucket, ReduceScatterInput, ShardLayout
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ReduceScatterInput, ShardLayout
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
@@ -42,8 +42,8 @@ class FlatLayout(ShardLayout):
         super().__init__(process_group, list(self.offsets), shard_numel, divisor, dtype)
         self.group_index = group_index
 
-    def divide(self, buckets: Sequence[tuple[list[Any], bool]], **common: Any) -> None:
-        """Let a stripe begin with each of ``buckets``: its parameters, and whether they are deferred; in their order.
+    def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
+        """Let a stripe begin with each of ``buckets``: its parameters, and their level; in their order.
 
         Args:
             common: as for :class:`GradientBucket`.
@@ -52,8 +52,8 @@ class FlatLayout(ShardLayout):
         self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
         self.buckets = []
         below = None
-        for stripe, (params, deferred) in zip(self.stripes.all, buckets, strict=bool(buckets)):
-            below = FlatBucket(self, params, deferred, stripe=stripe, below=below, **common)
+        for stripe, (params, level) in zip(self.stripes.all, buckets, strict=bool(buckets)):
+            below = FlatBucket(self, params, level, stripe=stripe, below=below, **common)
             self.buckets.append(below)
 
     def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:

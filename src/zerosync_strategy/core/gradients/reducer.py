@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, is_native, phase, reduce_scatter
+from zerosync_strategy.core.comm.collectives import InFlight, phase, reduce_scatter
 from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.failures.aborted import BegunReductions
-from zerosync_strategy.core.gradients.buckets import GradientBucket, ShardLayout
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
 from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -46,6 +47,7 @@ class StepSlice(NamedTuple):
     stepped: Callable[[], None] | None
 
 
+_Use = Callable[[torch.Tensor], None]
 StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
 """Master weights, each with its slices."""
 
@@ -60,7 +62,8 @@ class Reducer(ABC):
             the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
         items: that the coming gradients are the mean over.
-        sent_floor: bytes that one rank had to send for what was reduced since :meth:`reset_counts`.
+        topology: of the ranks.
+        sent_floor: what one rank had to send for what was reduced since :meth:`reset_counts`.
         deferred_bytes: of the gradients that :meth:`defer` lets stay local.
     """
 
@@ -68,23 +71,26 @@ class Reducer(ABC):
     buckets: Sequence[GradientBucket]
     _shards_on_device = True  # else in host memory, of an offloaded optimizer
 
-    def __init__(self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages) -> None:
+    def __init__(
+        self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
+    ) -> None:
         self.optimizer = optimizer
+        self.topology = topology
         self._messages = messages
         self.streams = Streams()
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(optimizer)
-        self.is_native = bool(self.layouts) and all(
-            is_native(layout.process_group, layout.params[0].device) for layout in self.layouts if layout.params
-        )
+        self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
+        for layout in self.layouts:
+            layout.nodes = topology.of(layout.process_group)
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
         chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
         self.items = ItemCount(config.loss_reduction)
-        self.sent_floor = 0
+        self.sent_floor = Sent()
         self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
         self._ordered = config.reduction == "ordered"
@@ -93,6 +99,7 @@ class Reducer(ABC):
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
+        self._closes = False  # what is being reduced is reduced between nodes, too
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
         self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
@@ -140,8 +147,8 @@ class Reducer(ABC):
         """Remove the shards of this window from DeepSpeed's optimizer."""
 
     @abstractmethod
-    def parameters_floor(self) -> dict[Any, int]:
-        """Return, by parameter, the bytes that one rank must send to give it to all ranks once."""
+    def parameters_floor(self) -> dict[Any, Sent]:
+        """Return, by parameter, what one rank must send to give it to all ranks once."""
 
     @abstractmethod
     def states_made(self) -> None:
@@ -159,7 +166,8 @@ class Reducer(ABC):
         zero.expect_backward(self.optimizer)
         for bucket in self.buckets:
             bucket.needs_reduce = True
-        self._to_stream = deque(bucket for bucket in self.buckets if last or not bucket.deferred)
+        self._to_stream = deque(bucket for bucket in self.buckets if last or bucket.level is not Level.WHOLE)
+        self._closes = last
         if self._to_stream:
             self._choose_when_to_reduce(midway)
             self._begun.expect()
@@ -244,10 +252,11 @@ class Reducer(ABC):
         self.deferred_bytes = 0
         for bucket in reversed(self.buckets):
             nbytes = sum(map(self.local.nbytes, bucket.params))
-            bucket.deferred = self.deferred_bytes + nbytes <= budget
-            if bucket.deferred:
+            if self.deferred_bytes + nbytes <= budget:
+                bucket.level = Level.WHOLE
                 self.deferred_bytes += nbytes
             else:
+                bucket.level = bucket.level_of_rest
                 budget = 0  # and no other of the later ones
         self.local.free_blocks()
         return self.deferred_bytes
@@ -255,12 +264,16 @@ class Reducer(ABC):
     @property
     def keeps_gradients(self) -> bool:
         """Whether a backward leaves every gradient on its parameter, unless it is promised to be the last."""
-        return not self.local.converts and not self._may_stream and all(bucket.deferred for bucket in self.buckets)
+        return (
+            not self.local.converts
+            and not self._may_stream
+            and all(bucket.level is Level.WHOLE for bucket in self.buckets)
+        )
 
     @property
     def needs_reduce(self) -> bool:
         """Whether gradients must be reduced before the step; the same on every rank."""
-        return any(bucket.needs_reduce for bucket in self.buckets)
+        return any(bucket.needs_reduce or bucket.node_shard for bucket in self.buckets)
 
     # ---- reduction -------------------------------------------------------------------------------------------------
 
@@ -268,10 +281,13 @@ class Reducer(ABC):
     def reduce(self) -> None:
         """Average over the ranks what is not reduced yet, into the shards. A collective call."""
         self._begun.expect()
+        self._closes = True
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
                 if bucket.needs_reduce:
                     self._launch(bucket)
+                elif bucket.layout.nodes is not None:
+                    self._launch_between(bucket, bucket.layout.nodes)
             self._wait_reduce_scatter(0)
 
     def close(self) -> None:
@@ -326,32 +342,86 @@ class Reducer(ABC):
 
     def reset_counts(self) -> None:
         """The step has used the shards: count bytes from here."""
-        self.sent_floor = 0
+        self.sent_floor = Sent()
         self.local.reset_peak()
 
     def _launch(self, bucket: GradientBucket) -> None:
         """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
-        # An aborted backward's messages, or those of a rank that disagrees, never join another reduction.
-        tag = self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
-        before, after = self._scales(layout)
+        before, _ = self._scales(layout)
         self._begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
             for rows, offset in bucket.reduce_scatter_inputs(before):
                 self._wait_reduce_scatter(self._messages.in_flight - 1)
-                targets = self.shard_parts(layout, offset, rows.shape[1])
-                adds = bucket.is_reduced
-                out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
-                reduction = reduce_scatter(
-                    rows, layout.process_group, self._ordered, tag, out, self.local.empty, bucket.label
-                )
-                self._begun.add(layout.process_group)
-                reduction.then(partial(self._add_to_shard, targets, adds, after))
-                self._in_flight.append((bucket, reduction))
-        bucket.is_reduced = True
+                if layout.nodes is not None and (bucket.level is Level.NODE or not layout.is_native):
+                    self._reduce_within(bucket, layout.nodes, rows, offset)
+                else:
+                    self._reduce(bucket, rows, offset)
+        if bucket.level is not Level.NODE or self._closes:
+            bucket.is_reduced = True
         bucket.free_gradients()
-        self.sent_floor += sent_by_one_rank(bucket.numel * layout.dtype.itemsize, layout.world_size)
+        sent = self.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
+        if bucket.level is Level.NODE and not self._closes:
+            sent = Sent(sent.nbytes - sent.between)
+        self.sent_floor = self.sent_floor.plus(sent)
+
+    @property
+    def _tag(self) -> int:
+        """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
+        return self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+
+    def _reduce(self, bucket: GradientBucket, rows: torch.Tensor, offset: int) -> None:
+        """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
+        layout = bucket.layout
+        out, use = self._into_shard(bucket, offset, rows.shape[1])
+        reduction = reduce_scatter(
+            rows, layout.process_group, self._ordered, self._tag, out, self.local.empty, bucket.label
+        )
+        self._note(bucket, reduction, use)
+
+    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:
+        """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
+        reduction = nodes.reduce_within(rows, self._ordered, self._tag, self.local.empty, bucket.label)
+        if bucket.level is Level.NODE and not self._closes:
+            self._note(bucket, reduction, partial(bucket.keep_node_sums, offset))
+        else:
+            target = self._into_shard(bucket, offset, rows.shape[1])
+            self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, offset, *target))
+
+    def _reduce_between(
+        self, bucket: GradientBucket, nodes: Nodes, offset: int, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
+    ) -> None:
+        """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
+        if (kept := bucket.take_node_sums(offset)) is not None:
+            sums = kept.add_(sums)
+        dtype = bucket.layout.dtype
+        reduction = nodes.reduce_between(sums, dtype, self._ordered, self._tag, out, self.local.empty, bucket.label)
+        self._note(bucket, reduction, use)
+
+    def _launch_between(self, bucket: GradientBucket, nodes: Nodes) -> None:
+        """Launch the reduction between nodes of what the node shard has."""
+        for offset in list(bucket.node_shard):
+            sums = bucket.take_node_sums(offset)
+            assert sums is not None
+            self._wait_reduce_scatter(self._messages.in_flight - 1)
+            self._reduce_between(bucket, nodes, offset, *self._into_shard(bucket, offset, sums.shape[1]), sums)
+        bucket.is_reduced = True
+        sent = self.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
+        self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
+
+    def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
+        self._begun.add(bucket.layout.process_group)
+        reduction.then(use)
+        self._in_flight.append((bucket, reduction))
+
+    def _into_shard(self, bucket: GradientBucket, offset: int, numel: int) -> tuple[torch.Tensor | None, _Use]:
+        """Return where ``numel`` averages for the shard may go at once, and what puts them there in any case."""
+        targets = self.shard_parts(bucket.layout, offset, numel)
+        adds = bucket.is_reduced
+        out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
+        _, after = self._scales(bucket.layout)
+        return out, partial(self._add_to_shard, targets, adds, after)
 
     def _wait_reduce_scatter(self, allowed: int) -> None:
         """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
@@ -400,6 +470,8 @@ class Reducer(ABC):
         self._in_flight.clear()
         for bucket in self.buckets:
             bucket.free_gradients()
+            for offset in list(bucket.node_shard):
+                bucket.take_node_sums(offset)
             bucket.is_reduced = False
         self._shards_ready = False
         self.items.reset()
@@ -411,11 +483,6 @@ class Reducer(ABC):
             self._begun.abort()
         self.drop()
         zero.reset_backward(self.optimizer)
-
-
-def sent_by_one_rank(nbytes: int, world_size: int) -> int:
-    """Return what one of ``world_size`` ranks sends when ``nbytes`` are reduce-scattered or all-gathered once."""
-    return nbytes * (world_size - 1) // world_size
 
 
 def step_slices(

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import all_gather, phase
+from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
-from zerosync_strategy.core.gradients.buckets import choose_buckets
+from zerosync_strategy.core.gradients.buckets import Level, choose_buckets
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
-from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, sent_by_one_rank, step_slices
+from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
@@ -50,7 +51,7 @@ class Stage12Reducer(Reducer):
         buckets: list[FlatBucket] = []
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
             if self.keeps_stock_layout and chosen:
-                chosen = [(layout.params, True)]
+                chosen = [(layout.params, Level.WHOLE)]
             layout.divide(chosen[::-1], **common)
             buckets += layout.buckets[::-1]
         return buckets
@@ -86,9 +87,9 @@ class Stage12Reducer(Reducer):
         for layout in self.layouts:
             zero12.discard_gradient_shard(self.optimizer, layout.group_index)
 
-    def parameters_floor(self) -> dict[Any, int]:
+    def parameters_floor(self) -> dict[Any, Sent]:
         return {
-            param: sent_by_one_rank(param.numel() * param.element_size(), layout.world_size)
+            param: self.topology.sent(param.numel() * param.element_size(), layout.process_group)
             for layout in self.layouts
             for param in layout.params
         }
@@ -135,7 +136,7 @@ class Stage12Reducer(Reducer):
             stripe = bucket.stripe
             rows = stripe.rows(flat)
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
-            bucket.gather = all_gather(rows, layout.process_group, tag, bucket.gather_label)
+            bucket.gather = layout.all_gather(rows, tag, bucket.gather_label)
 
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.

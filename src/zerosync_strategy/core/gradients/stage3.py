@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import (
@@ -17,7 +18,7 @@ from zerosync_strategy.core.gradients.buckets import (
     ShardLayout,
     choose_buckets,
 )
-from zerosync_strategy.core.gradients.reducer import Reducer, StepSlices, sent_by_one_rank, step_slices
+from zerosync_strategy.core.gradients.reducer import Reducer, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -143,9 +144,9 @@ class Stage3Reducer(Reducer):
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[PerParamBucket]:
         buckets = [
-            PerParamBucket(layout, params, deferred, **common)
+            PerParamBucket(layout, params, level, **common)
             for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
-            for params, deferred in chosen
+            for params, level in chosen
         ]
         # With several layouts, those of the later modules first.
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
@@ -219,11 +220,11 @@ class Stage3Reducer(Reducer):
     def _discard_shards(self) -> None:
         zero3_optimizer.discard_gradients(self.optimizer)
 
-    def parameters_floor(self) -> dict[Any, int]:
+    def parameters_floor(self) -> dict[Any, Sent]:
         floor = {}
         for param in self.optimizer.module.parameters():  # those that it does not train, too
-            world_size = dist.get_world_size(zero3_optimizer.gradient_group(self.optimizer, param))
-            floor[param] = sent_by_one_rank(zero3.full_bytes(param), world_size)
+            group = zero3_optimizer.gradient_group(self.optimizer, param)
+            floor[param] = self.topology.sent(zero3.full_bytes(param), group)
         return floor
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import all_gather
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -132,7 +131,7 @@ class PendingGradients:
                 places = rows[layout.rank].split([part.numel() for part in parts])
                 for place, part in zip(places, parts, strict=True):
                     place.copy_(self._unscaled(part, first.dtype))
-                all_gather(rows, layout.process_group).wait()
+                layout.all_gather(rows).wait()
             for param in layout.params:
                 gradient = layout.gradient_in(memory, param).view(zero3.full_shape(param))
                 with zero3.in_full_shape(param):

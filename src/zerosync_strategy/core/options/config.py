@@ -11,6 +11,8 @@ from typing import Any
 
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
+AUTO = "auto"
+"""A budget that sets itself, or what the launcher says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,9 @@ class ZeroSyncConfig:
             every module. All ranks must then compile alike.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
             can be told without: that the save was completed, and that the files belong to it.
+        node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
+            ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, or those of one host. Exchanges point to point, as with
+            gloo, go in two levels: each byte crosses between two nodes once.
         elementwise_optimizer: ``False``: an optimizer is tried on small parameters, and one that does not update each
             element by itself, as ZeRO's flat shards need, is an error. ``True``: it is taken to do so.
 
@@ -68,6 +73,7 @@ class ZeroSyncConfig:
     eager_frames: bool = True
     trace_gathers: bool = False
     checkpoint_checksums: bool = True
+    node_size: int | str = AUTO
     elementwise_optimizer: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +94,7 @@ class ZeroSyncConfig:
                 f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
             )
         if (given := self.grad_memory_budget) is not None:
-            if given != AUTO and not (isinstance(given, Mapping) and given.keys() == {AUTO}):
-                parse_bytes("grad_memory_budget", given, 'or None, "auto", {"auto": size}')
+            self._check_grad_memory_budget(given)
             if not self.coalesce:
                 raise ValueError(
                     f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
@@ -99,6 +104,10 @@ class ZeroSyncConfig:
             raise TypeError(f"ZeroSync option 'racecheck' takes a number of optimizer steps, got {self.racecheck!r}.")
         if self.racecheck < 0:
             raise ValueError(f"ZeroSync option 'racecheck' takes 0 or more steps, got {self.racecheck!r}.")
+        if self.node_size != AUTO and (type(self.node_size) is not int or self.node_size < 1):
+            raise ValueError(
+                f"ZeroSync option 'node_size' takes \"auto\" or a number of ranks, 1 or more, got {self.node_size!r}."
+            )
         self._check_param_memory_budget(self.param_memory_budget)
         limits = self._limits
         if len(set(limits.values())) > 1:
@@ -106,6 +115,20 @@ class ZeroSyncConfig:
                 f'ZeroSync options {" and ".join(map(repr, limits))} got different limits for "auto", which is for both'
                 " together. Give it in one of them."
             )
+
+    def _check_grad_memory_budget(self, given: Any) -> None:
+        option = "grad_memory_budget"
+        if not isinstance(given, Mapping):
+            if given != AUTO:
+                parse_bytes(option, given, 'or None, "auto", {"auto": size}, {"device": size, "node": size}')
+            return
+        if not given or given.keys() - {"device", "node", AUTO} or {"device", AUTO} <= given.keys():
+            raise ValueError(
+                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto') and 'node', got {dict(given)!r}."
+            )
+        for where, size in given.items():
+            if size != "all" or where == AUTO:
+                parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
 
     def _check_param_memory_budget(self, given: Any) -> None:
         option = "param_memory_budget"
@@ -130,7 +153,17 @@ class ZeroSyncConfig:
     def unreduced_bytes(self) -> int | None:
         """``grad_memory_budget`` in bytes, ``None`` for no limit. Automatic, it begins with nothing."""
         given = self.grad_memory_budget
-        return 0 if self.auto_gradients else None if given is None else parse_bytes("", given)
+        if self.auto_gradients:
+            return 0
+        if isinstance(given, Mapping):
+            given = given.get("device", 0)
+        return None if given is None else _bytes_or_all(given)
+
+    @property
+    def node_bytes(self) -> int | None:
+        """``grad_memory_budget`` of the node in bytes of each rank, ``None`` for all."""
+        given = self.grad_memory_budget
+        return _bytes_or_all(given.get("node", "all")) if isinstance(given, Mapping) else None
 
     @property
     def held_bytes(self) -> int | None:
@@ -204,10 +237,6 @@ class ZeroSyncConfig:
                     " keyword argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
-
-
-AUTO = "auto"
-"""A budget that sets itself."""
 
 
 def _is_auto(given: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import compilation, gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
@@ -30,12 +31,12 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages,
+        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._coordinator = gathering.coordinator(engine.optimizer)
         self._engines = self.times_written = 0
-        self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages)
+        self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
         host = None if config.host_bytes == 0 else HostCache(config.host_bytes, streams)
         self.scheduler.host = host
         plan = HoldPlan(
@@ -51,7 +52,7 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages,
+        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return those of the module of ``engine``, for one more engine.
@@ -66,7 +67,7 @@ class ModuleParameters:
             compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
         found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
         if found is None:
-            found = cls(engine, config, streams, messages, is_constant)
+            found = cls(engine, config, streams, messages, topology, is_constant)
         elif config.auto_parameters or found.cache.plan.automatic:
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"

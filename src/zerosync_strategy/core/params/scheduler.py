@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
@@ -48,6 +49,7 @@ class GatherGroup:
         place: in the order of gathers (U1).
         ranks: for errors.
         digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
+        nodes: that its messages go between and within; ``None``: in one level.
         stream: on which it gathers (U4); ``None`` on a device without streams.
     """
 
@@ -55,6 +57,7 @@ class GatherGroup:
     place: int
     ranks: str
     digest: GatherDigest | None
+    nodes: Nodes | None
     stream: Any = None
 
 
@@ -66,6 +69,7 @@ class GatherScheduler:
         streams: of the engine.
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
+        topology: which ranks are on one node.
 
     Attributes:
         records: of the parameters of the engine's module.
@@ -79,7 +83,7 @@ class GatherScheduler:
         host: has parameters that need not be gathered again; ``None``: there are none.
     """
 
-    def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages) -> None:
+    def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages, topology: Topology) -> None:
         self._messages = messages
         self.coordinator = gathering.coordinator(engine.optimizer)
         self.streams = streams
@@ -95,7 +99,8 @@ class GatherScheduler:
         for place, group in enumerate(sorted(process_groups, key=lambda group: _place(ranks_of(group)))):
             tagged = not (by_all_reduce or is_native(group, engine.device))
             digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
-            self.groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest)
+            nodes = topology.of(group) if tagged else None
+            self.groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         self._stream_count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
         self.records = [
@@ -255,7 +260,7 @@ class GatherScheduler:
         if (digest := group.digest) is not None:
             tag = digest.add(tuple(map(zero3.param_id, params)))
             if digest.tagged:
-                gathering_by = gathering.gathering_by(partial(_all_gather, tag))
+                gathering_by = gathering.gathering_by(partial(_all_gather, group.nodes, tag))
         on_stream = gathering.gathering_on(self.coordinator, group.stream)
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield
@@ -375,10 +380,12 @@ def _by_dtype(params: list[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iter
     return by_dtype.values()
 
 
-def _all_gather(tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any) -> InFlight:
+def _all_gather(
+    nodes: Nodes | None, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
+) -> InFlight:
     """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
     rows = target.view(dist.get_world_size(process_group), -1)
     own = rows[dist.get_rank(process_group)]
     if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
         own.copy_(source)
-    return all_gather(rows, process_group, tag)
+    return all_gather(rows, process_group, tag) if nodes is None else nodes.all_gather(rows, tag, "")

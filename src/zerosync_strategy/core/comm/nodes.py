@@ -1,0 +1,219 @@
+"""Nodes: which ranks of a process group have fast links among them.
+
+An exchange in *two levels* sends each byte between nodes once, whatever the number of ranks on a node. Rank
+``m * size + g`` is the g-th of node m. A reduction first gives the g-th rank of each node the node's sums of the rows
+of all g-th ranks, its *node shard*; of these the g-th ranks of all nodes then reduce-scatter one row each. A gather
+goes the other way. Rows are picked so, and not in one piece per rank of a node, because each rank then ends with its
+own.
+
+Off NCCL, messages go point to point, and what is gathered in two levels goes on by a relay (``relay.py``). A reduction
+goes on where it is waited for, which is in the same place on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import (
+    Allocate,
+    InFlight,
+    count_sent,
+    exchange,
+    gather_words,
+    is_native,
+    reduce_scatter,
+    send_and_receive,
+    sum_in_order,
+    timeout_of,
+)
+from zerosync_strategy.core.comm.messages import loopback
+from zerosync_strategy.core.comm.relay import Relay
+from zerosync_strategy.core.comm.waits import issue_exchange
+from zerosync_strategy.core.options.config import AUTO
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends, and how many of them to other nodes."""
+
+    nbytes: int = 0
+    between: int = 0
+
+    def plus(self, other: Sent, times: int = 1) -> Sent:
+        return Sent(self.nbytes + times * other.nbytes, self.between + times * other.between)
+
+
+class Topology:
+    """On which node each rank of the default process group is. Made alike on all ranks.
+
+    Args:
+        node_size: ranks on a node, of consecutive numbers; ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, and where
+            a launcher does not set it, those that share a loopback interface. Collective then.
+
+    Raises:
+        ValueError: ``node_size`` does not divide the number of ranks.
+    """
+
+    def __init__(self, node_size: int | str) -> None:
+        self._found: dict[Any, Nodes | None] = {}
+        self._counts: dict[Any, tuple[int, int]] = {}  # by process group: of nodes, of ranks
+        ranks = range(dist.get_world_size())
+        if node_size != AUTO:
+            size = int(node_size)
+            if len(ranks) % size:
+                raise ValueError(
+                    f"ZeroSync option 'node_size' got {size}, which does not divide the {len(ranks)} ranks. Give the"
+                    " number of ranks on each node; where nodes have different numbers of them, leave it out, and"
+                    " exchanges have one level."
+                )
+            self._node_of: list[Any] = [rank // size for rank in ranks]
+            return
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        found = gather_words([local, *loopback()], None)
+        sizes = {words[0] for words in found}
+        if sizes == {0}:
+            self._node_of = [tuple(words) for words in found]
+        else:
+            self._node_of = [rank // local if sizes == {local} else 0 for rank in ranks]
+
+    def of(self, process_group: Any) -> Nodes | None:
+        """Return the nodes of ``process_group``, always the same; ``None`` where two levels would be one.
+
+        That is on one node, with one rank on each, with different numbers of ranks on them, or where the ranks of a
+        node do not follow each other.
+        """
+        if process_group not in self._found:
+            self._found[process_group] = self._find(process_group)
+        return self._found[process_group]
+
+    def sent(self, nbytes: int, process_group: Any) -> Sent:
+        """Return what this rank sends when ``nbytes`` are reduce-scattered or all-gathered once."""
+        ranks = dist.get_world_size(process_group)
+        nbytes = nbytes * (ranks - 1) // ranks
+        return Sent(nbytes, self.between(nbytes, process_group))
+
+    def between(self, nbytes: int, process_group: Any, to: int | None = None) -> int:
+        """Return how many of the bytes that this rank sends go to other nodes, where none is sent there twice.
+
+        Args:
+            nbytes: that it sends over ``process_group``.
+            to: the rank, of the default process group, to which all of it goes; ``None``: to all.
+        """
+        if to is not None:
+            return 0 if self._node_of[to] == self._node_of[dist.get_rank()] else nbytes
+        if process_group not in self._counts:
+            members = dist.get_process_group_ranks(process_group)
+            self._counts[process_group] = len({self._node_of[rank] for rank in members}), len(members)
+        nodes, ranks = self._counts[process_group]
+        return nbytes * (nodes - 1) // max(ranks - 1, 1)
+
+    def _find(self, process_group: Any) -> Nodes | None:
+        ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
+        nodes = [self._node_of[rank] for rank in ranks]
+        count = len(set(nodes))
+        size = len(nodes) // count
+        runs = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+        if 1 in (count, size) or len(runs) != count or any(len(set(run)) > 1 for run in runs):
+            return None
+        return Nodes(process_group, size, count)
+
+
+class Nodes:
+    """The nodes of one process group, with as many of its ranks on each.
+
+    Args:
+        process_group: as given.
+        size: ranks on a node.
+        count: of nodes.
+    """
+
+    def __init__(self, process_group: Any, size: int, count: int) -> None:
+        self.process_group, self.size, self.count = process_group, size, count
+        self._node, self._place = divmod(dist.get_rank(process_group), size)
+        self._relay = Relay()
+
+    @functools.cached_property
+    def _within(self) -> Any:
+        """The process group of this node. Made by its ranks alone."""
+        return self._new_group([self._node * self.size + place for place in range(self.size)])
+
+    @functools.cached_property
+    def _between(self) -> Any:
+        """The process group of the ranks that have the place of this one."""
+        return self._new_group([node * self.size + self._place for node in range(self.count)])
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        everyone = dist.get_process_group_ranks(self.process_group)
+        timeout = timeout_of(self.process_group)
+        return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
+
+    def reduce_within(self, rows: torch.Tensor, ordered: bool, tag: int, empty: Allocate, label: str) -> InFlight:
+        """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.
+
+        Returns:
+            The node shard: sums of the rows of all ranks that have the place of this one, by node.
+        """
+        width = rows.shape[1]
+        by_place = rows.view(self.count, self.size, width).transpose(0, 1)
+        if is_native(self.process_group, rows.device):
+            reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, ordered, label=label)
+            reduction.then(lambda sums: sums.view(self.count, width))
+            return reduction
+        received = empty((self.size - 1) * self.count * width, rows.dtype, rows.device).view(-1, self.count, width)
+        gathered = [*received[: self._place], by_place[self._place], *received[self._place :]]
+        messages = [
+            (self._rank(self._node, place), by_place[place].unbind(0), gathered[place].unbind(0))
+            for place in range(self.size)
+            if place != self._place
+        ]
+        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, None))
+
+    def reduce_between(
+        self, sums: torch.Tensor, dtype: torch.dtype, ordered: bool, tag: int, out: torch.Tensor | None,
+        empty: Allocate, label: str,
+    ) -> InFlight:  # fmt: skip
+        """Sum node shards over the nodes, sent in ``dtype``.
+
+        Returns:
+            The sum of this rank's own row, as :func:`~collectives.reduce_scatter` returns it.
+        """
+        sent = sums.to(dtype)
+        if is_native(self.process_group, sums.device):
+            return reduce_scatter(sent, self._between, ordered, out=out, label=label)
+        received = empty((self.count - 1) * sums.shape[1], dtype, sums.device).view(-1, sums.shape[1])
+        gathered = [*received[: self._node], sums[self._node], *received[self._node :]]
+        messages = [
+            (self._rank(node, self._place), (sent[node],), (gathered[node],))
+            for node in range(self.count)
+            if node != self._node
+        ]
+        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, out))
+
+    def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
+        """As :func:`collectives.all_gather` off NCCL, in two levels."""
+        by_place = rows.view(self.count, self.size, -1)
+        own = by_place[self._node, self._place]
+        between = [
+            (self._rank(node, self._place), (own,), (by_place[node, self._place],))
+            for node in range(self.count)
+            if node != self._node
+        ]
+        within = [
+            (self._rank(self._node, place), by_place[:, self._place].unbind(0), by_place[:, place].unbind(0))
+            for place in range(self.size)
+            if place != self._place
+        ]
+        first = send_and_receive(between, self.process_group, tag)
+        timeout, wait = timeout_of(self.process_group), issue_exchange(self.process_group, tag, label)
+        count_sent(within, self.process_group)
+        second = partial(send_and_receive, within, self.process_group, tag, dist)
+        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: own, rows, timeout, wait)
+
+    def _rank(self, node: int, place: int) -> int:
+        return node * self.size + place
