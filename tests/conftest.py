@@ -37,6 +37,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if hasattr(callbacks, "EMAWeightAveraging") else True
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items if config.getoption("--simulated") else ():
+        if (mark := item.get_closest_marker("off_device")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not on the simulated device: {mark.args[0]}"))
+
+
 def pytest_collection_finish() -> None:
     """What is here by now, no garbage collection of a rank looks through, which would copy the pages that it is in."""
     gc.collect()

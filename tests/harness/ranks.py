@@ -32,7 +32,8 @@ LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the st
 DUMP_GRACE = 1.0  # to write the stacks
 POLL = 0.01
 KILLED = "RankKilled"  # the error of a rank that this module ended
-SIMULATED = "ZEROSYNC_TEST_SIMULATED"  # in the environment: ranks run on the simulated device
+SIMULATED = "ZEROSYNC_TEST_SIMULATED"  # in the environment, and not empty: ranks run on the simulated device
+ON_CPU = {SIMULATED: ""}  # the environment of programs to compare with, which DDP's own C++ reduces
 DIED = "RankDied"  # the error of a rank that ended without saying why
 
 _PR_SET_PDEATHSIG = 1
@@ -223,7 +224,7 @@ class _Rank:
         try:
             try:
                 self._become_rank(env)
-                value = _on_simulated_device(call) if SIMULATED in os.environ else call()
+                value = _on_simulated_device(call) if os.environ.get(SIMULATED) else call()
                 self._write_report(value=value, error=None, message="")
                 exitcode, linger = 0, LINGER
             except BaseException as error:

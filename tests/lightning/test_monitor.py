@@ -28,7 +28,8 @@ def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:
     logged = [row for row in rows if row.get("zerosync/backwards")]
     assert [float(row["zerosync/backwards"]) for row in logged] == [4.0, 4.0, 2.0]
     assert {float(row["zerosync/reductions"]) for row in logged} == {1.0}
-    assert all(float(row["zerosync/isend/bytes"]) > 0 for row in logged)
+    kinds = [name for name in logged[0] if name.startswith("zerosync/") and name.endswith("/bytes")]
+    assert all(any(float(row[name] or 0) > 0 for name in kinds) for row in logged)
 
 
 def test_the_steps_of_each_fit_are_logged_for_a_check_of_a_plan(tmp_path: Path) -> None:

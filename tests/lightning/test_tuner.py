@@ -11,7 +11,7 @@ from lightning.pytorch.tuner import Tuner
 
 from tests.harness.oracle import distance
 from tests.harness.problem import WORLD, oracle
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import ON_CPU, run_ranks
 from tests.harness.releases import since
 from tests.lightning.runs import Data, Module, Recorder, accumulate, make_trainer
 from zerosync_strategy import ZeroSyncStrategy
@@ -59,7 +59,7 @@ BY_CALLBACK = since("2.6", "the search by callback ends the training early, unde
 )
 def test_the_learning_rate_finder(stage: int, by_callback: bool, tmp_path: Path) -> None:
     """It finds what it finds under DDP, and the training begins where it would without the search, at that rate."""
-    rate, results = run_ranks(on_ddp, tmp_path)[0]
+    rate, results = run_ranks(on_ddp, tmp_path, env=ON_CPU)[0]
     assert rate != 0.3
     expected = accumulate(oracle(lambda parameters: momentum(parameters, rate)), BATCHES, 1)
     for parameters, found, searched in run_ranks(find_and_fit, tmp_path, ZeroSyncStrategy(stage), by_callback):
