@@ -1,5 +1,6 @@
 """Accelerate's dynamo plugin under ZeRO-3."""
 
+import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 
@@ -36,6 +37,7 @@ class Own(torch.nn.Sequential):
         return x
 
 
+@pytest.mark.off_device("Python stands in for DeepCompile's native operators, and knows no streams")
 def test_deepcompile_comes_after_attach() -> None:
     def run() -> tuple[float, int, int]:
         handle = deepcompile.install()

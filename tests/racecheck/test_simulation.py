@@ -219,6 +219,19 @@ def test_what_was_there_before_is_complete_and_the_default_streams() -> None:
     assert "mul on default stream" in str(simulation.findings[0].second)
 
 
+def test_a_view_that_torch_does_not_differentiate_may_be_read() -> None:
+    with simulate() as simulation:
+        base = torch.ones(4, requires_grad=True).clone()
+        with torch.no_grad():
+            view = base[:2]
+        base.mul_(2)
+        with torch.no_grad():
+            assert view.zero_().sum() == 0
+        with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+            view.mul(2)
+    assert simulation.findings == []
+
+
 def test_a_graph_may_outlive_a_simulation() -> None:
     """A leaf's node that something keeps is the next simulation's too; the first one's hooks say nothing any more."""
     weight = torch.ones(4, requires_grad=True)

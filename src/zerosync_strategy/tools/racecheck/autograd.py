@@ -85,8 +85,8 @@ class Nodes(TorchFunctionMode):
 
     def _follow_outputs(self, out: Any) -> Any:
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                self._follow(tensor.grad_fn)
+            if isinstance(tensor, torch.Tensor) and (node := _node_of(tensor)) is not None:
+                self._follow(node)
         return out
 
     def _follow(self, node: Any) -> None:
@@ -113,6 +113,13 @@ class Nodes(TorchFunctionMode):
         for gradient in gradients:
             if self._active and gradient is not None:
                 self._recorder.record(gradient, self._recorder.current_timeline)
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view made under no_grad of what was modified in place since: torch differentiates none
+        return None
 
 
 def _on_host(device: Any = None, **_: Any) -> bool:
