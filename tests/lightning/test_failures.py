@@ -71,6 +71,7 @@ def test_exception_on_all_ranks_leaves_an_exact_process(stage: int, where: str) 
     assert run_ranks(run) == [(0.0, 0.0)] * 2
 
 
+@pytest.mark.off_device("gloo's closed connections tell the other rank of the failure; NCCL's would end at a timeout")
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_exception_on_one_rank_ends_the_others(stage: int, where: str) -> None:
