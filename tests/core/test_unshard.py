@@ -40,8 +40,8 @@ class Model(nn.Module):
 data = noise(4, WIDTH)
 
 
-def make_engine(reuse: int = 0) -> Any:
-    model = Model()
+def make_engine(reuse: int = 0, model: nn.Module | None = None) -> Any:
+    model = model or Model()
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse}
     return engines.make_engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
 
@@ -76,6 +76,23 @@ def test_all_parameters_held_reach_the_floor() -> None:
     assert report.floor_bytes == size  # half of the parameters and half of the gradients
     assert report.ratio < 1.01 and report.peak_held_bytes == size
     assert report.collectives["isend"].bytes == size  # to the other rank, as much of each
+
+
+def test_the_next_engine_of_a_module_gathers_alike() -> None:
+    """DeepSpeed keeps functions on the modules, by which backwards would gather and release for the engine before."""
+
+    def run() -> Any:
+        model, sent = Model(), []
+        for _ in range(2):
+            engine = make_engine(model=model)
+            zerosync = attach(engine, param_memory_budget=2 * LAYER_BYTES)
+            train(engine, 3)
+            sent.append(zerosync.report.collectives)
+            engine.destroy()
+        return sent
+
+    for first, second in run_ranks(run):
+        assert first == second
 
 
 @since("0.19.3", "a first module stays gathered from its backward on, and others are gathered more")

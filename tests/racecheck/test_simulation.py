@@ -232,6 +232,19 @@ def test_a_view_that_torch_does_not_differentiate_may_be_read() -> None:
     assert simulation.findings == []
 
 
+def test_tensors_have_the_versions_that_they_have_without() -> None:
+    def versions() -> list[int]:
+        tensors = [torch.ones(4), torch.ones(4)]
+        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_add_(tensors, tensors)
+        tensors[0].mul_(2)
+        return [tensor._version for tensor in tensors]
+
+    with simulate():
+        simulated = versions()
+    assert simulated == versions() == [3, 2]
+
+
 def test_a_graph_may_outlive_a_simulation() -> None:
     """A leaf's node that something keeps is the next simulation's too; the first one's hooks say nothing any more."""
     weight = torch.ones(4, requires_grad=True)

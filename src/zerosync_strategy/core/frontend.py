@@ -25,6 +25,7 @@ from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, gathering, patches, zero
+from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
@@ -131,6 +132,7 @@ def set_up(
     if problem:
         raise ValueError(f"{call} found that {problem}")
     groups = [] if shown is None else [list(group["params"]) for group in shown.param_groups if group["params"]]
+    drop_functions(module)  # of an engine that has evaluated or trained it
     with building_engine():
         engine = build()
     if engine is None:

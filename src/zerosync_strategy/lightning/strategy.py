@@ -47,7 +47,7 @@ from .library import (
 from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
 _ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
-# The engines that trained a module last: their hooks must go before the next ones' come.
+# The engines that trained or evaluated a module last: their hooks must go before those of the next that train it come.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -196,7 +196,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         assert isinstance(self.config, dict) and self.lightning_module is not None
         for reference in _engines.pop(model, ()):
             if (engine := reference()) is not None:
-                engine.destroy()  # else its hooks would reduce too
+                frontend.leave_sharded(engine)  # else its hooks would gather and reduce too
         self.zerosyncs, self._parts = [], [model]
         self.gradient_hooks = overridden_hooks(self.lightning_module.trainer)
         if "optimizer" in self.config:
@@ -277,6 +277,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             super()._initialize_deepspeed_inference(model)
         finally:
             self.config = config
+        _engines.setdefault(model, []).append(weakref.ref(self.model))
         if without_parameters or not self.zero_stage_3:
             frontend.interpose(self.model, frontend.ModeOverrides)
         else:

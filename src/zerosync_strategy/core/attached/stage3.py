@@ -10,6 +10,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
@@ -72,6 +73,10 @@ class Stage3Engine(AttachedEngine):
     def detach(self) -> None:
         super().detach()
         self._restore_buffers()
+
+    def destroyed(self) -> None:
+        super().destroyed()
+        drop_functions(self.engine.module)
 
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)

@@ -53,8 +53,22 @@ def undo_quicken(module: Any) -> None:
             del function.apply
 
 
+def drop_functions(module: Any) -> None:
+    """Let DeepSpeed make these autograd functions anew, with the hooks of its next engine on ``module`` and inside it.
+
+    They gather by the engine for which they were made, and DeepSpeed 0.19.8 would use them for every later one: its
+    backwards would know nothing of that engine's order, held parameters and streams.
+    """
+    for submodule in module.modules():
+        for name in _NAMES:
+            vars(submodule).pop(name, None)
+
+
+_NAMES = ("pre_bwd_fn", "post_bwd_fn")
+
+
 def _functions(module: Any) -> list[Any]:
-    return [vars(module)[name] for name in ("pre_bwd_fn", "post_bwd_fn") if vars(module).get(name) is not None]
+    return [vars(module)[name] for name in _NAMES if vars(module).get(name) is not None]
 
 
 def _quick(function: Any) -> Callable[..., Any]:

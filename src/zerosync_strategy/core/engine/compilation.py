@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import contract, patches, torch_internals
+from zerosync_strategy.core.engine.autograd_functions import drop_functions
 
 
 @functools.cache
@@ -117,8 +118,7 @@ def unwrap_compiled(engine: Any) -> None:
         param._z3_optimizer = optimizer  # which older releases give those alone that they find in the wrapper
     for submodule in module.modules():
         _gather_when_read(submodule)
-        for closure in ("pre_bwd_fn", "post_bwd_fn"):
-            vars(submodule).pop(closure, None)
+    drop_functions(module)
     engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
     engine.module_forward_post_hook = engine._create_module_forward_post_hook()
     offload.setup_zero_stage3_hooks()

@@ -309,7 +309,7 @@ def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
 
 
 def leave_sharded(engine: Any) -> None:
-    """End ``engine``, which has no optimizer; another may train its module, whose parameters stay sharded."""
+    """End ``engine``; another may train its module, whose parameters stay sharded."""
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()

@@ -274,8 +274,20 @@ class Operators(TorchDispatchMode):
         if getattr(func, "namespace", "") == "c10d":
             return self._recorder.collective(func, args, kwargs)
         out = func(*args, **kwargs)
+        _count_foreach(func, args)
         self._recorder.operator(func, args, kwargs, out)
         return out
+
+
+def _count_foreach(func: Any, args: tuple[Any, ...]) -> None:
+    """Let tensors that an operator over lists has written have a new version.
+
+    It leaves that to the operators that it consists of, and below a dispatch mode they do not count.
+    """
+    if "foreach" in func.__name__ and func._schema.is_mutable:
+        for tensor in args[0]:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
