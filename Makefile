@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 BASE ?= HEAD
 ROWS ?=
+DRY ?=
+OUT ?= out/gpu
 # Sums in another order, kernels for shorter registers, and no half precision.
 PROCESSOR ?= ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2
 
@@ -29,13 +31,15 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim gpu gpu-wheels check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
 	@echo "make gpu-sim install, then run some tests on a simulated GPU: streams that are checked, and NCCL's rules"
+	@echo "make gpu     what one GPU has to show in eight minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
+	@echo "make gpu-wheels  install, then gather what make gpu takes to a machine without DeepSpeed and network, in $(WHEELS)"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
@@ -66,6 +70,23 @@ SIMULATED := $(addprefix tests/core/test_,averaging.py edits.py fp16.py)
 
 gpu-sim: $(STAMP)
 	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated $(PYTEST_ARGS) $(SIMULATED)
+
+# With the environment that is there; nothing is installed, for there may be no network.
+gpu:
+	$(RUN) "$(firstword $(wildcard $(BIN)/python) $(PYTHON))" -m tests.gpu --wheels $(WHEELS) --out "$(OUT)" $(if $(DRY),--dry)
+
+# DeepSpeed without its ops, and what it needs that a machine with torch and lightning may lack, for GPU_PYTHON.
+WHEELS := out/gpu-wheels
+GPU_PYTHON ?= 3.12
+CARRIED := annotated-types einops hjson msgpack ninja py-cpuinfo pydantic pydantic_core typing-inspection \
+	typing_extensions
+
+gpu-wheels: $(STAMP)
+	rm -rf $(WHEELS)
+	@$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEELS) deepspeed
+	@$(PIP) download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(addprefix --platform manylinux,_2_28_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64) --dest $(WHEELS) $(CARRIED)
+	@du -sh $(WHEELS)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

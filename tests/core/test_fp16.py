@@ -8,6 +8,7 @@ import torch
 
 from tests.harness.copying import loss_of, network
 from tests.harness.engines import make_engine, rank
+from tests.harness.masters import Masters
 from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
@@ -32,38 +33,6 @@ def scaled_loss(module: Any, k: int, of_rank: int, overflows: bool) -> torch.Ten
     if overflows and k == OVERFLOWS and of_rank == 1:
         loss = loss + 100 * getattr(module, "module", module)[2].bias[:1].float().sum()  # 819,200 with the scale
     return loss
-
-
-class Masters:
-    """Plain torch in one process: parameters in fp16, gradients of a scaled loss, fp32 weights that are stepped."""
-
-    def __init__(self, overflows: bool, clip: float) -> None:
-        self.module = network().half()
-        self.masters = [torch.nn.Parameter(param.detach().float()) for param in self.module.parameters()]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=RATE)
-        self.overflows, self.clip = overflows, clip
-        self.norms: list[float] = []
-
-    def step(self, first: int) -> None:
-        """`BACKWARDS` backwards of each rank, from the data `first` on, and a step unless a gradient overflows."""
-        shards = []
-        for of_rank in range(2):
-            self.module.zero_grad()
-            for k in range(first, first + BACKWARDS):
-                (scaled_loss(self.module, k, of_rank, self.overflows) / BACKWARDS * 2**SCALE_POWER).backward()
-            shards.append([param.grad for param in self.module.parameters()])
-        means = [((a.float() + b.float()) / 2).half().float() for a, b in zip(*shards, strict=True)]
-        if not all(mean.isfinite().all() for mean in means):
-            return
-        for master, mean in zip(self.masters, means, strict=True):
-            master.grad = mean / 2**SCALE_POWER
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.clip or torch.inf))
-        self.norms.append(norm)
-        assert norm * 2**SCALE_POWER / 2 > LARGEST > max(float(mean.abs().max()) for mean in means)
-        self.optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(self.module.parameters(), self.masters, strict=True):
-                param.copy_(master)
 
 
 STATIC, DYNAMIC = {"loss_scale": 2**SCALE_POWER}, {"initial_scale_power": SCALE_POWER, "hysteresis": 1}
@@ -92,24 +61,29 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
 
     def run() -> Any:
         with device():
-            oracle, net = Masters(overflows, clip), network()
+            adamw = lambda weights: torch.optim.AdamW(weights, lr=RATE)  # noqa: E731
+            oracle = Masters(network(), torch.float16, adamw, scale=2**SCALE_POWER, clip=clip)
+            net, oracles = network(), []
             small = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0}
             engine = make_engine(
-                net, torch.optim.AdamW(net.parameters(), lr=RATE), stage, {**small, **zero},
+                net, adamw(net.parameters()), stage, {**small, **zero},
                 fp16={"enabled": True, **scale}, gradient_clipping=clip,
             )  # fmt: skip
             zerosync = attach(engine, **options)
             errors, norms = [], []
             for step in range(STEPS):
-                for k in range(BACKWARDS * step, BACKWARDS * (step + 1)):
+                ks = range(BACKWARDS * step, BACKWARDS * (step + 1))
+                for k in ks:
                     engine.backward(scaled_loss(engine, k, rank(), overflows) / BACKWARDS)
                 norms.append(float(zerosync.gradient_norm()))
                 engine.step()
-                oracle.step(BACKWARDS * step)
-                masters = dict(zip(dict(net.named_parameters()), (m.detach() for m in oracle.masters), strict=True))
-                errors.append(distance(full_parameters(net), masters))
+                norm = oracle.step(lambda module, k, r: scaled_loss(module, k, r, overflows) / BACKWARDS, ks)
+                if norm is not None:
+                    assert norm * 2**SCALE_POWER / 2 > LARGEST > oracle.largest_gradient
+                    oracles.append(norm)
+                errors.append(distance(full_parameters(net), oracle.parameters()))
             finite = [norm for norm in norms if norm < torch.inf]
-            assert finite == pytest.approx(oracle.norms, rel=2e-3) and len(norms) - len(finite) == overflows
+            assert finite == pytest.approx(oracles, rel=2e-3) and len(norms) - len(finite) == overflows
             assert engine.skipped_steps == overflows
             assert engine.optimizer.loss_scale == 2**SCALE_POWER / (2 if overflows and scale is DYNAMIC else 1)
             return max(errors)

@@ -1,4 +1,7 @@
-"""Training with gradients that several streams produce, as slowly as a test wants, and reductions that are slow too."""
+"""Training with gradients that several streams produce, as slowly as a test wants, and reductions that are slow too.
+
+Streams are the accelerator's: CUDA's, or those that a race check on the CPU simulates.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.harness.engines import make_engine
@@ -35,46 +39,47 @@ class Slow(torch.autograd.Function):
 
 
 class Producers(nn.Module):
-    """Branches, each of which runs on a stream of its own; without streams, on the current one."""
+    """Branches, each of which runs on one of ``streams``; without streams, on the current one."""
 
-    def __init__(self, streams: list[Any], cycles: int = 0) -> None:
+    def __init__(self, cycles: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.streams, self.cycles = streams, cycles
+        self.streams: list[Any] = []
+        self.cycles = cycles
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = []
+        outputs, device = [], get_accelerator()
         for index, branch in enumerate(self.branches):
             stream = self.streams[index % len(self.streams)] if self.streams else None
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
+                stream.wait_stream(device.current_stream())
                 x.record_stream(stream)
-            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            with device.stream(stream) if stream is not None else nullcontext():
                 outputs.append(Slow.apply(branch(x), self.cycles))
         for stream, output in zip(self.streams, outputs, strict=False):
-            torch.cuda.current_stream().wait_stream(stream)
-            output.record_stream(torch.cuda.current_stream())
+            device.current_stream().wait_stream(stream)
+            output.record_stream(device.current_stream())
         return torch.stack(outputs).sum(0)
 
 
 def make(
     streams: int, *, stage: int = 2, cycles: int = 0, compiled: bool = False, ours: dict[str, Any] | None, **zero: Any
 ) -> Any:
-    """An engine on this rank's device, with ZeroSync if ``ours`` has its options."""
+    """An engine on this rank's device, with ZeroSync if ``ours`` has its options; its handle is ``engine.handle``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed("nccl")
-    net = Producers([torch.cuda.Stream() for _ in range(streams)], cycles).to(device)
+    net = Producers(cycles).to(device)
     for branch in net.branches if compiled else ():
         branch.compile()
     engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), stage, {"overlap_comm": True, **zero})
-    if ours is not None:
-        attach(engine, **ours)
+    engine.handle = None if ours is None else attach(engine, **ours)
+    net.streams = [get_accelerator().Stream() for _ in range(streams)]
     return engine
 
 

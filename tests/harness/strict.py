@@ -1,4 +1,4 @@
-"""A communicator with NCCL's rules, on the CPU: what gloo forgives is an error here.
+"""A communicator with NCCL's rules, for ranks on the CPU or on one GPU: what gloo forgives is an error here.
 
 It takes the calls of torch.distributed before a backend sees them, and carries the data itself:
 
@@ -135,7 +135,7 @@ class StrictCommunicator(TorchDispatchMode):
     def _launch(self, call: _Call) -> None:
         self._log.append((call.key, str(call)))
         call.sent = [tensor.detach().clone() for tensor in call.inputs]
-        values = [(tensor.dtype, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for tensor in call.sent]
+        values = [(tensor.dtype, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in call.sent]
         path = self._directory / f"{call.key}.{self._rank}"
         with open(f"{path}.part", "wb") as file:
             pickle.dump((call.kind, call.site, call.splits, values), file)

@@ -1,0 +1,61 @@
+"""Where tests of this folder run: on GPUs with NCCL, or on the simulated device (`pytest --simulated`)."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+
+from tests.harness import engines
+from tests.harness.ranks import run_ranks
+from tests.harness.strict import strict
+
+GPUS = torch.cuda.device_count() if os.environ.get("ZEROSYNC_TEST_CUDA") == "1" else 0
+DEVICE = "cuda" if GPUS else "cpu"
+COMMUNICATORS = ("NCCL", "two ranks on one GPU") if GPUS else ("two ranks on the simulated device",)
+
+
+def run(job: Callable[..., Any], *args: Any, shared: bool = False, env: dict[str, str] | None = None) -> list[Any]:
+    """`job(*args)` on one rank for each GPU; `shared`: on two ranks of one GPU, whose communicator has NCCL's rules.
+
+    On the simulated device there are two ranks in either case, and that communicator. `env` adds to the environment.
+    """
+    env = {**({"LOCAL_RANK": "0"} if shared and GPUS else {}), **(env or {})}
+    return run_ranks(_with_group, job, args, shared, world_size=2 if shared or not GPUS else GPUS, env=env)
+
+
+def _with_group(job: Callable[..., Any], args: tuple[Any, ...], shared: bool) -> Any:
+    with ExitStack() as stack:
+        if GPUS:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            deepspeed.init_distributed("gloo" if shared else "nccl")
+            if shared:
+                stack.enter_context(strict())
+        else:
+            engines.start()
+        return job(*args)
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """A list that is filled with the lines at which the host has waited for the device, as ``"path:line"`` on CUDA."""
+    from zerosync_strategy.tools.racecheck.recorder import running
+
+    found: list[str] = []
+    if GPUS:
+        import warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            yield found
+            torch.cuda.set_sync_debug_mode("default")
+        found += [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+    else:
+        device = running()
+        assert device is not None, "tests that count host waits run on a GPU or with --simulated"
+        before = len(device.host_waits)
+        yield found
+        found += device.host_waits[before:]

@@ -1,0 +1,100 @@
+"""What one GPU has to show, ordered by what it would teach: the parts of `make gpu`. Data alone."""
+
+from dataclasses import dataclass
+
+# What an argument of a command stands for: the file to which it writes what it has measured, and the number of GPUs.
+MEASURED, EACH_GPU = "{measured}", "{gpus}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of `make gpu`.
+
+    Attributes:
+        name: also that of its file.
+        teaches: the question that it answers.
+        seconds: after which it is ended.
+        command: arguments of Python.
+        dry: those without a GPU; or in words, why the part has no meaning there.
+        dry_seconds: after which it is ended there; a CPU is slower.
+    """
+
+    name: str
+    teaches: str
+    seconds: int
+    command: tuple[str, ...]
+    dry: tuple[str, ...] | str
+    dry_seconds: int = 600
+
+
+def tests(*arguments: str, workers: int = 0) -> tuple[str, ...]:
+    """Pytest, with what its tests record in MEASURED."""
+    parallel = ("-n", str(workers)) if workers else ()
+    report = ("-o", "junit_family=xunit1", "--junitxml", MEASURED)
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *report, *parallel, *arguments)
+
+
+def exposed(ranks: str, *arguments: str) -> tuple[str, ...]:
+    """`benchmarks/exposed.py` on so many ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
+    return (*launcher, "benchmarks/exposed.py", "--output", MEASURED, *arguments)
+
+
+PARTS = (
+    Part(
+        "recorder",
+        "Which of torch's flight recorders sees NCCL's collectives?",
+        30,
+        tests("tests/gpu/test_recorder.py"),
+        tests("tests/gpu/test_recorder.py", "--simulated"),
+    ),
+    Part(
+        "exact",
+        "Are stages 1 to 3 plain torch in fp32, bf16 and fp16, on the device, offloaded and on the host?",
+        100,
+        tests("tests/gpu/test_exact.py", workers=4),
+        tests("tests/gpu/test_exact.py", "--simulated", workers=2),
+    ),
+    Part(
+        "streams",
+        "Does each rule of docs/streams.md matter on real streams, which are kept busy and poisoned?",
+        90,
+        tests("tests/gpu/test_streams.py"),
+        tests("tests/racecheck/test_deepspeed.py", "-k", "every_rule_is_needed", workers=2),
+    ),
+    Part(
+        "costs",
+        "What is a step's peak of memory, and at which lines does the host wait?",
+        50,
+        tests("tests/gpu/test_step_costs.py", workers=4),
+        tests("tests/gpu/test_step_costs.py", "--simulated", workers=2),
+    ),
+    Part(
+        "rest",
+        "What else tests/gpu has: gauges, pinned memory, edits, compiled regions, slow gathers.",
+        70,
+        tests("tests/gpu", "-k", "(test_cuda or test_memory or test_gathers) and not deepcompile", workers=4),
+        "CUDA's allocator, compiled kernels and events are what these tests are about",
+    ),
+    Part(
+        "followed",
+        "Does the race checker follow CUDA's own events, and find what is not ordered?",
+        30,
+        tests("tests/gpu/test_followed.py"),
+        tests("tests/gpu/test_followed.py", "--simulated"),
+    ),
+    Part(
+        "exposed",
+        "How long is a step, and how much of it is communication, beside stock DeepSpeed and DDP?",
+        50,
+        exposed(EACH_GPU, "--rounds", "5", "--layers", "24"),
+        exposed("2", "--cpu", "--rounds", "1", "--warmup", "1", "--layers", "2", "--width", "64", "--context", "16"),
+    ),
+    Part(
+        "deepcompile",
+        "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
+        60,
+        tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x"),
+        tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
+    ),
+)

@@ -1,0 +1,36 @@
+"""The option `racecheck`: on a GPU it follows CUDA's own streams and events, on the CPU simulated ones."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from tests.gpu.device import run
+from tests.gpu.producers import backward, make
+from tests.harness.ranks import ON_CPU
+from zerosync_strategy.core.comm.streams import Streams
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule"),
+    [(2, None), (2, "wait_for_reductions"), (3, None), (3, "gathers_wait_for_writes")],
+    ids=["2", "2 without B3", "3", "3 without S1"],
+)
+def test_a_checked_run(stage: int, rule: str | None, record_property: Any) -> None:
+    """Two producers of gradients: nothing is found, and with a rule off its race is."""
+
+    def job() -> list[str]:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if rule is not None:
+                patch.setattr(Streams, rule, lambda self, *args: None)
+            engine = make(2, stage=stage, ours={"racecheck": 2}, stage3_param_persistence_threshold=0)
+            for k in range(4):
+                backward(engine, k)
+                if k % 2:
+                    engine.step()
+            return [str(finding) for finding in engine.handle.findings]
+
+    for found in run(job, shared=True, env=ON_CPU):
+        record_property("findings", found)
+        assert bool(found) == (rule is not None), found

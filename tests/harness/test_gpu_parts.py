@@ -1,0 +1,32 @@
+"""The parts of `make gpu` are run one by one, whatever one of them does."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.__main__ import line, run
+from tests.gpu.parts import EACH_GPU, MEASURED, PARTS, Part
+
+WRITES = "import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], 'w'))"
+STUCK = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('before'); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("program", "ended", "measured"),
+    [(WRITES, "passed", ["3"]), (f"{WRITES}; raise SystemExit('no')", "failed", ["3"]), (STUCK, "out of time", None)],
+    ids=["passes", "fails", "does not end"],
+)
+def test_a_part(program: str, ended: str, measured: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.__main__.GRACE", 0.5)
+    part = Part("name", "What?", 3, ("-u", "-c", program, MEASURED, EACH_GPU), "a reason")
+    record = {"part": part.name, **run(part, False, 3, dict(os.environ), tmp_path)}
+    assert record["ended"] == ended and record.get("measured") == measured
+    assert ("tail" in record) == (ended != "passed")
+    assert ended in line(json.loads(json.dumps(record)))
+    assert run(part, True, 3, dict(os.environ), tmp_path)["why"] == "no meaning without a GPU: a reason"
+
+
+def test_all_parts_take_eight_minutes() -> None:
+    assert sum(part.seconds for part in PARTS) <= 480
