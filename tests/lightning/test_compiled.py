@@ -43,6 +43,7 @@ class DeepCompiled(Module):
 
 
 @pytest.mark.skipif(STOCK, reason="DeepCompile needs CUDA")
+@pytest.mark.off_device("Python stands in for DeepCompile's native operators, and knows no streams")
 def test_deepcompile_equals_plain_torch() -> None:
     def run() -> tuple[float, int, int]:
         handle = deepcompile.install()

@@ -13,7 +13,7 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.budgets.gauges import DeviceGauge
+from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params import edits
 from zerosync_strategy.core.params.edits import MasterWeights
@@ -193,7 +193,10 @@ def test_the_gauge_of_a_gpu_counts_what_its_allocator_cannot_give_back(monkeypat
         "active_bytes.all.peak": 150, "inactive_split_bytes.all.peak": 90, "reserved_bytes.all.peak": 200,
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    gauge = DeviceGauge(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 1000))  # other processes have the rest
+    gauge = gauge_of(torch.device("cuda", 0))
+    assert isinstance(gauge, DeviceGauge) and gauge.limit() == 250
     assert (gauge.used(), gauge.peak()) == (100, 200)
     stats["inactive_split_bytes.all.peak"] = 40
     assert gauge.peak() == 190
