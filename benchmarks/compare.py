@@ -50,6 +50,7 @@ SYSTEMS = (
     "lightning-fsdp2-3",
 )
 BUDGET_CURVE = tuple(f"zerosync-2@{percent}" for percent in (0, 20, 40, 60, 80, "all"))
+ON_NODES = ("zerosync-2-node", "zerosync-3-node", "zerosync-3-each", "fsdp2-3-hybrid", "stock-3-hpz")
 TOLERANCE = 0.02  # of how far training has moved a parameter
 # Read when torch and DeepSpeed are imported. No name server answers in a namespace, and none is needed.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -65,7 +66,9 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     from conductor import measure  # takes seconds: it imports what the systems need
 
-    place = loopback(options.ranks) if options.where == "loopback" else link(options.ranks, options.rate)
+    place = (
+        loopback(options.ranks) if options.where == "loopback" else link(options.ranks, options.rate, options.per_host)
+    )
     runs = []
     with tempfile.TemporaryDirectory() as scratch, place as hosts:
         for accumulate in options.accumulate:
@@ -96,6 +99,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc takes it (1gbit)")
     parser.add_argument("--model", choices=("10m", "35m"), default="10m", help="parameters of the GPT (10m)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on each host of a link (1)")
     parser.add_argument("--accumulate", type=_numbers, default=[1, 4, 8], help="micro-batches per step (1,4,8)")
     parser.add_argument("--batch", type=int, default=1, help="pieces of 32 tokens in a micro-batch (1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each system, after 2 others (5)")
@@ -108,6 +112,8 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.ranks < 2 or min(options.rounds, options.in_a_row, options.batch) < 1:
         parser.error("--ranks takes 2 or more, and --rounds, --in-a-row and --batch 1 or more")
+    if options.per_host < 1 or options.ranks % options.per_host:
+        parser.error(f"--per-host takes a number that divides the {options.ranks} ranks")
     if options.budget_curve:
         options.systems = list(BUDGET_CURVE)
     return options
@@ -123,8 +129,8 @@ def _numbers(text: str) -> list[int]:
 def _systems(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in SYSTEMS and not re.fullmatch(r"zerosync-3@(\d+|all|auto\w+)", name):
-            raise argparse.ArgumentTypeError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+        if name not in SYSTEMS + ON_NODES and not re.fullmatch(r"zerosync-3@(\d+|all|auto\w+)", name):
+            raise argparse.ArgumentTypeError(f"unknown system {name!r}; known: {', '.join(SYSTEMS + ON_NODES)}")
     return names
 
 

@@ -159,20 +159,21 @@ def measure(
         for team in teams:
             team.kill()
 
-    world_size = len(hosts)
+    # On a link, bytes are those of a host.
+    senders = len(hosts) if len(set(hosts)) == 1 else len(set(hosts))
     with torch.device("meta"):
         size = sum(param.numel() * param.element_size() for param in make_model(model).parameters())
     shared = len(set(hosts)) == 1
     return {
         "accumulate": accumulate,
         "parameter_bytes": size,
-        "floor_bytes": 2 * size * (world_size - 1) // world_size,
+        "floor_bytes": 2 * size * (senders - 1) // senders,
         "moved": moved,
         "reference": reference,
         "systems": {
             name: {
                 "seconds": seconds[name],
-                "bytes_sent": [sum(of_step) / world_size for of_step in sent[name]],
+                "bytes_sent": [sum(of_step) / senders for of_step in sent[name]],
                 "bytes_sent_by_rank": None if shared else [list(of_rank) for of_rank in zip(*sent[name], strict=True)],
                 **ends[name],
             }

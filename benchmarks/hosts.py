@@ -58,13 +58,13 @@ def free_port() -> int:
 
 def variables_of_rank(hosts: Sequence[Host], rank: int, port: int) -> dict[str, str]:
     """The environment as torchrun would set it, with one node per namespace; the ranks meet on ``port``."""
-    on_one_node = len(set(hosts)) == 1
+    of_node = [index for index, host in enumerate(hosts) if host == hosts[rank]]
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(hosts)),
-        "LOCAL_RANK": str(rank if on_one_node else 0),
-        "LOCAL_WORLD_SIZE": str(len(hosts) if on_one_node else 1),
-        "NODE_RANK": str(0 if on_one_node else rank),
+        "LOCAL_RANK": str(of_node.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(of_node)),
+        "NODE_RANK": str(list(dict.fromkeys(hosts)).index(hosts[rank])),
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": hosts[rank].interface,
@@ -89,9 +89,9 @@ def loopback(ranks: int) -> Iterator[list[Host]]:
 
 
 @contextmanager
-def link(ranks: int, rate: str) -> Iterator[list[Host]]:
-    """One namespace per rank, each on a link of this rate to a switch."""
-    with _namespaces("switch", *(f"rank{rank}" for rank in range(ranks))) as (switch, *names):
+def link(ranks: int, rate: str, per_host: int = 1) -> Iterator[list[Host]]:
+    """The host of each rank: a namespace for every ``per_host`` ranks, on a link of this rate to a switch."""
+    with _namespaces("switch", *(f"host{host}" for host in range(ranks // per_host))) as (switch, *names):
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         hosts = []
@@ -104,7 +104,7 @@ def link(ranks: int, rate: str) -> Iterator[list[Host]]:
             _ip("-n", name, "link", "set", host.interface, "up")
             shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
             _run("tc", "-n", name, "qdisc", "add", "dev", host.interface, *shape)
-            hosts.append(host)
+            hosts += [host] * per_host
         yield hosts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -92,7 +93,7 @@ def full(param: torch.nn.Parameter) -> torch.Tensor:
 
 def report_of(zerosync: Any) -> dict[str, Any]:
     """The numbers of ZeroSync's report of the last step."""
-    names = ("reductions", "bytes_sent", "floor_bytes", "peak_unreduced_bytes", "peak_held_bytes")
+    names = ("reductions", "bytes_sent", "floor_bytes", "peak_unreduced_bytes", "peak_held_bytes", "peak_node_bytes")
     return {name: getattr(zerosync.report, name) for name in names} | {"budgets": str(zerosync.report.budgets)}
 
 
@@ -242,10 +243,11 @@ class FSDP2(_Torch):
     Stage 2 keeps the gathered parameters over all micro-batches, stage 3 frees them after each use.
     """
 
-    def __init__(self, model: str, stage: int) -> None:
+    def __init__(self, model: str, stage: int, per_node: int = 0) -> None:
         self.module: Any = make_model(model)
         self.stage = stage
-        shard(self.module, init_device_mesh("cpu", (dist.get_world_size(),)), stage)
+        shape = (dist.get_world_size() // per_node, per_node) if per_node else (dist.get_world_size(),)
+        shard(self.module, init_device_mesh("cpu", shape), stage)
         self.optimizer = make_optimizer(self.module)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
@@ -262,6 +264,7 @@ def make_system(name: str, model: str, accumulate: int) -> System:
 
     ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none. ``zerosync-3@25`` has such a
     parameter budget, and releases what is beyond it at once; ``zerosync-3@auto900MiB`` chooses it within that limit.
+    ``-node`` keeps gradients and parameters in node shards, and nothing else; ``-each`` reduces in every backward.
     """
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
@@ -269,13 +272,20 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     if kind == "ddp":
         return DDP(model)
     stage = int(variant[0])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "fsdp2":
-        return FSDP2(model, stage)
+        return FSDP2(model, stage, per_node if variant.endswith("-hybrid") else 0)
     if kind == "stock":
-        return Stock(model, stage, accumulate)
+        of_node = {"zero_hpz_partition_size": per_node} if variant.endswith("-hpz") else {}
+        return Stock(model, stage, accumulate, **of_node)
     if kind == "coalesced":
         return Coalesced(model, stage, 1)
     options: dict[str, Any] = {"param_memory_budget": "all"} if variant.endswith("-held") else {}
+    if variant.endswith("-node"):
+        options["grad_memory_budget"] = {"device": 0, "node": "all"}
+        options |= {"param_memory_budget": {"device": 0, "node": "all"}} if stage == 3 else {}
+    if variant.endswith("-each"):
+        options["grad_memory_budget"] = 0
     if variant.endswith("-overlap"):
         options["overlap_gather"] = True
     budget = name.partition("@")[2]

@@ -257,7 +257,7 @@ def test_options() -> None:
     assert ZeroSyncConfig(param_memory_budget={"auto": 7, "host": 5}).host_bytes == 5
     with pytest.raises(ValueError, match="got different limits"):
         ZeroSyncConfig(grad_memory_budget={"auto": 1}, param_memory_budget={"auto": 2})
-    with pytest.raises(ValueError, match=r"for 'device' \(or 'auto'\) and 'host'"):
+    with pytest.raises(ValueError, match=r"for 'device' \(or 'auto'\), 'node' and 'host'"):
         ZeroSyncConfig(param_memory_budget={"auto": 1, "device": 2})
 
     def run() -> None:

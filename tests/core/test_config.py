@@ -65,11 +65,12 @@ def test_a_node_size_that_is_none(given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "device", "node"),
-    [(None, None, None), ("2KB", 2000, None), ({"device": "1KiB", "node": 5}, 1024, 5), ({"node": "all"}, 0, None)],
+    [(None, None, 0), ("2KB", 2000, 0), ({"device": "1KiB", "node": 5}, 1024, 5), ({"node": "all"}, 0, None)],
 )
 def test_sizes_of_gradients_by_level(given: Any, device: int | None, node: int | None) -> None:
     config = ZeroSyncConfig(grad_memory_budget=given)
-    assert (config.unreduced_bytes, config.node_bytes) == (device, node)
+    assert (config.unreduced_bytes, config.gradient_node_bytes) == (device, node)
+    assert config.shares_gradient_budget == (not isinstance(given, dict))
 
 
 @pytest.mark.parametrize(

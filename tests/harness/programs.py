@@ -12,8 +12,8 @@ from tests.harness.experts import Tables
 from tests.harness.oracle import Oracle
 
 WIDTH = 6
-# Budgets of gradients by level; none: as with fewer ranks.
-NODES = [None, {"device": 0, "node": "all"}, {"device": 300}, {"device": 200, "node": 150}, {"device": 0, "node": 60}]
+# Budgets by level, of gradients or parameters; none: as with fewer ranks.
+NODES = [None, {"device": 0, "node": "all"}, 600, {"device": 300}, {"device": 200, "node": 150}, {"node": 60}]
 
 
 @dataclass
@@ -56,9 +56,11 @@ class Program:
         coalesce = self.options["coalesce"] = draw.random() < 0.85
         if coalesce:
             self.options["grad_memory_budget"] = draw.choice([None, None, None, 0, 200, 1500, 10**6])
-            if self.world_size > 3:  # enough for several nodes
-                chosen = random.Random(f"nodes {self.seed}").choice(NODES)
-                self.options["grad_memory_budget"] = chosen or self.options["grad_memory_budget"]
+        if self.world_size > 3:  # enough for several nodes
+            by_level = random.Random(f"nodes {self.seed}")
+            for option in ("grad_memory_budget", "param_memory_budget"):
+                if option in self.options:
+                    self.options[option] = by_level.choice(NODES) or self.options[option]
         self.options["reduction"] = draw.choice(["native", "ordered"])
         self.options["overlap_last"] = draw.random() < 0.8
         # Reduced in one pass: then the sums are those of the oracle, bit for bit.

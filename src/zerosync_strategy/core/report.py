@@ -11,7 +11,8 @@ from zerosync_strategy.version import __version__
 
 _NUMBERS = (
     "backwards", "reductions", "early_reductions", "bytes_sent", "bytes_sent_between_nodes", "floor_bytes",
-    "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_unsharded_bytes", "seconds",
+    "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_node_bytes",
+    "peak_unsharded_bytes", "seconds",
 )  # fmt: skip
 
 
@@ -30,6 +31,7 @@ class StepReport:
         floor_bytes_between_nodes: how many of them to other nodes, where each byte goes to each node once.
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
+        peak_node_bytes: ZeRO-3: the most bytes of node shards of parameters on this rank at once.
         peak_host_bytes: ZeRO-3: the most bytes of parameters kept in the memory of the host at once.
         loaded_bytes: ZeRO-3: copied from there instead of gathered.
         peak_unsharded_bytes: ZeRO-3: the most bytes of gathered parameters at once (E1), those on their way, held, or
@@ -56,6 +58,7 @@ class StepReport:
     collectives: Mapping[str, Traffic]
     budgets: Choice | None = None
     floor_bytes_between_nodes: int = 0
+    peak_node_bytes: int = 0
     version: str = __version__
 
     @property
@@ -98,6 +101,7 @@ class StepReport:
             "unreduced gradients": self.peak_unreduced_bytes,
             "gathered parameters": self.peak_unsharded_bytes,
             "parameters held until the step": self.peak_held_bytes,
+            "parameters in node shards": self.peak_node_bytes,
             "parameters in host memory": self.peak_host_bytes,
         }
         memory = [f"{_size(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes]

@@ -121,16 +121,17 @@ class Stage3Meter(StepMeter):
             return Sent()
         nbytes = between = 0
         for param, sent in self.parameter_bytes.items():
-            times = self._cache.plan.gathers_in(param, backwards)
-            nbytes += times * sent.nbytes
-            between += times * sent.between
+            gathers, crossings = self._cache.plan.gathers_in(param, backwards)
+            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
+            between += crossings * sent.between
         return Sent(nbytes, between)
 
     def _parameter_peaks(self) -> dict[str, Any]:
-        host = self._cache.plan.host
+        host, shards = self._cache.plan.host, self._cache.plan.node_shards
         return {
             "peak_unsharded_bytes": self._scheduler.unsharded.peak,
             "peak_held_bytes": self._cache.plan.peak_bytes,
+            "peak_node_bytes": 0 if shards is None else shards.peak_bytes,
             "peak_host_bytes": 0 if host is None else host.peak_bytes,
             "loaded_bytes": 0 if host is None else host.loaded_bytes,
         }

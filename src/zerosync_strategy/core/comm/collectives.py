@@ -170,7 +170,7 @@ def reduce_scatter(
     return InFlight([work], lambda: result, alive=packed)
 
 
-def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: str = "") -> InFlight:
+def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: object = "") -> InFlight:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
     Args:
@@ -184,7 +184,7 @@ def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: str 
     own = rows[dist.get_rank(process_group)]
     if not is_native(process_group, rows.device):
         parts = rows.unbind(0)
-        return _exchange([own] * len(parts), parts, process_group, tag, label, lambda: own)
+        return _exchange([own] * len(parts), parts, process_group, tag, str(label), lambda: own)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: own)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import (
     Allocate,
     InFlight,
+    all_gather,
     count_sent,
     exchange,
     gather_words,
@@ -152,6 +153,39 @@ class Nodes:
         everyone = dist.get_process_group_ranks(self.process_group)
         timeout = timeout_of(self.process_group)
         return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
+
+    def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of ``rows``, one per rank of the process group, that belong to ranks with this one's place."""
+        return rows[self._place :: self.size]
+
+    def empty_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return ``width`` columns of any values for each rank: by node, and by place."""
+        if is_native(self.process_group, device):  # which receives those of one rank in one piece
+            return torch.empty(self.size, self.count, width, dtype=dtype, device=device).transpose(0, 1)
+        return torch.empty(self.count, self.size, width, dtype=dtype, device=device)
+
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of :meth:`empty_rows` that this rank gives to its node."""
+        return rows[:, self._place]
+
+    def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
+        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them.
+
+        Args:
+            tag: as for :func:`~collectives.all_gather`.
+            label: names it in errors, where the backend has collectives of its own.
+        """
+        if is_native(self.process_group, rows.device):
+            gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, label=label)
+            gather.then(lambda own: rows)
+            return gather
+        own = self.own_rows(rows).unbind(0)
+        messages = [
+            (self._rank(self._node, place), own, rows[:, place].unbind(0))
+            for place in range(self.size)
+            if place != self._place
+        ]
+        return exchange(messages, self.process_group, tag, "", lambda: rows)
 
     def reduce_within(self, rows: torch.Tensor, ordered: bool, tag: int, empty: Allocate, label: str) -> InFlight:
         """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.

@@ -37,8 +37,14 @@ def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
         setattr(coordinator, contract.GATHER_STREAM, before)
 
 
+Arrival = Callable[[], list[tuple[Any, torch.Tensor]]]
+"""Waits for a gather, and returns each parameter with its values in its own shape and dtype, the caller's to keep."""
+
+
 @for_training
-def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Callable[[], list[tuple[Any, torch.Tensor]]]:
+def gather_shards(
+    params: Sequence[Any], dtype: torch.dtype, keep: Callable[[Any, torch.Tensor], None] | None = None
+) -> Arrival:
     """Gather all shards of several parameters of one process group by one message, sent in ``dtype``.
 
     DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
@@ -46,9 +52,7 @@ def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Callable[[], lis
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
-
-    Returns:
-        What waits, and returns each parameter with its values in its own shape and dtype, the caller's to keep.
+        keep: is given each parameter with the shards of all ranks, padding included, one per row.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -62,21 +66,30 @@ def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Callable[[], lis
 
     def wait() -> list[tuple[Any, torch.Tensor]]:
         work.wait()  # in no generator, which would hide from errors who waits
-        values, begin = [], 0
-        for param, width in zip(params, columns, strict=True):
-            # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
-            rows = received.narrow(1, begin, width).contiguous().view(-1)
-            full = rows.narrow(0, 0, param.ds_numel).view(param.ds_shape)
-            values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
-            begin += width
-        return values
+        return unpack(params, columns, received, keep)
 
     return wait
 
 
-def unshard(params: Sequence[Any]) -> Callable[[], None]:
-    """Begin the gather of ``params``, as :func:`gather_shards`; return what waits and gives them their values."""
-    wait = gather_shards(params, zero3.gather_dtype(params[0]))
+def unpack(
+    params: Iterable[Any], columns: Sequence[int], received: torch.Tensor,
+    keep: Callable[[Any, torch.Tensor], None] | None = None,
+) -> list[tuple[Any, torch.Tensor]]:  # fmt: skip
+    """Return ``params`` with their values, each so many columns, the last dimension of ``received``."""
+    values, begin = [], 0
+    for param, width in zip(params, columns, strict=True):
+        shards = received.narrow(-1, begin, width)
+        if keep is not None:
+            keep(param, shards)
+        # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
+        full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+        values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
+        begin += width
+    return values
+
+
+def unshard(params: Iterable[Any], wait: Arrival) -> Callable[[], None]:
+    """``wait`` is the arrival of ``params``, released so far; return what waits and gives them their values."""
     for param in params:
         param._zerosync_record.unshard()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,6 @@ class GradientBucket(ABC):
     Attributes:
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
-        level_of_rest: where they are added up that have no room on level ``WHOLE``, where a budget sets itself.
         node_shard: sums over this window, scaled as they are sent, by their offset in this rank's shard: its node shard
             (``comm/nodes.py``).
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
@@ -130,7 +129,7 @@ class GradientBucket(ABC):
     ) -> None:  # fmt: skip
         self.layout = layout
         self.params = list(params)
-        self.level = self.level_of_rest = level
+        self.level = level
         self.node_shard: dict[int, torch.Tensor] = {}
         self.local = local
         self.streams = streams
@@ -208,10 +207,7 @@ def choose_buckets(
         layouts: of all gradients, in the order of the parameters.
     """
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
-    whole, limit = _choose_whole(nbytes, config, limit)
-    level_of = dict.fromkeys(nbytes, Level.SHARD) | dict.fromkeys(whole, Level.WHOLE)
-    if config.coalesce:
-        level_of |= dict.fromkeys(_choose_node(layouts, local, whole, config.node_bytes), Level.NODE)
+    level_of, limit = _choose_levels(layouts, nbytes, config, limit)
     for layout in reversed(layouts):
         buckets: list[tuple[list[Any], Level]] = []
         room = 0
@@ -224,32 +220,37 @@ def choose_buckets(
         yield layout, [(members[::-1], level) for members, level in buckets]
 
 
-def _choose_whole(nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int) -> tuple[set[Any], int]:
-    """Return the parameters whose gradients, of ``nbytes``, stay on each rank in full, and a new limit."""
+def _choose_levels(
+    layouts: Sequence[Any], nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int
+) -> tuple[dict[Any, Level], int]:
+    """Return the level of each parameter's gradient, of ``nbytes``, and a new limit of buckets."""
+    in_shards = {
+        param: nbytes[param] // layout.nodes.size
+        for layout in layouts
+        if layout.nodes is not None
+        for param in layout.params
+    }
+    everything = sum(in_shards.values())
+    level_of = dict.fromkeys(nbytes, Level.SHARD)
     budget = config.unreduced_bytes
     if not config.coalesce:
-        return set(), limit
+        return level_of, limit
     if config.auto_gradients:  # small enough for a budget to fit in steps
-        return set(), min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
+        return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     if budget is None:
-        return set(nbytes), limit
-    # What streams takes an eighth of the budget at most before it is reduced. What may stay is one run of parameters,
-    # because each change between two levels ends a bucket. Backward completes it last.
-    limit = min(limit, budget // 8)
-    return set(_first_fitting(nbytes, budget - limit)), limit
-
-
-def _choose_node(
-    layouts: Sequence[Any], local: LocalGradients, whole: Container[Any], budget: int | None
-) -> Iterator[Any]:
-    """Return the parameters beside ``whole`` whose gradients stay in node shards, of ``budget`` bytes in all."""
-    nbytes = {
-        param: local.nbytes(param) // layout.nodes.size
-        for layout in layouts
-        for param in layout.params
-        if layout.nodes is not None and param not in whole
-    }
-    return _first_fitting(nbytes, sum(nbytes.values()) if budget is None else budget)
+        return dict.fromkeys(nbytes, Level.WHOLE), limit
+    of_nodes = everything if config.gradient_node_bytes is None else config.gradient_node_bytes
+    # What streams takes an eighth at most before it is reduced. What may stay is one run of parameters, because each
+    # change between two levels ends a bucket. Backward completes it last.
+    limit = min(limit, (budget + of_nodes) // 8)
+    room, whole = budget - min(limit, budget), dict(nbytes)
+    if config.shares_gradient_budget and in_shards:  # they save as much between nodes, and take less memory
+        of_nodes, room = min(everything, room), room - everything
+        whole = {param: size - in_shards.get(param, 0) for param, size in nbytes.items()}
+    level_of |= dict.fromkeys(_first_fitting(whole, room), Level.WHOLE)
+    rest = {param: size for param, size in in_shards.items() if level_of[param] is Level.SHARD}
+    level_of |= dict.fromkeys(_first_fitting(rest, of_nodes), Level.NODE)
+    return level_of, limit
 
 
 def _first_fitting(nbytes: Mapping[Any, int], room: int) -> Iterator[Any]:

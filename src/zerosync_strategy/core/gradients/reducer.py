@@ -64,7 +64,7 @@ class Reducer(ABC):
         items: that the coming gradients are the mean over.
         topology: of the ranks.
         sent_floor: what one rank had to send for what was reduced since :meth:`reset_counts`.
-        deferred_bytes: of the gradients that :meth:`defer` lets stay local.
+        deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
     """
 
     layouts: Sequence[ShardLayout]
@@ -245,20 +245,27 @@ class Reducer(ABC):
         return streamed
 
     def defer(self, budget: int) -> int:
-        """Let gradients within ``budget`` bytes stay local until the window closes; return how many bytes that is.
+        """Let gradients within ``budget`` bytes stay unreduced until the window closes; return how many bytes that is.
 
-        Called between two windows. It chooses the first parameters, whose gradients a backward completes last.
+        Called between two windows. It chooses the first parameters, whose gradients a backward completes last. Of
+        several nodes, all are kept in node shards first, if these fit.
         """
-        self.deferred_bytes = 0
+        nbytes = {bucket: sum(map(self.local.nbytes, bucket.params)) for bucket in self.buckets}
+        in_shards = {bucket: size // bucket.layout.nodes.size for bucket, size in nbytes.items() if bucket.layout.nodes}
+        left = budget - sum(in_shards.values())
+        if left < 0:
+            in_shards, left = {}, budget
         for bucket in reversed(self.buckets):
-            nbytes = sum(map(self.local.nbytes, bucket.params))
-            if self.deferred_bytes + nbytes <= budget:
+            more = nbytes[bucket] - in_shards.get(bucket, 0)
+            if more <= left:
                 bucket.level = Level.WHOLE
-                self.deferred_bytes += nbytes
+                left -= more
             else:
-                bucket.level = bucket.level_of_rest
-                budget = 0  # and no other of the later ones
+                bucket.level = Level.NODE if bucket in in_shards else Level.SHARD
+                left = -1  # and no other of the later ones
         self.local.free_blocks()
+        kept = {Level.WHOLE: nbytes, Level.NODE: in_shards}
+        self.deferred_bytes = sum(kept[bucket.level][bucket] for bucket in self.buckets if bucket.level in kept)
         return self.deferred_bytes
 
     @property

@@ -32,9 +32,10 @@ class ZeroSyncConfig:
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
             ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
             ``{"device": "4GiB", "host": "20GiB"}``: what is not held is kept in host memory, as far as it fits there
-            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again. ``"auto"`` and
-            ``{"auto": "8GiB"}``, also with ``"host"``: as for the gradients. If both are automatic, one limit is for
-            both together.
+            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again. Of several nodes, what
+            is not held is kept in shards of the node, within the same bytes or those of ``"node"``, and gathered within
+            the node. ``"auto"`` and ``{"auto": "8GiB"}``, also with ``"node"`` and ``"host"``: as for the gradients. If
+            both are automatic, one limit is for both together.
         reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
             such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
         loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
@@ -136,18 +137,20 @@ class ZeroSyncConfig:
             if given not in ("all", AUTO):
                 parse_bytes(option, given, 'or "all", "auto"')
             return
-        if not given or given.keys() - {"device", "host", AUTO} or {"device", AUTO} <= given.keys():
+        if not given or given.keys() - {"device", "node", "host", AUTO} or {"device", AUTO} <= given.keys():
             raise ValueError(
-                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto') and 'host', got {dict(given)!r}."
+                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto'), 'node' and 'host', got"
+                f" {dict(given)!r}."
             )
         for where, size in given.items():
             if size != "all" or where == AUTO:
                 parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
-        if given.get("device") == "all" and given.get("host", 0) != 0:
-            raise ValueError(
-                f"ZeroSync option {option!r} got {dict(given)!r}: with all parameters on the device, nothing is left"
-                " for the host. Leave 'host' out."
-            )
+        for where in ("host", "node"):
+            if given.get("device") == "all" and given.get(where, 0) != 0:
+                raise ValueError(
+                    f"ZeroSync option {option!r} got {dict(given)!r}: with all parameters on the device, nothing is"
+                    f" left for the {where}. Leave {where!r} out."
+                )
 
     @property
     def unreduced_bytes(self) -> int | None:
@@ -160,10 +163,28 @@ class ZeroSyncConfig:
         return None if given is None else _bytes_or_all(given)
 
     @property
-    def node_bytes(self) -> int | None:
-        """``grad_memory_budget`` of the node in bytes of each rank, ``None`` for all."""
-        given = self.grad_memory_budget
-        return _bytes_or_all(given.get("node", "all")) if isinstance(given, Mapping) else None
+    def gradient_node_bytes(self) -> int | None:
+        """Bytes of node shards of gradients beside those, ``None`` for no limit; those are within them where shared."""
+        return self._node_bytes(self.grad_memory_budget)
+
+    @property
+    def shares_gradient_budget(self) -> bool:
+        """Whether node shards of gradients are within the bytes of unreduced ones."""
+        return not (isinstance(self.grad_memory_budget, Mapping) and "node" in self.grad_memory_budget)
+
+    @property
+    def parameter_node_bytes(self) -> int | None:
+        """As for gradients."""
+        return self._node_bytes(self.param_memory_budget)
+
+    @property
+    def shares_parameter_budget(self) -> bool:
+        """As for gradients."""
+        return not (isinstance(self.param_memory_budget, Mapping) and "node" in self.param_memory_budget)
+
+    @staticmethod
+    def _node_bytes(given: Any) -> int | None:
+        return _bytes_or_all(given.get("node", 0)) if isinstance(given, Mapping) else 0
 
     @property
     def held_bytes(self) -> int | None:
@@ -182,7 +203,9 @@ class ZeroSyncConfig:
     @property
     def keeps_parameters(self) -> bool:
         """Whether gathered parameters are kept anywhere."""
-        return self.held_bytes != 0 or self.host_bytes != 0 or self.auto_parameters
+        return self.auto_parameters or any(
+            nbytes != 0 for nbytes in (self.held_bytes, self.parameter_node_bytes, self.host_bytes)
+        )
 
     @property
     def auto_parameters(self) -> bool:

@@ -147,8 +147,7 @@ class ParameterCache:
         self._begin_window()
         if self.plan.count_window():
             self._hold_modules()
-        if self.plan.host is not None:
-            self.plan.host.reset_counts()
+        self.plan.reset_counts()
 
     def _begin_window(self) -> None:
         for bucket in self._buckets:

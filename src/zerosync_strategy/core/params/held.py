@@ -13,7 +13,9 @@ from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
-from zerosync_strategy.core.params.host_cache import HostCache, fitting
+from zerosync_strategy.core.params.copies import Copies, fitting
+from zerosync_strategy.core.params.host_cache import HostCache
+from zerosync_strategy.core.params.node_shards import NodeShards
 
 
 class HoldPlan:
@@ -22,8 +24,10 @@ class HoldPlan:
     Args:
         records: of all its parameters.
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
+            Node shards are within it, unless they have a limit of their own.
         automatic: :meth:`set_budget` will set it.
         host: has what is kept in the memory of the host; ``None``: nothing is.
+        node_shards: has what is kept in shards of the node; ``None``: nothing is.
         gathers_plainly: whether a parameter is gathered from other ranks' shards of its values.
         is_constant: whether no optimizer trains a parameter.
 
@@ -35,9 +39,11 @@ class HoldPlan:
 
     def __init__(
         self, records: list[Record], budget: int | None, automatic: bool, host: HostCache | None,
+        node_shards: NodeShards | None,
         gathers_plainly: Callable[[Any], bool], is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
-        self.records, self.host, self.automatic = records, host, automatic
+        self.records, self.host, self.node_shards, self.automatic = records, host, node_shards, automatic
+        self._copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
         self._gathers_plainly, self._is_constant = gathers_plainly, is_constant
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
@@ -45,7 +51,7 @@ class HoldPlan:
         self._crossed: set[Record] = set()  # which the last step but one had left unsharded
         self.held_bytes = self.peak_bytes = 0
         self._set_budget(budget)
-        self.counts = budget is not None and (budget > 0 or automatic or host is not None)
+        self.counts = budget is not None and (budget > 0 or automatic or bool(self._copies))
 
     def _set_budget(self, budget: int | None) -> None:
         self.budget = budget
@@ -101,8 +107,9 @@ class HoldPlan:
         self._set_budget(None if self.everything <= budget else budget)
         if self.budget is not None:
             self._choose(budget)
-        elif self.host is not None:
-            self.host.choose(set(), [record.param for record in self.constants()])
+        else:
+            for copies in self._copies:
+                copies.choose(set(), [record.param for record in self.constants()])
 
     def _choose(self, budget: int) -> None:
         self.constants()
@@ -115,12 +122,29 @@ class HoldPlan:
             key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
         )
         saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
-        held = [param._zerosync_record for param in fitting(saving, budget)]
+        held = [param._zerosync_record for param in self._fitting(saving, budget)]
         for record in held:
             record.hold = True
-        if self.host is not None:
-            others = [param for param in saving if not param._zerosync_record.hold and self._gathers_plainly(param)]
-            self.host.choose(set(self.host.fitting(others)), (record.param for record in held if record.constant))
+        others = [param for param in saving if not param._zerosync_record.hold and self._gathers_plainly(param)]
+        leaving = [record.param for record in held if record.constant]
+        for copies in reversed(self._copies):  # node shards before the host's memory, which takes the rest
+            chosen = set(copies.fitting(filter(copies.may_have, others)))
+            copies.choose(chosen, filter(copies.may_have, leaving))
+            others = [param for param in others if param not in chosen]
+
+    def _fitting(self, params: list[Any], budget: int) -> list[Any]:
+        """Return those of ``params``, the first first, that are held within ``budget`` bytes.
+
+        Node shards save as many bytes between nodes and take less memory, so they come first where they share it.
+        """
+        shards = self.node_shards
+        if shards is None or not shards.shared:
+            return fitting(params, budget)
+        in_shards = sum(map(shards.bytes_of, params))
+        shards.limit = min(in_shards, budget)
+        if in_shards > budget:
+            return []
+        return fitting(params, budget - in_shards, lambda param: zero3.full_bytes(param) - shards.bytes_of(param))
 
     # ---- what is held --------------------------------------------------------------------------------------------
 
@@ -131,8 +155,8 @@ class HoldPlan:
                 record.claim(Claim.WINDOW)
                 if not zero3.is_persistent(record.param):
                     self.held_bytes += zero3.full_bytes(record.param)
-                    if self.host is not None:
-                        self.host.free((record.param,))
+                    for copies in self._copies:
+                        copies.free((record.param,))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
@@ -162,10 +186,22 @@ class HoldPlan:
                 record.drop(Claim.STEPS)
         return stay
 
-    def gathers_in(self, param: Any, backwards: int) -> int:
-        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended."""
-        host, record = self.host, param._zerosync_record
+    def reset_counts(self) -> None:
+        """A step has been taken: count from zero."""
+        for copies in self._copies:
+            copies.reset_counts()
+
+    def gathers_in(self, param: Any, backwards: int) -> tuple[int, int]:
+        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended.
+
+        Returns:
+            At all, and from other nodes.
+        """
+        host, shards, record = self.host, self.node_shards, param._zerosync_record
         if record in self._crossed or (host is not None and host.was_there(param)):
-            return 0
-        once = record.hold or zero3.is_persistent(param) or (host is not None and host.keeps(param))
-        return 1 if once else backwards
+            return 0, 0
+        if record.hold or zero3.is_persistent(param) or (host is not None and host.keeps(param)):
+            return 1, 1
+        if shards is not None and shards.keeps(param):
+            return backwards, 0 if shards.was_there(param) else 1
+        return backwards, backwards

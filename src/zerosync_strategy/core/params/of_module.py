@@ -16,6 +16,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
+from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
@@ -38,10 +39,15 @@ class ModuleParameters:
         self._engines = self.times_written = 0
         self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
         host = None if config.host_bytes == 0 else HostCache(config.host_bytes, streams)
-        self.scheduler.host = host
+        shared = config.shares_parameter_budget
+        limit = config.held_bytes if shared else config.parameter_node_bytes
+        has_levels = any(group.nodes is not None for group in self.scheduler.groups.values())
+        keeps = has_levels and (limit != 0 or config.auto_parameters)
+        node_shards = NodeShards(limit, shared, topology) if keeps else None
+        self.scheduler.host, self.scheduler.node_shards = host, node_shards
         plan = HoldPlan(
-            self.scheduler.records, config.held_bytes, config.auto_parameters, host, self.scheduler.gathers_plainly,
-            is_constant,
+            self.scheduler.records, config.held_bytes, config.auto_parameters, host, node_shards,
+            self.scheduler.gathers_plainly, is_constant,
         )  # fmt: skip
         self.cache = ParameterCache(engine, self.scheduler, plan, config.eager_frames)
         self.values = ParameterValues(self.scheduler, class_at_rest)

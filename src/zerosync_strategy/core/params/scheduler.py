@@ -34,6 +34,7 @@ from zerosync_strategy.core.params.digest import GatherDigest
 from zerosync_strategy.core.params.gathers import GatherActivity, ParameterGather, UnshardedBytes, listed, name_of
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
+from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 MAX_STREAMS = 8
@@ -81,6 +82,7 @@ class GatherScheduler:
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
             every rank before the same gathers.
         host: has parameters that need not be gathered again; ``None``: there are none.
+        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
 
     def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages, topology: Topology) -> None:
@@ -99,7 +101,7 @@ class GatherScheduler:
         for place, group in enumerate(sorted(process_groups, key=lambda group: _place(ranks_of(group)))):
             tagged = not (by_all_reduce or is_native(group, engine.device))
             digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
-            nodes = topology.of(group) if tagged else None
+            nodes = topology.of(group) if digest is not None else None
             self.groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         self._stream_count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
@@ -112,6 +114,7 @@ class GatherScheduler:
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
+        self.node_shards: NodeShards | None = None
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -166,13 +169,14 @@ class GatherScheduler:
     def values_in_shards(self, param: Any) -> None:
         """The caller's stream has written the values of a gathered ``param`` to its shards, new or not.
 
-        So a copy of it on the host, which no rank is told is out of date, is made anew.
+        So copies of it, which no rank is told are out of date, are made anew.
         """
         self.shards_written()
-        if self.host is not None and self.host.get(param) is not None:
-            self.streams.gathers_wait_for_writes(self._gather_streams)
-            with self._on(param._zerosync_record.group):
-                self.host.renew(param)
+        for copies in (self.host, self.node_shards):
+            if copies is not None and copies.get(param) is not None:
+                self.streams.gathers_wait_for_writes(self._gather_streams)
+                with self._on(param._zerosync_record.group):
+                    copies.renew(param)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
@@ -180,13 +184,17 @@ class GatherScheduler:
         """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
         for group, of_group in self.in_order(filter(zero3.is_released, params)):
             missing = of_group if self.host is None else self._load(group, of_group, self.host)
+            if self.node_shards is not None and group.nodes is not None:
+                missing = self._gather_within(group, group.nodes, missing, self.node_shards)
             if not missing:
                 continue
             with self.gathering(group, missing):
                 if all(map(self.gathers_plainly, missing)):
+                    keep = None if self.node_shards is None else self.node_shards.keep
                     for members in _by_dtype(missing, zero3.gather_dtype):
                         with self._on(group):
-                            arrive = gathering.unshard(members)
+                            gather = gathering.gather_shards(members, zero3.gather_dtype(members[0]), keep)
+                            arrive = gathering.unshard(members, gather)
                         self._note_gather(group, arrive, members, self.host)
                     gathering.count_gathered(self.coordinator, missing)
                 else:
@@ -211,6 +219,22 @@ class GatherScheduler:
         gathering.count_gathered(self.coordinator, loaded)
         host.count_loaded(loaded)
         return [param for param in params if param not in values]
+
+    def _gather_within(self, group: GatherGroup, nodes: Nodes, params: list[Any], node_shards: NodeShards) -> list[Any]:
+        """Gather those of ``params``, all of one group, of which the node has all shards; return the others."""
+        shards = {param: shard for param in params if (shard := node_shards.get(param)) is not None}
+        if not shards:
+            return params
+        with self.gathering(group, list(shards), within=True) as tag:
+            for members in _by_dtype(list(shards), zero3.gather_dtype):
+                with self._on(group):
+                    label = self.activity(group, members)
+                    of_dtype = {param: shards[param] for param in members}
+                    arrival = gather_node_shards(nodes, of_dtype, tag, label)
+                    arrive = gathering.unshard(members, arrival)
+                self._note_gather(group, arrive, members, self.host)
+        gathering.count_gathered(self.coordinator, shards)
+        return [param for param in params if param not in shards]
 
     def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
         return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
@@ -250,21 +274,22 @@ class GatherScheduler:
             yield group.place, runs
 
     @contextmanager
-    def gathering(self, group: GatherGroup, params: list[Any]) -> Iterator[None]:
-        """Around the issue of the gather of ``params``, all of one group.
+    def gathering(self, group: GatherGroup, params: list[Any], within: bool = False) -> Iterator[int]:
+        """Around the issue of the gather of ``params``, all of one group, or ``within`` its node; has its tag.
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
         """
         self.streams.gathers_wait_for_writes(self._gather_streams)
         gathering_by: AbstractContextManager[None] = nullcontext()
+        tag = 0
         if (digest := group.digest) is not None:
             tag = digest.add(tuple(map(zero3.param_id, params)))
             if digest.tagged:
                 gathering_by = gathering.gathering_by(partial(_all_gather, group.nodes, tag))
         on_stream = gathering.gathering_on(self.coordinator, group.stream)
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
-            yield
-        if digest is not None and not digest.tagged:
+            yield tag
+        if digest is not None and not digest.tagged and not within:
             note_launch(group.process_group, self._device, self.activity(group, params))
 
     # ---- readers -------------------------------------------------------------------------------------------------
@@ -341,13 +366,25 @@ class GatherScheduler:
 
     def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
         group = params[0]._zerosync_record.group
-        with self.gathering(group, params), rank_status().activity(self.activity(group, params, reader)):
-            if not all(map(self.gathers_plainly, params)):
-                return {param: zero3.gather(param) for param in params}
-            values: dict[Any, torch.Tensor] = {}
-            for members in _by_dtype(params, zero3.shard_dtype):
-                values.update(gathering.gather_shards(members, zero3.shard_dtype(members[0]))())
-            return values
+        values: dict[Any, torch.Tensor] = {}
+        with rank_status().activity(self.activity(group, params, reader)):
+            if self.node_shards is not None and group.nodes is not None:
+                shards = {param: shard for param in params if (shard := self.node_shards.get(param)) is not None}
+                exact = [param for param in shards if shards[param].dtype is zero3.shard_dtype(param)]
+                for members in _by_dtype(exact, zero3.shard_dtype):
+                    with self.gathering(group, members, within=True) as tag:
+                        of_dtype = {param: shards[param] for param in members}
+                        label = self.activity(group, members, reader)
+                        values.update(gather_node_shards(group.nodes, of_dtype, tag, label)())
+                params = [param for param in params if param not in values]
+            if not params:
+                return values
+            with self.gathering(group, params):
+                if not all(map(self.gathers_plainly, params)):
+                    return values | {param: zero3.gather(param) for param in params}
+                for members in _by_dtype(params, zero3.shard_dtype):
+                    values.update(gathering.gather_shards(members, zero3.shard_dtype(members[0]))())
+        return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
 
