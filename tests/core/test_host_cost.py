@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.host_cost import measure
 from tests.harness.ranks import run_ranks
+from tests.harness.releases import since
 
 LAYERS, WIDTH = 8, 256
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
@@ -29,6 +30,17 @@ def test_three_times_the_python_calls_of_torch(stage: int) -> None:
         for system in ("torch", f"zerosync-{stage}")
     )
     assert ours <= 3 * torch
+
+
+@since("0.19.8", "stock costs something else")
+def test_python_calls_beside_stock() -> None:
+    """As one of two ranks, of whom stock costs least: held stage 3 in all, stage 2 above what torch itself calls."""
+    torch, held, stock_3, ours, stock_2 = (
+        measured(system, 2, layers=50, width=8, backwards=4)["python_calls"]
+        for system in ("torch", "zerosync-3-held", "stock-3", "zerosync-2", "stock-2")
+    )
+    assert held <= 0.15 * stock_3
+    assert ours - torch <= 0.4 * (stock_2 - torch)
 
 
 @pytest.mark.parametrize(("system", "most"), [("1", 1.3), ("2", 1.3), ("3", 1.3), ("3-held", 2.0)])

@@ -24,7 +24,7 @@ class Part:
     seconds: int
     command: tuple[str, ...]
     dry: tuple[str, ...] | str
-    dry_seconds: int = 600
+    dry_seconds: int = 1200
 
 
 def tests(*arguments: str, workers: int = 0) -> tuple[str, ...]:
