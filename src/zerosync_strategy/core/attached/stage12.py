@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
@@ -92,10 +92,16 @@ class Stage12Engine(AttachedEngine):
         self.states.to_stripes()
         self.adopt_edits()
 
-    def gather_parameters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def gather_parameters(self) -> Iterator[None]:
         """Around the step of DeepSpeed's optimizer, which gathers parameters."""
         overlap = self.arriving.launched if self.config.overlap_gather else None
-        return zero12.parameter_gather(self.engine.optimizer, lambda: self.reducer.gather_parameters(overlap))
+        try:
+            with zero12.parameter_gather(self.engine.optimizer, lambda: self.reducer.gather_parameters(overlap)):
+                yield
+        except BaseException:
+            self.reducer.join_gathers()
+            raise
 
     def _after_update(self) -> None:
         self.states.check()

@@ -138,6 +138,12 @@ class Stage12Reducer(Reducer):
             rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
             bucket.gather = layout.all_gather(rows, tag, bucket.gather_label)
 
+    def join_gathers(self) -> None:
+        """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
+        for bucket in (bucket for layout in self.layouts for bucket in layout.buckets):
+            if bucket.gather is not None and self.streams.concurrent:  # elsewhere the host would wait for other ranks
+                bucket.gather.wait()
+
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
