@@ -31,13 +31,13 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim gpu gpu-wheels check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
-	@echo "make gpu-sim install, then run some tests on a simulated GPU: streams that are checked, and NCCL's rules"
+	@echo "make gpu-sim install, then run the tests on a simulated GPU: streams that are checked, NCCL's rules (gpu-sim-part: some)"
 	@echo "make gpu     what one GPU has to show in eight minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
 	@echo "make gpu-wheels  install, then gather what make gpu takes to a machine without DeepSpeed and network, in $(WHEELS)"
 	@echo "make check   install, then lint and check types only"
@@ -65,11 +65,14 @@ NUMERIC := tests/harness/test_rounding.py \
 numeric: $(STAMP)
 	$(RUN) $(PROCESSOR) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(NUMERIC)
 
-# What runs on the simulated device with a communicator that has NCCL's rules, so far.
-SIMULATED := $(addprefix tests/core/test_,averaging.py edits.py fp16.py)
+# On the simulated device, by NCCL's rules. The part is what CI runs.
+SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate)
+SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py)
 
-gpu-sim: $(STAMP)
-	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated $(PYTEST_ARGS) $(SIMULATED)
+gpu-sim: SIMULATE := $(SIMULATED)
+gpu-sim-part: SIMULATE := $(SIMULATED_PART)
+gpu-sim gpu-sim-part: $(STAMP)
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated $(PYTEST_ARGS) $(SIMULATE)
 
 # With the environment that is there; nothing is installed, for there may be no network.
 gpu:

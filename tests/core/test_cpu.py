@@ -13,6 +13,8 @@ from zerosync_strategy import prepare_cpu
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.core.engine import zero
 
+pytestmark = pytest.mark.off_device("about gloo, and the CPU")
+
 
 def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:

@@ -24,6 +24,8 @@ from zerosync_strategy.core.comm.waits import Call
 from zerosync_strategy.core.failures import deadlock
 from zerosync_strategy.core.failures.deadlock import Waiting, deadlocked
 
+pytestmark = pytest.mark.off_device("NCCL's calls wait on the device, where the host watches none")
+
 SHARDED = dict.fromkeys(
     ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
 )

@@ -26,6 +26,7 @@ from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=2)
+ends_by_timeout = pytest.mark.off_device("gloo's timeout ends a wait with an error; NCCL's ends the process")
 
 
 def engine_with_timeout(stage: int, **zero: Any) -> Any:
@@ -68,6 +69,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@ends_by_timeout
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_rank_says_what_all_were_doing(stage: int, case: str) -> None:
@@ -103,6 +105,7 @@ def errors_name_every_rank(outcomes: list[RankOutcome]) -> None:
             assert f"\n  rank {of_rank}: " in outcome.message, outcome.message
 
 
+@ends_by_timeout
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reason_of_a_rank_that_raised(stage: int) -> None:
     def run() -> None:
@@ -125,6 +128,7 @@ def _raise(_: Any) -> None:
     raise ValueError("boom")
 
 
+@pytest.mark.off_device("by order alone, reductions would meet others: ranks get the error of the next test")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> None:
     """Ranks raise at different places of a backward that reduces as it goes, and train on."""
@@ -201,6 +205,7 @@ def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
 FOUR_RANKS = pytest.param(4, "backward", marks=since("0.19.3", "there is no shard_over()"))
 
 
+@ends_by_timeout
 @pytest.mark.parametrize(("world_size", "where"), [(2, "forward"), (2, "outside of the module"), FOUR_RANKS])
 def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str) -> None:
     """Of different sizes they would end the process on gloo. On four ranks, one of two groups disagrees."""
@@ -231,6 +236,7 @@ def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str
         assert f"rank 1: in the gather of {other} over the ranks [0, 1] for" in outcome.message
 
 
+@pytest.mark.off_device("the host does not wait for the answer there: not this step says so, but what comes next")
 def test_gathers_of_different_parameters_that_have_met() -> None:
     """Each rank gets a mixture; the step says so and changes nothing. So it is on NCCL, and off it by all-reduce."""
 
@@ -308,6 +314,7 @@ def test_parameters_that_are_numbered_otherwise() -> None:
         assert "ZeRO-3's numbers of the parameters" in message and "0 to 3 on rank 0; 2 to 5 on rank 1" in message
 
 
+@ends_by_timeout
 def test_a_rank_that_dies_is_missed() -> None:
     def run() -> None:
         engine = engine_with_timeout(2)

@@ -206,6 +206,7 @@ def test_ranges() -> None:
 # ---- what counts as an error of the communication --------------------------------------------------------------------
 
 
+@pytest.mark.off_device("gloo's errors")
 @pytest.mark.parametrize("how", ["killed", "late"])
 def test_errors_of_gloo_are_recognised(how: str) -> None:
     def run() -> Any:

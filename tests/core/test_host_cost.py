@@ -8,6 +8,8 @@ from benchmarks.host_cost import measure
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 
+pytestmark = pytest.mark.off_device("the simulation is work of the host itself")
+
 LAYERS, WIDTH = 8, 256
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
 

@@ -54,6 +54,12 @@ def oracle(steps: int, ranks: int = 2, optimizer: Any = torch.optim.AdamW) -> di
     return Oracle(module, optimizer(module.parameters(), lr=0.01), ranks).train(loss_of, steps, BACKWARDS)
 
 
+def bytes_sent(report: Any, stage: int) -> int:
+    """Of gradients, and on stages 1 and 2 of updated parameters, whatever carries them."""
+    others = ("all_reduce", "all_gather") if stage == 3 else ("all_reduce",)  # norms, and what DeepSpeed gathers
+    return sum(traffic.bytes for kind, traffic in report.collectives.items() if not kind.startswith(others))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_gradient_budget(stage: int) -> None:
     """The peak of unreduced gradients stays within the budget plus one parameter; the less memory, the more bytes."""
@@ -76,8 +82,9 @@ def test_the_gradient_budget(stage: int) -> None:
         assert error == 0.0
         assert budget is None or report.peak_unreduced_bytes <= budget + LAYER
         reports[budget] = report
-        assert len({report.collectives["isend"].bytes for _, report in results}) == 1
-        sent.append(report.collectives["isend"].bytes)
+        of_rank = {bytes_sent(report, stage) for _, report in results}
+        assert len(of_rank) == 1
+        sent += of_rank
     gradients = LAYERS * LAYER // 2  # bytes to send to reduce all of them once
     updated = gradients if stage < 3 else 0  # stages 1 and 2 send the updated parameters in the same way
     sent = [size - updated for size in sent]
@@ -91,7 +98,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
 
     def run(overlap: bool) -> Any:
-        engine = make_engine(stage)
+        engine = make_engine(stage, zero={"reduce_bucket_size": 2 * WIDTH * WIDTH})
         zerosync = attach(engine, overlap_last=overlap)
         events = []
         finish = zerosync._attached.gradient_ready
@@ -112,6 +119,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
     assert run_ranks(run, False)[0] == (0.0, 1, 0)
 
 
+@pytest.mark.off_device("collectives of NCCL are as large as buckets, on one host and between hosts")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_between_hosts_messages_are_smaller(stage: int) -> None:
     def run(one_host: bool) -> Any:
@@ -270,7 +278,7 @@ def test_communication_in_bf16(stage: int) -> None:
 
     error, moved, report = run_ranks(run)[0]
     assert 0 < error < moved / 2**8  # bf16 has 8 bits
-    assert report.collectives["isend"].bytes == LAYERS * LAYER // 4 + (LAYERS * LAYER // 2 if stage < 3 else 0)
+    assert bytes_sent(report, stage) == LAYERS * LAYER // 4 + (LAYERS * LAYER // 2 if stage < 3 else 0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -356,6 +364,7 @@ def test_deepspeed_mixture_of_experts(stage: int) -> None:
         assert error < 1e-3 * moved and moved > 1e-3  # rounding makes 1e-6 of what has moved; no average is that near
 
 
+@pytest.mark.off_device("its communicator completes what somebody waits for, and nobody waits for this")
 def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
     """On the way that NCCL takes, by all-to-alls: of those gloo says whether they are complete."""
 

@@ -16,6 +16,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, prepare_cpu
 
+pytestmark = pytest.mark.off_device("the simulation is work of the host itself")
+
 BACKWARDS, WIDTH = 4, 8
 
 

@@ -1,7 +1,8 @@
 """A rank's program on the simulated device (``racecheck``) with the strict communicator (``strict.py``).
 
 From when the program has a process group until it ends, each operation and each wait goes to the race checker, and each
-collective has NCCL's rules. What they find is the program's failure.
+collective has NCCL's rules. What they find is the program's failure. A program that simulates a device itself before it
+has a process group gets the communicator alone.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from tests.harness.strict import strict
 from zerosync_strategy.racecheck import Simulation, simulate
+from zerosync_strategy.tools.racecheck.recorder import running
 
 
 class RacesFound(AssertionError):
@@ -38,7 +40,8 @@ def on_simulated_device(program: Callable[[], Any]) -> Any:
 
     def initialize(*args: Any, **kwargs: Any) -> None:
         stock_initialize(*args, **kwargs)
-        simulations.append(device.enter_context(simulate()))
+        if running() is None:
+            simulations.append(device.enter_context(simulate()))
         device.enter_context(strict())
 
     def destroy(group: Any = None) -> None:

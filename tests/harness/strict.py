@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerosync_strategy.tools.racecheck import recorder
 
-TIMEOUT = 30.0  # seconds that a wait takes before it says who is missing
+TIMEOUT = 100.0  # seconds that a wait takes before it says who is missing
 _POLL = 0.0005
 _NOT_OURS = (
     "/torch/",
@@ -489,9 +489,18 @@ def strict() -> Iterator[StrictCommunicator]:
         (dist, "get_backend_config"): lambda group=None: "cpu:nccl",
         (torch.cuda.nccl, "version"): lambda: (),  # which torch tells when a collective raises
     }
+    start = recorder.Recorder.start
+
+    def start_above(checker: recorder.Recorder) -> None:
+        start(checker)
+        # It hands no call on: a checker that starts later sees collectives only above it.
+        recorder.take_out(communicator)
+        recorder.put_below(communicator)
+
     with ExitStack() as stack:
         for (module, name), function in named.items():
             stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(recorder.Recorder, "start", start_above))
         recorder.put_below(communicator)
         stack.callback(recorder.take_out, communicator)
         yield communicator
