@@ -65,7 +65,10 @@ def test_every_rule_is_needed(method: str, place: str, backend: str | None, monk
     assert any(text.startswith("race") and place in text for text in found), found
 
 
-@pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), (None, 3)])
+STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a circle for stock's gathers"))
+
+
+@pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
     """U2: all is prefetched at once, over three groups. The first layer's is one gather; stock waits for all three."""
 
