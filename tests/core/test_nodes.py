@@ -34,7 +34,7 @@ def node(size: int) -> dict[str, str]:
 def test_nodes_are_what_the_launcher_says(ranks: int, local: int, found: Any) -> None:
     def run() -> Any:
         start()
-        nodes = Topology("auto").of(dist.group.WORLD)
+        nodes = Topology("auto", dist.group.WORLD).of(dist.group.WORLD)
         return nodes and (nodes.size, nodes.count)
 
     assert run_ranks(run, world_size=ranks, env=node(local)) == [found] * ranks
@@ -47,10 +47,10 @@ def test_nodes_that_are_given() -> None:
         start()
         ranks = {"pairs": [0, 1, 3, 4], "uneven": [0, 1, 3], "columns": [0, 3], "one": [0, 1, 2]}
         groups = {name: dist.new_group(members) for name, members in ranks.items()}
-        topology = Topology(3)
+        topology = Topology(3, dist.group.WORLD)
         mine = {name: group for name, group in groups.items() if group is not dist.GroupMember.NON_GROUP_MEMBER}
         with pytest.raises(ValueError, match="'node_size' got 4, which does not divide the 6 ranks"):
-            Topology(4)
+            Topology(4, dist.group.WORLD)
         return {name: (found := topology.of(group)) and (found.size, found.count) for name, group in mine.items()}
 
     by_rank = run_ranks(run, world_size=6)
@@ -63,7 +63,7 @@ def test_without_a_launcher_nodes_are_hosts(monkeypatch: pytest.MonkeyPatch) -> 
 
     def run() -> Any:
         start()
-        nodes = Topology("auto").of(dist.group.WORLD)
+        nodes = Topology("auto", dist.group.WORLD).of(dist.group.WORLD)
         return nodes and (nodes.size, nodes.count)
 
     assert run_ranks(run, world_size=4, env=node(0)) == [(2, 2)] * 4

@@ -72,8 +72,8 @@ class AttachedEngine(ABC):
         self._rank_status = rank_status()
         optimizer = engine.optimizer
         self.names = {param: name for name, param in engine.module.named_parameters()}
-        self.messages = messages_of(zero.data_parallel_group(optimizer), engine.device)
-        self.topology = Topology(config.node_size)
+        group = zero.data_parallel_group(optimizer)
+        self.messages, self.topology = messages_of(group, engine.device), Topology(config.node_size, group)
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)

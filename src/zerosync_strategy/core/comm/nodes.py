@@ -12,7 +12,6 @@ goes on where it is waited for, which is in the same place on all ranks.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -51,37 +50,38 @@ class Sent(NamedTuple):
 
 
 class Topology:
-    """On which node each rank of the default process group is. Made alike on all ranks.
+    """On which node each rank is. Made alike on all ranks of a process group.
 
     Args:
         node_size: ranks on a node, of consecutive numbers; ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, and where
             a launcher does not set it, those that share a loopback interface. Collective then.
+        process_group: of all ranks that are asked for.
 
     Raises:
         ValueError: ``node_size`` does not divide the number of ranks.
     """
 
-    def __init__(self, node_size: int | str) -> None:
+    def __init__(self, node_size: int | str, process_group: Any) -> None:
         self._found: dict[Any, Nodes | None] = {}
         self._counts: dict[Any, tuple[int, int]] = {}  # by process group: of nodes, of ranks
-        ranks = range(dist.get_world_size())
+        ranks = dist.get_process_group_ranks(process_group)
         if node_size != AUTO:
-            size = int(node_size)
-            if len(ranks) % size:
+            size, everyone = int(node_size), dist.get_world_size()
+            if everyone % size:
                 raise ValueError(
-                    f"ZeroSync option 'node_size' got {size}, which does not divide the {len(ranks)} ranks. Give the"
+                    f"ZeroSync option 'node_size' got {size}, which does not divide the {everyone} ranks. Give the"
                     " number of ranks on each node; where nodes have different numbers of them, leave it out, and"
                     " exchanges have one level."
                 )
-            self._node_of: list[Any] = [rank // size for rank in ranks]
+            self._node_of: dict[int, Any] = {rank: rank // size for rank in ranks}
             return
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        found = gather_words([local, *loopback()], None)
-        sizes = {words[0] for words in found}
-        if sizes == {0}:
-            self._node_of = [tuple(words) for words in found]
+        found = gather_words([local, *loopback()], process_group)
+        said = {words[0] for words in found}
+        if said == {0}:
+            self._node_of = {rank: tuple(words) for rank, words in zip(ranks, found, strict=True)}
         else:
-            self._node_of = [rank // local if sizes == {local} else 0 for rank in ranks]
+            self._node_of = {rank: rank // local if said == {local} else 0 for rank in ranks}
 
     def of(self, process_group: Any) -> Nodes | None:
         """Return the nodes of ``process_group``, always the same; ``None`` where two levels would be one.
@@ -138,20 +138,20 @@ class Nodes:
         self.process_group, self.size, self.count = process_group, size, count
         self._node, self._place = divmod(dist.get_rank(process_group), size)
         self._relay = Relay()
+        self._within: Any = None  # the process groups of this node, and of the ranks with this one's place
+        self._between: Any = None
 
-    @functools.cached_property
-    def _within(self) -> Any:
-        """The process group of this node. Made by its ranks alone."""
-        return self._new_group([self._node * self.size + place for place in range(self.size)])
+    def connect(self, device: torch.device) -> None:
+        """Make the process groups of both levels, where the backend needs them for tensors on ``device``. Collective.
 
-    @functools.cached_property
-    def _between(self) -> Any:
-        """The process group of the ranks that have the place of this one."""
-        return self._new_group([node * self.size + self._place for node in range(self.count)])
+        Before a backward has to wait for it, and on all ranks in one order.
+        """
+        if self._within is None and is_native(self.process_group, device):
+            self._within = self._new_group([self._rank(self._node, place) for place in range(self.size)])
+            self._between = self._new_group([self._rank(node, self._place) for node in range(self.count)])
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
-        everyone = dist.get_process_group_ranks(self.process_group)
-        timeout = timeout_of(self.process_group)
+        everyone, timeout = dist.get_process_group_ranks(self.process_group), timeout_of(self.process_group)
         return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,9 @@ class Reducer(ABC):
         chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
+        for layout in self.layouts:
+            if layout.params and layout.nodes is not None and config.unreduced_bytes is not None:
+                layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = Sent()
         self.deferred_bytes = 0

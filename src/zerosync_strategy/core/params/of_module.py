@@ -44,6 +44,9 @@ class ModuleParameters:
         has_levels = any(group.nodes is not None for group in self.scheduler.groups.values())
         keeps = has_levels and (limit != 0 or config.auto_parameters)
         node_shards = NodeShards(limit, shared, topology) if keeps else None
+        for group in self.scheduler.groups.values():
+            if node_shards is not None and group.nodes is not None:
+                group.nodes.connect(engine.device)
         self.scheduler.host, self.scheduler.node_shards = host, node_shards
         plan = HoldPlan(
             self.scheduler.records, config.held_bytes, config.auto_parameters, host, node_shards,
