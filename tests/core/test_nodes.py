@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from tests.core.test_random_programs import failures
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.masters import Masters
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.strict import strict
@@ -172,6 +174,71 @@ def test_each_byte_crosses_between_nodes_once(
         assert report.peak_held_bytes + report.peak_node_bytes <= kept[1] or params in ("all", 0), report
         assert not kept[1] or report.peak_node_bytes > 0, report
         assert "between nodes: " in str(report)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "config"),
+    [
+        (2, {}, {"gradient_clipping": 0.01}),
+        (2, OFFLOAD, {}),
+        (3, {}, {"gradient_clipping": 0.01}),
+        (3, {**OFFLOAD, "offload_param": {"device": "cpu"}}, {"gradient_clipping": 0.01}),
+    ],
+)
+def test_norms_and_offload(stage: int, zero: dict[str, Any], config: dict[str, Any]) -> None:
+    def adamw(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def run() -> float:
+        module, plain = layers(), layers()
+        engine = make_engine(module, adamw(module), stage, {"stage3_param_persistence_threshold": 0, **zero}, **config)
+        attach(engine, grad_memory_budget=NODE, **({"param_memory_budget": NODE} if stage == 3 else {}))
+        for k in range(3 * BACKWARDS):
+            engine.backward(engine(inputs(k, rank())).square().mean())
+            if (k + 1) % BACKWARDS == 0:
+                engine.step()
+        clip = dict.fromkeys(range(3), config.get("gradient_clipping", 0.0))
+        loss_of = lambda module, k, r: module(inputs(k, r)).square().mean()  # noqa: E731
+        return distance(full_parameters(module), Oracle(plain, adamw(plain), 4).train(loss_of, 3, BACKWARDS, clip))
+
+    assert run_ranks(run, world_size=4, env=node(2)) == [0.0] * 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_half_precision(stage: int) -> None:
+    """Node sums are sent as bf16. What that rounds is a part of what training moves a weight."""
+    sgd = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
+
+    def rounded() -> nn.Module:
+        """DeepSpeed's own weights in fp32 begin as those in bf16."""
+        return layers().bfloat16().float()
+
+    def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
+        return module(inputs(k, of_rank).bfloat16()).float().square().mean()
+
+    def run() -> float:
+        module = rounded()
+        before = [param.detach().clone() for param in module.parameters()]
+        oracle = Masters(rounded(), torch.bfloat16, sgd, world=4)
+        engine = make_engine(
+            module, sgd(module.parameters()), stage, {"stage3_param_persistence_threshold": 0}, bf16={"enabled": True}
+        )
+        attach(engine, grad_memory_budget=NODE, **({"param_memory_budget": NODE} if stage == 3 else {}))
+        for step in range(3):
+            ks = range(BACKWARDS * step, BACKWARDS * (step + 1))
+            for k in ks:
+                engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+            oracle.step(loss_of, ks)
+        masters = [safe_get_full_fp32_param(param) for param in module.parameters()]
+        wrong = max(float((ours - theirs).abs().max()) for ours, theirs in zip(masters, oracle.masters, strict=True))
+        moved = max(float((then - theirs).abs().max()) for then, theirs in zip(before, oracle.masters, strict=True))
+        return wrong / moved
+
+    assert max(run_ranks(run, world_size=4, env=node(2))) < 0.03
 
 
 def test_ranks_run_other_modules_and_wait_for_one_another_between() -> None:
