@@ -241,6 +241,17 @@ def test_half_precision(stage: int) -> None:
     assert max(run_ranks(run, world_size=4, env=node(2))) < 0.03
 
 
+def test_shards_of_nodes_are_either_deepspeeds_or_ours() -> None:
+    def run() -> None:
+        module = layers()
+        engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), 3, {"zero_hpz_partition_size": 2})
+        with pytest.raises(ValueError, match=r"partition_size' = 2, .* Leave that out, and give node_size=2"):
+            attach(engine, param_memory_budget=NODE)
+        attach(engine, param_memory_budget="1KiB")  # they are not of those that are kept
+
+    run_ranks(run, world_size=4, env=node(2))
+
+
 def test_ranks_run_other_modules_and_wait_for_one_another_between() -> None:
     """A rank that waits elsewhere still passes on to its node what other ranks of that wait for."""
 

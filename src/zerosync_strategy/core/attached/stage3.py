@@ -60,6 +60,12 @@ class Stage3Engine(AttachedEngine):
                 "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
                 " which gathers parameters when modules need them. Leave it out."
             )
+        if (size := engine.zero_hpz_partition_size()) > 1 and config.parameter_node_bytes != 0:
+            raise ValueError(
+                f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
+                f" 'zero_optimization.zero_hpz_partition_size' = {size}, with which DeepSpeed keeps parameters by node"
+                f" itself, and fills them anew in every step. Leave that out, and give node_size={size}."
+            )
         if config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
 
