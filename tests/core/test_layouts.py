@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.engines import make_engine, rank, start
+from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -113,7 +113,7 @@ def test_layouts_of_torch(stage: int, zero: Any) -> None:
         plain = Strided()
         oracle = Oracle(plain, sgd(plain))
         start()
-        with deepspeed.zero.Init(enabled=zero == "zero.Init", dtype=torch.float32):
+        with deepspeed.zero.Init(enabled=zero == "zero.Init", config_dict_or_path=configuration(3)):
             net = Strided()
         engine = make_engine(net, sgd(net), stage, SHARDED if zero == "zero.Init" else zero)
         attach(engine, **({"param_memory_budget": "all"} if stage == 3 else {}))
@@ -169,7 +169,7 @@ def test_memory_that_parameters_share_is_named(stage: int, config: Any) -> None:
         for kind, named in SHARING.items():
             if config == "zero.Init" and kind in SHARDED_BY_THEN:
                 continue
-            with deepspeed.zero.Init(enabled=config == "zero.Init", dtype=torch.float32):
+            with deepspeed.zero.Init(enabled=config == "zero.Init", config_dict_or_path=configuration(3)):
                 net = Sharing(kind)
             engine = make_engine(net, sgd(net), stage, **({} if config == "zero.Init" else config))
             with pytest.raises(ValueError, match=rf"share memory: {named}\. ZeRO gives each .*'b\.weight = a\.weight'"):
