@@ -254,7 +254,7 @@ def test_exact_while_it_changes(
 
 def test_options() -> None:
     assert ZeroSyncConfig(grad_memory_budget={"auto": "1KiB"}, param_memory_budget="auto").auto_limit == 1024
-    assert ZeroSyncConfig(param_memory_budget={"auto": 7, "host": 5}).host_bytes == 5
+    assert ZeroSyncConfig(param_memory_budget={"auto": 7, "host": 5}).parameters.host == 5
     with pytest.raises(ValueError, match="got different limits"):
         ZeroSyncConfig(grad_memory_budget={"auto": 1}, param_memory_budget={"auto": 2})
     with pytest.raises(ValueError, match=r"for 'device' \(or 'auto'\), 'node' and 'host'"):

@@ -41,7 +41,7 @@ def test_options_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
     strategy = strategy_of(CLASS, *(f"--trainer.strategy.{option}" for option in options))
     assert strategy.stage == 2 and strategy.config["zero_optimization"]["reduce_bucket_size"] == 10
     assert strategy.zerosync_config == ZeroSyncConfig(grad_memory_budget="500MB", overlap_last=False)
-    assert strategy_of(CLASS, "--trainer.strategy.param_memory_budget=all").zerosync_config.held_bytes is None
+    assert strategy_of(CLASS, "--trainer.strategy.param_memory_budget=all").zerosync_config.parameters.device is None
 
     given = {"zero_optimization": {"stage": 1}, "zerosync": {"coalesce": False}}
     (tmp_path / "ds.json").write_text(json.dumps(given))

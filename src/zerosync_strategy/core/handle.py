@@ -29,7 +29,8 @@ from zerosync_strategy.core.optimizer.problems import (
     renormed_problem,
     shared_memory_problem,
 )
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, parse_bytes
+from zerosync_strategy.core.options.budgets import parse_bytes
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport

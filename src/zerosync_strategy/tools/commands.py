@@ -181,7 +181,7 @@ def plan(
     Exit status: 0; 1 where a replay fails, nothing fits, or --check finds a difference; 2 where the command itself is
     wrong.
     """
-    from zerosync_strategy.core.options.config import parse_bytes
+    from zerosync_strategy.core.options.budgets import parse_bytes
     from zerosync_strategy.tools.plan import check as checks
     from zerosync_strategy.tools.plan import jobs, output
     from zerosync_strategy.tools.plan.plan import PlanError

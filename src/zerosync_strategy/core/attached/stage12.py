@@ -41,7 +41,7 @@ class Stage12Engine(AttachedEngine):
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
         check_limit(engine.device, config)
         stage = zero.stage(engine)
-        if config.keeps_parameters:
+        if config.parameters.keeps_any:
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {stage}. Leave it out, or use stage 3."

@@ -60,7 +60,7 @@ class Stage3Engine(AttachedEngine):
                 "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
                 " which gathers parameters when modules need them. Leave it out."
             )
-        if (size := engine.zero_hpz_partition_size()) > 1 and config.parameter_node_bytes != 0:
+        if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
                 f" 'zero_optimization.zero_hpz_partition_size' = {size}, with which DeepSpeed keeps parameters by node"

@@ -338,7 +338,7 @@ class _Variation:
 def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
     """Raise a ``ValueError`` where a budget of ``config`` sets itself, and nothing says what may be used."""
     for name, is_automatic in (
-        ("param_memory_budget", config.auto_parameters), ("grad_memory_budget", config.auto_gradients),
+        ("param_memory_budget", config.parameters.automatic), ("grad_memory_budget", config.gradients.automatic),
     ):  # fmt: skip
         if is_automatic and config.auto_limit is None and device.type != "cuda":
             raise ValueError(
@@ -355,17 +355,17 @@ def automatic_budgets(
     Args:
         gathers: on stage 3.
     """
-    if not (config.auto_parameters or config.auto_gradients):
+    if not (config.parameters.automatic or config.gradients.automatic):
         return FixedBudgets()
     gauge, limit = gauge_of(engine.device), config.auto_limit
     if limit is None:
         assert isinstance(gauge, DeviceGauge)
         limit = gauge.limit()
-    scheduler, cache = gathers if gathers is not None and config.auto_parameters else (None, None)
+    scheduler, cache = gathers if gathers is not None and config.parameters.automatic else (None, None)
 
     def usage() -> Usage:
         held = gathered = 0
-        if config.auto_gradients:  # what streams beyond them is none of the budget's
+        if config.gradients.automatic:  # what streams beyond them is none of the budget's
             held += min(reducer.local.now, reducer.deferred_bytes)
         if scheduler is not None and cache is not None:
             held += cache.plan.held_bytes
@@ -374,8 +374,8 @@ def automatic_budgets(
 
     budgets = AutomaticBudgets(
         gauge, limit, usage, 0 if cache is None else cache.plan.everything, None if cache is None else cache.set_budget,
-        reducer.defer if config.auto_gradients else None, zero.data_parallel_group(engine.optimizer), engine.device,
-        reducer.streams,
+        reducer.defer if config.gradients.automatic else None, zero.data_parallel_group(engine.optimizer),
+        engine.device, reducer.streams,
     )  # fmt: skip
     reducer.local.watch = budgets.look
     if gathers is not None:

@@ -36,7 +36,7 @@ from zerosync_strategy.core.comm.collectives import (
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
 from zerosync_strategy.core.comm.waits import issue_exchange
-from zerosync_strategy.core.options.config import AUTO
+from zerosync_strategy.core.options.budgets import AUTO
 
 
 class Sent(NamedTuple):

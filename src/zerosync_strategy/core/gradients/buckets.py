@@ -232,19 +232,19 @@ def _choose_levels(
     }
     everything = sum(in_shards.values())
     level_of = dict.fromkeys(nbytes, Level.SHARD)
-    budget = config.unreduced_bytes
+    budget = config.gradients.device
     if not config.coalesce:
         return level_of, limit
-    if config.auto_gradients:  # small enough for a budget to fit in steps
+    if config.gradients.automatic:  # small enough for a budget to fit in steps
         return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     if budget is None:
         return dict.fromkeys(nbytes, Level.WHOLE), limit
-    of_nodes = everything if config.gradient_node_bytes is None else config.gradient_node_bytes
+    of_nodes = everything if config.gradients.node is None else config.gradients.node
     # What streams takes an eighth at most before it is reduced. What may stay is one run of parameters, because each
     # change between two levels ends a bucket. Backward completes it last.
     limit = min(limit, (budget + of_nodes) // 8)
     room, whole = budget - min(limit, budget), dict(nbytes)
-    if config.shares_gradient_budget and in_shards:  # they save as much between nodes, and take less memory
+    if config.gradients.node_in_device and in_shards:  # they save as much between nodes, and take less memory
         of_nodes, room = min(everything, room), room - everything
         whole = {param: size - in_shards.get(param, 0) for param, size in nbytes.items()}
     level_of |= dict.fromkeys(_first_fitting(whole, room), Level.WHOLE)

@@ -57,7 +57,7 @@ class CompiledGradientHook:
             ValueError: it cannot.
         """
         for found, what in (
-            (config.keeps_parameters, "'param_memory_budget': it chooses by itself what stays gathered"),
+            (config.parameters.keeps_any, "'param_memory_budget': it chooses by itself what stays gathered"),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
             (config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
             (checked, "'racecheck', which does not see its collectives"),

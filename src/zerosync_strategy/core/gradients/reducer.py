@@ -90,14 +90,14 @@ class Reducer(ABC):
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
         for layout in self.layouts:
-            if layout.params and layout.nodes is not None and config.unreduced_bytes is not None:
+            if layout.params and layout.nodes is not None and config.gradients.device is not None:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self.sent_floor = Sent()
         self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
         self._ordered = config.reduction == "ordered"
-        self._may_stream = config.auto_gradients  # sooner or later
+        self._may_stream = config.gradients.automatic  # sooner or later
         # By id: torch computes the hash of a tensor in Python.
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward

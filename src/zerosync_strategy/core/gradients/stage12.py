@@ -42,7 +42,7 @@ class Stage12Reducer(Reducer):
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[FlatBucket]:
         self.keeps_stock_layout = _why_stock(self.optimizer)
-        if self.keeps_stock_layout and (not config.coalesce or config.unreduced_bytes is not None):
+        if self.keeps_stock_layout and (not config.coalesce or config.gradients.device is not None):
             raise ValueError(
                 "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which the"
                 f" shards of stages 1 and 2 must be laid out anew, and {self.keeps_stock_layout}. Leave them out, or"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
+from zerosync_strategy.core.options.budgets import AUTO
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
 
-AUTO = "auto"  # what is left to the framework or DeepSpeed
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 _MADE_BY_PROGRAMS = ("optimizer", "scheduler")
 # Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may stand beside one.

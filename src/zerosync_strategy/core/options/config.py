@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
+import functools
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
+
+from zerosync_strategy.core.options.budgets import AUTO, Budget
 
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
-AUTO = "auto"
-"""A budget that sets itself, or what the launcher says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +93,11 @@ class ZeroSyncConfig:
             raise ValueError(
                 f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
             )
-        if (given := self.grad_memory_budget) is not None:
-            self._check_grad_memory_budget(given)
-            if not self.coalesce:
-                raise ValueError(
-                    f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where"
-                    " no gradient stays unreduced. Leave one of them out."
-                )
+        if self.grad_memory_budget is not None and not self.coalesce:
+            raise ValueError(
+                f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where no"
+                " gradient stays unreduced. Leave one of them out."
+            )
         if isinstance(self.racecheck, bool) or not isinstance(self.racecheck, int):
             raise TypeError(f"ZeroSync option 'racecheck' takes a number of optimizer steps, got {self.racecheck!r}.")
         if self.racecheck < 0:
@@ -109,127 +106,27 @@ class ZeroSyncConfig:
             raise ValueError(
                 f"ZeroSync option 'node_size' takes \"auto\" or a number of ranks, 1 or more, got {self.node_size!r}."
             )
-        self._check_param_memory_budget(self.param_memory_budget)
-        limits = self._limits
-        if len(set(limits.values())) > 1:
+        limits = {self.gradients.limit, self.parameters.limit} - {None}
+        if len(limits) > 1:
             raise ValueError(
-                f'ZeroSync options {" and ".join(map(repr, limits))} got different limits for "auto", which is for both'
-                " together. Give it in one of them."
+                "ZeroSync options 'param_memory_budget' and 'grad_memory_budget' got different limits for \"auto\","
+                " which is for both together. Give it in one of them."
             )
 
-    def _check_grad_memory_budget(self, given: Any) -> None:
-        option = "grad_memory_budget"
-        if not isinstance(given, Mapping):
-            if given != AUTO:
-                parse_bytes(option, given, 'or None, "auto", {"auto": size}, {"device": size, "node": size}')
-            return
-        if not given or given.keys() - {"device", "node", AUTO} or {"device", AUTO} <= given.keys():
-            raise ValueError(
-                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto') and 'node', got {dict(given)!r}."
-            )
-        for where, size in given.items():
-            if size != "all" or where == AUTO:
-                parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
+    @functools.cached_property
+    def gradients(self) -> Budget:
+        """``grad_memory_budget``, read."""
+        return Budget.read("grad_memory_budget", self.grad_memory_budget, None, ("node",))
 
-    def _check_param_memory_budget(self, given: Any) -> None:
-        option = "param_memory_budget"
-        if not isinstance(given, Mapping):
-            if given not in ("all", AUTO):
-                parse_bytes(option, given, 'or "all", "auto"')
-            return
-        if not given or given.keys() - {"device", "node", "host", AUTO} or {"device", AUTO} <= given.keys():
-            raise ValueError(
-                f"ZeroSync option {option!r} takes sizes for 'device' (or 'auto'), 'node' and 'host', got"
-                f" {dict(given)!r}."
-            )
-        for where, size in given.items():
-            if size != "all" or where == AUTO:
-                parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
-        for where in ("host", "node"):
-            if given.get("device") == "all" and given.get(where, 0) != 0:
-                raise ValueError(
-                    f"ZeroSync option {option!r} got {dict(given)!r}: with all parameters on the device, nothing is"
-                    f" left for the {where}. Leave {where!r} out."
-                )
-
-    @property
-    def unreduced_bytes(self) -> int | None:
-        """``grad_memory_budget`` in bytes, ``None`` for no limit. Automatic, it begins with nothing."""
-        given = self.grad_memory_budget
-        if self.auto_gradients:
-            return 0
-        if isinstance(given, Mapping):
-            given = given.get("device", 0)
-        return None if given is None else _bytes_or_all(given)
-
-    @property
-    def gradient_node_bytes(self) -> int | None:
-        """Bytes of node shards of gradients beside those, ``None`` for no limit; those are within them where shared."""
-        return self._node_bytes(self.grad_memory_budget)
-
-    @property
-    def shares_gradient_budget(self) -> bool:
-        """Whether node shards of gradients are within the bytes of unreduced ones."""
-        return not (isinstance(self.grad_memory_budget, Mapping) and "node" in self.grad_memory_budget)
-
-    @property
-    def parameter_node_bytes(self) -> int | None:
-        """As for gradients."""
-        return self._node_bytes(self.param_memory_budget)
-
-    @property
-    def shares_parameter_budget(self) -> bool:
-        """As for gradients."""
-        return not (isinstance(self.param_memory_budget, Mapping) and "node" in self.param_memory_budget)
-
-    @staticmethod
-    def _node_bytes(given: Any) -> int | None:
-        return _bytes_or_all(given.get("node", 0)) if isinstance(given, Mapping) else 0
-
-    @property
-    def held_bytes(self) -> int | None:
-        """``param_memory_budget`` of the device in bytes, ``None`` for all. Automatic, it begins with nothing."""
-        given = self.param_memory_budget
-        if self.auto_parameters:
-            return 0
-        return _bytes_or_all(given.get("device", 0) if isinstance(given, Mapping) else given)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """``param_memory_budget`` of the host in bytes, ``None`` for all."""
-        given = self.param_memory_budget
-        return _bytes_or_all(given.get("host", 0)) if isinstance(given, Mapping) else 0
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Whether gathered parameters are kept anywhere."""
-        return self.auto_parameters or any(
-            nbytes != 0 for nbytes in (self.held_bytes, self.parameter_node_bytes, self.host_bytes)
-        )
-
-    @property
-    def auto_parameters(self) -> bool:
-        """Whether the parameters' budget on the device sets itself."""
-        return _is_auto(self.param_memory_budget)
-
-    @property
-    def auto_gradients(self) -> bool:
-        """Whether the gradients' budget sets itself."""
-        return _is_auto(self.grad_memory_budget)
+    @functools.cached_property
+    def parameters(self) -> Budget:
+        """``param_memory_budget``, read."""
+        return Budget.read("param_memory_budget", self.param_memory_budget, "all", ("node", "host"))
 
     @property
     def auto_limit(self) -> int | None:
         """Bytes that a rank may use, for the budgets that set themselves; ``None``: what is free on the device."""
-        return next(iter(self._limits.values()), None)
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        given = {name: getattr(self, name) for name in ("param_memory_budget", "grad_memory_budget")}
-        return {
-            name: parse_bytes(name, value[AUTO])
-            for name, value in given.items()
-            if isinstance(value, Mapping) and AUTO in value
-        }
+        return self.gradients.limit if self.parameters.limit is None else self.parameters.limit
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
@@ -260,39 +157,6 @@ class ZeroSyncConfig:
                     " keyword argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
-
-
-def _is_auto(given: Any) -> bool:
-    return bool(AUTO in given if isinstance(given, Mapping) else given == AUTO)
-
-
-def _bytes_or_all(size: int | str) -> int | None:
-    return None if size == "all" else parse_bytes("", size)
-
-
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} | {
-    f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
-}
-
-
-def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
-    """Return a size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
-
-    Raises:
-        TypeError: ``value`` is neither.
-        ValueError: it is negative, or a text that is no size.
-    """
-    takes = f"ZeroSync option {option!r} takes a number of bytes, a size such as '2GiB' {otherwise}".rstrip()
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{takes}, got {value!r}.")
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"{takes}, got {value!r}.")
-        return int(Fraction(match[1]) * _UNITS[match[2]])
-    if value < 0:
-        raise ValueError(f"{takes}, got {value!r}.")
-    return value
 
 
 def suggest(name: object, known: frozenset[str]) -> str:

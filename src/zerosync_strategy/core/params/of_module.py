@@ -38,18 +38,18 @@ class ModuleParameters:
         self._coordinator = gathering.coordinator(engine.optimizer)
         self._engines = self.times_written = 0
         self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
-        host = None if config.host_bytes == 0 else HostCache(config.host_bytes, streams)
-        shared = config.shares_parameter_budget
-        limit = config.held_bytes if shared else config.parameter_node_bytes
+        host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
+        shared = config.parameters.node_in_device
+        limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in self.scheduler.groups.values())
-        keeps = has_levels and (limit != 0 or config.auto_parameters)
+        keeps = has_levels and (limit != 0 or config.parameters.automatic)
         node_shards = NodeShards(limit, shared, topology) if keeps else None
         for group in self.scheduler.groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
         self.scheduler.host, self.scheduler.node_shards = host, node_shards
         plan = HoldPlan(
-            self.scheduler.records, config.held_bytes, config.auto_parameters, host, node_shards,
+            self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
             self.scheduler.gathers_plainly, is_constant,
         )  # fmt: skip
         self.cache = ParameterCache(engine, self.scheduler, plan, config.eager_frames)
@@ -77,7 +77,7 @@ class ModuleParameters:
         found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
         if found is None:
             found = cls(engine, config, streams, messages, topology, is_constant)
-        elif config.auto_parameters or found.cache.plan.automatic:
+        elif config.parameters.automatic or found.cache.plan.automatic:
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
                 " windows overlap, so that what is held cannot change between two. Give a size."
