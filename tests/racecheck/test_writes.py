@@ -60,19 +60,47 @@ def past_all(engine: Any) -> None:
             param.ds_tensor.data.mul_(0.5)
 
 
+def before_a_read(engine: Any) -> None:
+    """The write is the step's, or at first whoever's was before attach(), and no forward is in between."""
+    for param in engine.module.parameters():
+        param.norm()
+
+
+def past_all_behind_a_read(engine: Any) -> None:
+    before_a_read(engine)
+    past_all(engine)
+
+
 WRITES: dict[str, Callable[[Any], None]] = {
     each.__name__: each
-    for each in (in_full, local, by_context, in_place, by_state_dict, in_full_parameters, by_checkpoint, past_all)
+    for each in (
+        in_full,
+        local,
+        by_context,
+        in_place,
+        by_state_dict,
+        in_full_parameters,
+        by_checkpoint,
+        past_all,
+        before_a_read,
+        past_all_behind_a_read,
+    )
 }
 
 
-def findings(write: Callable[[Any], None], half: bool) -> list[str]:
-    """Of steps of two micro-batches, and a write on their stream, or on another, before each."""
-    dtype = torch.bfloat16 if half else torch.float32
+def findings(write: Callable[[Any], None], noted: bool) -> list[str]:
+    """Of steps of two micro-batches, and a write on their stream, or on another, before each.
+
+    Args:
+        noted: it is read at once, for all know of it.
+    """
+    dtype = torch.bfloat16 if noted else torch.float32
     with simulate() as simulation:
         net, mine = network(), Stream(name="mine")
         zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
-        engine = make_engine(net, adamw(net), 3, zero, bf16={"enabled": half})
+        engine = make_engine(net, adamw(net), 3, zero, bf16={"enabled": noted})
+        for param in net.parameters():
+            param.ds_tensor.data.mul_(0.5)  # as where a checkpoint was loaded before
         engine._zerosync = attach(engine)
         if write is by_checkpoint:
             engine.save_checkpoint(os.environ["CHECKPOINT"], "first")
@@ -83,6 +111,8 @@ def findings(write: Callable[[Any], None], half: bool) -> list[str]:
                 stream.wait_stream(caller)
                 with get_accelerator().stream(stream), torch.no_grad():
                     write(engine)
+                    if noted:  # at once: a forward's host waits for what was done before it
+                        before_a_read(engine)
                 caller.wait_stream(stream)
                 engine.backward(engine(torch.randn(4, 8, dtype=dtype)).float().square().mean())
             engine.step()
@@ -92,4 +122,4 @@ def findings(write: Callable[[Any], None], half: bool) -> list[str]:
 @pytest.mark.parametrize("name", WRITES)
 def test_gathers_wait_for_whatever_writes_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKPOINT", str(tmp_path))
-    assert run_ranks(lambda: findings(WRITES[name], half=name != "past_all")) == [[], []]
+    assert run_ranks(lambda: findings(WRITES[name], noted="past_all" not in name)) == [[], []]

@@ -220,6 +220,20 @@ class Recorder(ABC):
             if host_waits and not on_host:
                 self.host_waits_for(timeline.clock, name)
 
+    def read_back(self, tensor: torch.Tensor, name: str) -> None:
+        """Issue a read of the host's, after the operations of the device that have written ``tensor``, if it is there.
+
+        For what reads memory without an operator.
+        """
+        if self._silent:
+            return
+        with self._lock:
+            if self.is_host_memory(tensor):
+                self._issue(self.checker.host, name, [(tensor, False)])
+            else:
+                self._issue(self.current_timeline, name, [(tensor, False)])
+                self.host_waits_for(self.current_timeline.clock, name)
+
     def host_waits_for(self, clock: Clock, what: str) -> None:
         """The host waits for the operations that ``clock`` counts, because of ``what``."""
         self.host_waits.append(f"{what} at {_site()}")
