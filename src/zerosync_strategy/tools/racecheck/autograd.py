@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
@@ -61,6 +62,8 @@ class Nodes(TorchFunctionMode):
                 return run(*args, **kwargs)
 
         followed = classmethod(lambda cls, *args, **kwargs: follow(apply.__func__(cls, *args, **kwargs)))
+        skip_code(type(self).__torch_function__.__code__)  # else Dynamo compiles it for one function, and calls that
+        skip_code(Nodes.__torch_function__.__code__)
         recorder.replace(_autograd.Function, "apply", followed)
         recorder.replace(_autograd, "_engine_run_backward", run_backward)
 
@@ -169,8 +172,8 @@ class SimulatedNodes(Nodes):
         if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
             args = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **(kwargs or {})))
             kwargs = None
-        if func in _TO_HOST and not self._device.is_host_memory(args[0]):
-            self._device.host_waits_for(self._device.current.clock, func.__name__)
+        if func in _TO_HOST:
+            self._device.read_back(args[0], func.__name__)
         if func in _FROM_NUMBERS and not isinstance(args[0], torch.Tensor) and _on_host(**(kwargs or {})):
             return self._device.in_host_memory(lambda: func(*args, **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)

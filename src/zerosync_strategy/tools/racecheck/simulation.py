@@ -68,7 +68,6 @@ class Simulation(Device):
         self._undo.append(functools.partial(set_accelerator, get_accelerator()))
         set_accelerator(SimulatedAccelerator(self))
         self.replace(torch.Tensor, "record_stream", lambda tensor, stream: self.record(tensor, stream))
-        self.replace(torch.Tensor, "tolist", _reading(torch.Tensor.tolist))
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 wrapped = _simulated(getattr(dist, name))
@@ -124,18 +123,6 @@ def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = running_device()
         return device.call(function, args, kwargs) if isinstance(device, Simulation) else function(*args, **kwargs)
-
-    return call
-
-
-def _reading(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Wrap ``tolist``: on a device it is a copy, which the host waits for; here it reads memory without an operator."""
-
-    def call(tensor: torch.Tensor) -> Any:
-        device = running_device()
-        if device is not None and not torch.overrides.has_torch_function_unary(tensor):
-            device.read_back(tensor, "tolist")
-        return tolist(tensor)
 
     return call
 
