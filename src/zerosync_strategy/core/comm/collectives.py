@@ -228,11 +228,15 @@ def digest(text: str) -> list[int]:
 
 def is_alike(words: Sequence[int], process_group: Any) -> bool:
     """Return whether all ranks of ``process_group`` have the same ``words`` of 64 bits. The same on every rank."""
-    own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
-    extremes = torch.cat([own, ~own])  # the largest complement is the smallest word's
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
-    largest, complement = extremes.view(2, -1)
-    return torch.equal(largest, ~complement)
+    extremes = largest([*words, *(~word for word in words)], process_group)
+    return all(most == ~of_complements for most, of_complements in zip(extremes, extremes[len(words) :], strict=False))
+
+
+def largest(words: Sequence[int], process_group: Any) -> list[int]:
+    """Return the largest of each of ``words`` of 64 bits, as many on every rank of ``process_group``."""
+    found = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group)
+    return found.tolist()
 
 
 def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:

@@ -210,6 +210,11 @@ class Streams:
                 for user in users if len(users) == 2 else users[-1:]:
                     tensor.record_stream(user)
 
+    def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
+        """Keep the memory of a parameter, which may be the program's own, until a gather stream has read it (L3)."""
+        if self._reduction is not None:
+            memory.record_stream(gather_stream)
+
     def record_write(self) -> None:
         """The current stream writes shards of parameters, or is about to."""
         if self._reduction is not None:

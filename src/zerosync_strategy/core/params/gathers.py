@@ -93,8 +93,11 @@ class ParameterGather(InFlight):
         with rank_status().activity(self._activity), zero3.as_it_is():
             super().wait()
             if self._host is not None:
-                with self._on_stream():  # behind the event: nobody waits for the copies
+                with self._on_stream():  # behind the event: none waits for the copies but who may write what they read
                     self._host.keep(self._params)
+                if self.event is not None and any(param._zerosync_record.watched for param in self._params):
+                    self.event = self._gather_streams.record_unshard(self._stream)
+                    self._gather_streams.wait_for_unshard(self.event)
             if self._unsharded is not None:
                 for param, nbytes in self._counted:
                     self._unsharded.free_with(param.data, nbytes)

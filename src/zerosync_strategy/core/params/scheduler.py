@@ -175,8 +175,10 @@ class GatherScheduler:
         for copies in (self.host, self.node_shards):
             if copies is not None and copies.get(param) is not None:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
-                with self._on(param._zerosync_record.group):
+                group = param._zerosync_record.group
+                with self._on(group):
                     copies.renew(param)
+                self.streams.record_stream_for_gathers(param.data, group.stream)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 

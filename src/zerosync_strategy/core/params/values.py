@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -66,8 +67,18 @@ class ParameterValues:
         self._in_shards = frozenset()
         if self._steps == WATCHED_STEPS:
             self._ask_device()
+            if self._scheduler.host is not None or self._scheduler.node_shards is not None:
+                self._tell_ranks()
             for record in self._records:
                 record.watched = record.found > 0
+
+    def _tell_ranks(self) -> None:
+        """What one rank has found in its shard, all have: a copy has the values of all shards. Collective."""
+        for process_group, group in self._scheduler.groups.items():
+            of_group = [record for record in self._records if record.group is group]
+            found = largest([record.found for record in of_group], process_group)
+            for record, of_any in zip(of_group, found, strict=True):
+                record.found = of_any
 
     def resharding(self, record: Record) -> None:
         """Carry what was written to gathered values to the shards, if those are not newer."""
