@@ -79,8 +79,8 @@ def test_the_host_waits_as_often_whatever_the_model_and_the_window(scenario: str
         assert not any(races for _, races in found), found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_edits_under_an_offloaded_optimizer_last(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "zero"), [(2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)])
+def test_edits_under_an_offloaded_optimizer_last(stage: int, zero: dict[str, Any]) -> None:
     """By digests: of all of a parameter, of two elements that change places, and none."""
 
     def run() -> tuple[float, list[str]]:
@@ -89,7 +89,7 @@ def test_edits_under_an_offloaded_optimizer_last(stage: int) -> None:
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
             plain = copy.deepcopy(net)
-            engine = engine_of(net, stage, {}, OFFLOAD)
+            engine = engine_of(net, stage, {}, zero)
             oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
             for k in range(5):
                 engine.backward(engine(data(k, rank())).square().mean())

@@ -97,7 +97,6 @@ class ParameterGather(InFlight):
                     self._host.keep(self._params)
                 if self.event is not None and any(param._zerosync_record.watched for param in self._params):
                     self.event = self._gather_streams.record_unshard(self._stream)
-                    self._gather_streams.wait_for_unshard(self.event)
             if self._unsharded is not None:
                 for param, nbytes in self._counted:
                     self._unsharded.free_with(param.data, nbytes)

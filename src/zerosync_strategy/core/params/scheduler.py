@@ -325,6 +325,8 @@ class GatherScheduler:
         Raises:
             RankError: other ranks did not take part.
         """
+        self.streams.gathers_wait_for_writes(self._gather_streams)
+        self.streams.caller_waits_for(self._gather_streams)  # it reads shards itself
         own = [param for param in params if not zero3.is_quantized(param)]
         for param in own:
             self.arrive(param)  # the context reshards it
