@@ -10,6 +10,7 @@ BASE ?= HEAD
 ROWS ?=
 DRY ?=
 OUT ?= out/gpu
+WORDS ?=
 # Sums in another order, kernels for shorter registers, and no half precision.
 PROCESSOR ?= ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2
 
@@ -31,7 +32,7 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
@@ -40,6 +41,7 @@ help:
 	@echo "make gpu-sim install, then run the tests on a simulated GPU: streams that are checked, NCCL's rules (gpu-sim-part: some)"
 	@echo "make gpu     what one GPU has to show in eight minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
 	@echo "make gpu-wheels  install, then gather what make gpu takes to a machine without DeepSpeed and network, in $(WHEELS)"
+	@echo "make mutants install, then switch off each wait and other promises in turn, and see which test finds it (WORDS='B1 ...')"
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
@@ -90,6 +92,9 @@ gpu-wheels: $(STAMP)
 	@$(PIP) download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(addprefix --platform manylinux,_2_28_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64) --dest $(WHEELS) $(CARRIED)
 	@du -sh $(WHEELS)
+
+mutants: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.mutants $(WORDS)
 
 check: $(STAMP)
 	"$(BIN)/ruff" check

@@ -14,7 +14,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.gradients import buckets, reducer
 from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -383,6 +383,36 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
             return abandoned, bool(zerosync._attached.reducer._abandoned)
 
     assert run_ranks(run) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2: two at a time, however many there are."""
+    for module in (collectives, buckets) if native else ():
+        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(LAYER // 3, 2))
+    monkeypatch.setattr(reducer, "SMALL_BYTES", LAYER // 3)
+
+    def run() -> tuple[int, int]:
+        begun: list[Any] = []
+        most = 0
+        stock = reducer.reduce_scatter
+
+        def reduce_scatter(*args: Any) -> Any:
+            nonlocal most
+            begun.append(flight := stock(*args))
+            most = max(most, sum(not each.is_done for each in begun))
+            return flight
+
+        with monkeypatch.context() as patch:
+            patch.setattr(reducer, "reduce_scatter", reduce_scatter)
+            engine = make_engine(stage, zero={"reduce_bucket_size": LAYER // 12})
+            train(engine, attach(engine), 2)
+        return most, len(begun)
+
+    for most, launched in run_ranks(run):
+        assert most == 2 and launched > 8, (most, launched)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,0 +1,58 @@
+"""Mutants can be made of the package as it is, and their tests exist; trying them takes longer (`make mutants`)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import TABLES
+from tests.mutants.mutant import ROOT, Mutant, read
+from tests.mutants.trial import verdict_of
+
+MUTANTS = [mutant for mutants in TABLES.values() for mutant in mutants]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.rule} {mutant.what}")
+def test_a_mutant_can_be_made(mutant: Mutant) -> None:
+    """Of the lines that are there once, into what compiles, for tests that exist."""
+    compile(mutant.source(), mutant.file, "exec")
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        name = re.escape(function.partition("[")[0])
+        assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
+def test_each_is_another_and_breaks_a_rule_that_is_written() -> None:
+    assert len({(mutant.file, mutant.old, mutant.new, mutant.tests) for mutant in MUTANTS}) == len(MUTANTS)
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("rules.md", "streams.md"))
+    assert [mutant.rule for mutant in MUTANTS if f"**{mutant.rule}**" not in pages] == []
+
+
+def test_what_is_no_mutant(tmp_path: Path) -> None:
+    (tmp_path / "of.txt").write_text("B1: a wait\nin core/report.py\n-x\n")
+    with pytest.raises(ValueError, match="no mutant"):
+        list(read(tmp_path / "of.txt"))
+    (tmp_path / "of.txt").write_text("B1: a wait\nin core/report.py\nby test_docs.py\n-not there\n")
+    (mutant,) = read(tmp_path / "of.txt")
+    with pytest.raises(ValueError, match=r"core/report\.py has 0 times"):
+        mutant.source()
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "how"),
+    [
+        ("<failure message='assert 1 == 2'>E assert</failure>", True, "result"),
+        ("<failure message='E'>race: write by copy_, and read by add</failure>", True, "race"),
+        ("<failure message='NameError: x'>E NameError</failure>", False, "a test that could not run"),
+        ("<error message='no fixture'/>", False, "a test could not be set up"),
+        ("", False, "1 tests passed, 0 were left out"),
+        ("<skipped/>", False, "0 tests passed, 1 were left out"),
+    ],
+)
+def test_only_a_test_that_ran_and_failed_has_found_one(case: str, found: bool, how: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        f'<testsuites><testsuite><testcase classname="tests.a" name="b">{case}</testcase></testsuite></testsuites>'
+    )
+    verdict = verdict_of(report)
+    assert (verdict.found, verdict.how) == (found, how)
