@@ -13,6 +13,9 @@ from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import collectives
+from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.params import scheduler
 from zerosync_strategy.racecheck import simulate
 
 LARGEST = torch.finfo(torch.float16).max
@@ -90,6 +93,27 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
 
     for error in run_ranks(run):
         assert error < RATE / 10
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks 40,000 each: NCCL sums in the dtype in which they are sent."""
+    for module in (collectives, buckets, scheduler):
+        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+
+    def run() -> float:
+        with device():
+            net = network()
+            engine = make_engine(
+                net, torch.optim.SGD(net.parameters(), lr=2**-20), stage, fp16={"enabled": True, "loss_scale": 1.0}
+            )
+            attach(engine)
+            before = full_parameters(net)
+            engine.backward(40_000 * sum(param.float().sum() for param in engine.module.parameters()))
+            engine.step()
+            return max(float((before[name] - value).abs().min()) for name, value in full_parameters(net).items())
+
+    assert min(run_ranks(run)) > 0.03
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch._dynamo.utils import counters
 
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
@@ -38,6 +37,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     # It has no event to wait for, and may be given the memory of the last window's gradient shards.
     "a bucket without a gradient": {"ours": {"coalesce": False}, "unused": True, "sgd": True},
     "no overlap_comm": {"ours": {"coalesce": False}, "zero": {"overlap_comm": False}},
+    # Stage 1 has no hooks then, so that nobody says when a gradient is complete.
+    "no hooks": {"ours": {"coalesce": False}, "zero": {"overlap_comm": False, "contiguous_gradients": False}},
+    "no hooks, last": {"ours": {}, "last": True, "zero": {"overlap_comm": False, "round_robin_gradients": True}},
 }  # fmt: skip
 
 
@@ -64,7 +66,7 @@ COPIES_OFF = {"reduce_scatter": False, "contiguous_gradients": False}
 RARER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "all-reduce into gradients as they are": ((1, 2, 3), {"zero": COPIES_OFF}),
     "two dtypes": ((1, 2), {"half": True}),
-    "compiled regions": ((1, 2), {"compiled": True}),
+    "compiled regions": ((1, 2), {"compiled": True}),  # which run as they are: Dynamo leaves the checker's modes alone
     "parameters and optimizer on the CPU": ((3,), {"zero": {**OFFLOAD, "offload_param": {"device": "cpu"}}}),
 }  # fmt: skip
 
@@ -74,11 +76,10 @@ def test_nothing_is_left_unordered_in_rarer_settings(stage: int) -> None:
     def run() -> Any:
         scenarios = {name: scenario for name, (stages, scenario) in RARER.items() if stage in stages}
         found = {name: train(stage, 3, {"coalesce": False}, **scenario) for name, scenario in scenarios.items()}
-        return {name: list(map(str, findings)) for name, findings in found.items()}, counters["stats"]["unique_graphs"]
+        return {name: list(map(str, findings)) for name, findings in found.items()}
 
-    for found, compiled in run_ranks(run):
+    for found in run_ranks(run):
         assert not any(found.values()), found
-        assert (compiled > 0) == ("compiled regions" in found)
 
 
 def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:

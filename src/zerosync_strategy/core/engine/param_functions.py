@@ -176,8 +176,9 @@ def _records(params: Iterable[Any]) -> list[Record]:
 def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
     """While active, gathered ``params`` have a dimension (``scalars.py``)."""
     scalars = [param for param in params if param.dim() == 0]
-    for param in scalars:
-        param.data = param.data.view(1)
+    with zero3.as_it_is():  # on a device its class may still wait for the gather
+        for param in scalars:
+            param.data = param.data.view(1)
     try:
         yield
     finally:

@@ -102,6 +102,7 @@ class Reducer(ABC):
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
+        self._has_hooks = False  # known from the first gradient on
         self._closes = False  # what is being reduced is reduced between nodes, too
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
@@ -200,6 +201,7 @@ class Reducer(ABC):
         key = id(param)
         if key not in self._bucket_of:
             return False
+        self._has_hooks = True
         bucket = self._bucket_of[key]
         bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
@@ -232,7 +234,8 @@ class Reducer(ABC):
         while self._to_stream and may_reduce(self._to_stream[0]):
             bucket = self._to_stream.popleft()
             self._has_streamed = True
-            with self.streams.on_reduction_stream(bucket.grad_ready.values()):
+            # DeepSpeed's stage 1 may have no hooks that say when a gradient is complete. All are at the end.
+            with self.streams.on_reduction_stream(bucket.grad_ready.values() if self._has_hooks else None):
                 self._launch(bucket)
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:

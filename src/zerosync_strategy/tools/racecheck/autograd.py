@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
@@ -62,8 +61,6 @@ class Nodes(TorchFunctionMode):
                 return run(*args, **kwargs)
 
         followed = classmethod(lambda cls, *args, **kwargs: follow(apply.__func__(cls, *args, **kwargs)))
-        skip_code(type(self).__torch_function__.__code__)  # else Dynamo compiles it for one function, and calls that
-        skip_code(Nodes.__torch_function__.__code__)
         recorder.replace(_autograd.Function, "apply", followed)
         recorder.replace(_autograd, "_engine_run_backward", run_backward)
 
@@ -72,6 +69,8 @@ class Nodes(TorchFunctionMode):
         """Whether the recorder runs. Hooks stay on the nodes, and do nothing after it has stopped."""
         return running() is self._recorder
 
+    # Dynamo would compile it for one function, and call that for another.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # A compiler must not trace the hooks. The outputs of a compiled graph come through Function.apply.
@@ -168,6 +167,7 @@ class SimulatedNodes(Nodes):
         node.register_prehook(lambda gradients: self._enter(info, gradients))
         node.register_hook(lambda _, __: self._exit(info))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
             args = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **(kwargs or {})))
