@@ -203,6 +203,7 @@ class NormsInSync:
 
 
 @STAGES
+@pytest.mark.off_device("its own plain model is on the CPU")
 def test_sync(stage: int, tmp_path: Path) -> None:
     def job() -> None:
         module = script("test_sync")

@@ -101,6 +101,7 @@ def test_whatever_is_read_is_there(stage: int, ranks: int) -> None:
     run_ranks(run, world_size=ranks)
 
 
+@pytest.mark.off_device("it counts what its own gathers wait for, made when they are waited for")
 def test_a_layer_waits_for_its_own_parameters_alone() -> None:
     def run() -> None:
         net = stack(WIDTH, LAYERS, seed=2)

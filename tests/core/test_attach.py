@@ -278,6 +278,7 @@ def test_a_checkpoint_that_is_not_there(stage: int, tmp_path: Path) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.off_device("it counts messages of gloo")
 def test_report_counts_what_is_sent() -> None:
     """Stage 2, two ranks: each gradient to the rank that keeps it, the norm, and the updated parameters."""
 
@@ -392,6 +393,7 @@ def test_a_handle_is_of_no_use_twice_or_after_its_end(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.off_device("it is about gloo")
 def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:
     """It would be given addresses of the device as the host's. One rank sends nothing."""
 

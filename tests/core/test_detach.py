@@ -28,6 +28,7 @@ def train(engine: Any, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize(("stage", "end"), [(2, "destroy"), (3, "detach")])
+@pytest.mark.off_device("the simulation has replaced much before")
 def test_nothing_stays_replaced(stage: int, end: str) -> None:
     def run() -> tuple[list[str], list[str], list[str]]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

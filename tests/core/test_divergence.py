@@ -119,6 +119,7 @@ def _fails(run: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.off_device("ranks that gather differently end in the communicator")
 def test_the_error_without_held_parameters_names_the_option() -> None:
     def run() -> str:
         net = model()

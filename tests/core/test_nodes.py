@@ -286,6 +286,7 @@ def test_ranks_run_other_modules_and_wait_for_one_another_between() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.off_device("it is about waits of gloo")
 def test_a_rank_that_fails_ends_the_others(stage: int) -> None:
     def run() -> str:
         module = layers()

@@ -90,7 +90,7 @@ def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path:
     zero = {"offload_optimizer": {"device": "cpu"}} if kind == "offload" else {}
 
     def run() -> None:
-        messages.WITHIN_HOST = messages.Messages(100, 2)
+        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
         engine = make_engine(stage, config, zero)
         zerosync = attach(engine)
         stripes = [layout.stripes for layout in zerosync._attached.reducer.layouts]

@@ -60,6 +60,7 @@ def oracle(steps: int) -> dict[str, torch.Tensor]:
     return plain.train(lambda model, k, rank: model(data(k, rank)) / BACKWARDS, steps, BACKWARDS)
 
 
+@pytest.mark.off_device("it counts messages of gloo")
 def test_all_parameters_held_reach_the_floor() -> None:
     def run() -> Any:
         engine = make_engine()

@@ -16,6 +16,8 @@ from zerosync_strategy.racecheck import Finding, Kind
 from zerosync_strategy.tools.racecheck import recorder
 from zerosync_strategy.tools.racecheck.cuda import Follower
 
+pytestmark = pytest.mark.off_device("it has the one checker of the process")
+
 DEFAULT, SIDE, NCCL = 0, 0x10, 0x20  # cudaStream_t
 REGISTRIES = [value for name, value in vars(trace).items() if name.endswith("Callbacks")]
 

@@ -23,6 +23,8 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.racecheck import RaceWarning, simulate
 
+pytestmark = pytest.mark.off_device("it has the one checker of the process")
+
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

@@ -89,6 +89,7 @@ def test_memory_may_be_reused_before_another_stream_is_done_with_it(how: str) ->
 
 
 @pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.off_device("it simulates a device itself")
 def test_a_collective_runs_on_its_groups_stream_until_it_is_waited_for(wait: bool) -> None:
     def job() -> Any:
         dist.init_process_group("gloo")
