@@ -154,6 +154,29 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> 
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_drops_its_gradients_alone(stage: int) -> None:
+    """W3: the other one takes no part in it, and drops its own by zero_grad()."""
+
+    def run() -> float:
+        engine = make_engine(stage)
+        zerosync = attach(engine)
+        for k in range(3):
+            engine.backward(loss_of(engine, 9, rank()))
+            if rank() == 0:
+                with pytest.warns(UserWarning, match="sent nothing to other ranks"):
+                    zerosync.abort("alone")
+            else:
+                engine.zero_grad()
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+        module = network()
+        Oracle(module, adamw(module)).train(loss_of, 3)
+        return distance(full_parameters(engine.module), full_parameters(module))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_reductions_of_an_aborted_backward_on_nccl(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By gloo's own collectives, which have no tags either: ranks that have sent as many go on, others do not."""
