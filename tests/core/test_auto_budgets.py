@@ -235,6 +235,9 @@ PARAMETERS, GRADIENTS = "param_memory_budget", "grad_memory_budget"
         (1, [GRADIENTS], 1.2, False),
     ],
 )
+@pytest.mark.off_device(
+    "on a device the answer of a step is read in the next one, and its limits leave no room for that"
+)
 def test_exact_while_it_changes(
     stage: int, names: list[str], room: float, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def sent(zerosync: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("budget", ["all", 3 * 4 * WIDTH * WIDTH])
+@pytest.mark.off_device("NCCL's comparison of gathers, 16 bytes per step, is more than 2 % of so little")
 def test_they_are_sent_once(budget: Any) -> None:
     """With a budget, the first window finds out what to hold, and the second gathers it."""
     numel = 3 * 2 * WIDTH * RANK

@@ -78,6 +78,7 @@ def run(
     ("stage", "options", "reductions"),
     [(3, {}, 1), (3, {"coalesce": False}, 2), (2, {}, 1), (1, {"grad_memory_budget": 0}, 2)],
 )
+@pytest.mark.off_device("Dynamo compiles nothing there")
 def test_equal_to_plain_torch_also_what_eager_frames_bring(stage: int, options: Any, reductions: int) -> None:
     for error, report in run_ranks(run, Small, stage, options, timeout=100):
         assert error == 0.0
@@ -123,6 +124,7 @@ def test_exceptions_leave_nothing() -> None:
     assert run_ranks(interrupted, timeout=100) == [0.0, 0.0]
 
 
+@pytest.mark.off_device("it has the one checker of the process")
 def test_refusals_leave_the_engine_as_it_was() -> None:
     def refused() -> None:
         deepcompile.install()

@@ -119,6 +119,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("how", "backend", "stop", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
+@pytest.mark.off_device("Dynamo compiles nothing there")
 def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[str, Any]) -> None:
     def run() -> tuple[float, list[str]]:
         engine, forward, zerosync = compiled(how, backend, stop, **options)
@@ -480,6 +481,7 @@ class Mixed(Readers):
 
 @since("0.19.3", "a module fed without a gradient keeps its parameters until the step")
 @pytest.mark.parametrize(("backend", "trace_gathers"), [("", False), ("aot_eager", False), ("aot_eager", True)])
+@pytest.mark.off_device("Dynamo compiles nothing there")
 def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool) -> None:
     def run(until_the_end: bool) -> list[int]:
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
@@ -537,6 +539,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gat
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)
 
 
+@pytest.mark.off_device("Dynamo compiles nothing there")
 def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
     def run(stock: bool, trace_gathers: bool = False, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)

@@ -151,7 +151,7 @@ def test_states_by_blocks_are_refused() -> None:
                     self.state[param]["absmax"] = torch.ones(4)
 
     def run() -> None:
-        messages.WITHIN_HOST = messages.Messages(100, 2)
+        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
         module = model()
         engine = engines.make_engine(module, Blockwise(module.parameters(), lr=0.1), 2)
         attach(engine)
@@ -168,7 +168,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         __module__ = "bitsandbytes.optim.adamw"
 
     def run() -> float:
-        messages.WITHIN_HOST = messages.Messages(100, 2)
+        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
         module, plain = model(), model()
         engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
         with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):

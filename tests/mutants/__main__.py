@@ -31,14 +31,14 @@ def main() -> int:
         rows = [row for row in rows if any(word.lower() in f"{row.rule} {row.what}".lower() for word in options.words)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         verdicts = {} if options.unchanged else try_all(rows, Path(folder), options.workers)
+        if verdicts and not options.words:
+            table.write(TABLES, verdicts, datetime.date.today())
         red = [] if options.words and not options.unchanged else fail_unchanged(rows, Path(folder) / "unchanged")
     survivors = [row for row, verdict in verdicts.items() if not verdict.found]
     for row in survivors:
         print(f"NOT FOUND: {row.rule}, {row.what}: {verdicts[row].how}")
     for line in red:
         print(f"FAILS WITHOUT A MUTANT: {line}")
-    if verdicts and not options.words:
-        table.write(TABLES, verdicts, datetime.date.today())
     print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants were found")
     return int(bool(survivors or red))
 
