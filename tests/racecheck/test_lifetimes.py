@@ -74,13 +74,20 @@ def differentiates_gradients(engine: Any, streams: list[Stream], mine: Stream) -
 def reads_elsewhere(engine: Any, streams: list[Stream], mine: Stream) -> None:
     """On a stream that has waited for nothing: no backward writes parameters."""
     engine.backward(engine(torch.randn(2, WIDTH)))
-    params = list(engine.module.parameters())
     with get_accelerator().stream(mine):
-        with deepspeed.zero.GatheredParameters(params):
-            for param in params:
-                param.norm()
         for _, value in engine._zerosync.full_weights():
             value.norm()
+    get_accelerator().current_stream().wait_stream(mine)
+    engine.step()
+
+
+def gathers_elsewhere(engine: Any, streams: list[Stream], mine: Stream) -> None:
+    """The same by a context."""
+    engine.backward(engine(torch.randn(2, WIDTH)))
+    params = list(engine.module.parameters())
+    with get_accelerator().stream(mine), deepspeed.zero.GatheredParameters(params):
+        for param in params:
+            param.norm()
     get_accelerator().current_stream().wait_stream(mine)
     engine.step()
 
@@ -107,7 +114,7 @@ def replaces(engine: Any, streams: list[Stream], mine: Stream) -> None:
         (differentiates_gradients, 1, {}),
         (differentiates_gradients, 2, {}),
         (reads_elsewhere, 3, {"param_memory_budget": "all"}),
-        (reads_elsewhere, 3, {}),
+        (gathers_elsewhere, 3, {}),
         (replaces, 3, {"param_memory_budget": {"device": 0, "host": "all"}}),
     ],
 )
