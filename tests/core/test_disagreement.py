@@ -23,6 +23,7 @@ from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.params import scheduler
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=2)
@@ -177,19 +178,35 @@ def test_a_rank_drops_its_gradients_alone(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_reductions_of_an_aborted_backward_on_nccl(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By gloo's own collectives, which have no tags either: ranks that have sent as many go on, others do not."""
-    for module in (collectives, buckets):
+REDUCES = {"grad_memory_budget": 0}
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "options", "alike"),
+    [(2, REDUCES, True), (2, REDUCES, False), (3, REDUCES, True), (3, {}, True)]
+    + [pytest.param(3, options, False, marks=ends_by_timeout) for options in (REDUCES, {})],
+)
+def test_collectives_of_an_aborted_backward_on_nccl(
+    stage: int, options: dict[str, Any], alike: bool, raw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By gloo's own collectives, which have no tags either: ranks that have sent as many go on, others do not.
+
+    Under ZeRO-3, the rank that is further waits for a gather here, where NCCL leaves that to a stream.
+    """
+    for module in (collectives, buckets, scheduler):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
 
     def run() -> float:
-        engine = make_engine(2)
-        attach(engine, grad_memory_budget=0)
+        zero = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}
+        engine = engine_with_timeout(stage, **(zero if stage == 3 else {}))
+        attach(engine, **options)
         hook = engine.module[0 if alike else 2 * rank()].bias.register_hook(_raise)
         with pytest.raises(ValueError, match="boom"):
-            engine.backward(loss_of(engine, 9, rank()))
+            loss = loss_of(engine, 9, rank())
+            loss.backward() if raw else engine.backward(loss)
         hook.remove()
+        engine.zero_grad()
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
         module = network()
@@ -198,11 +215,15 @@ def test_reductions_of_an_aborted_backward_on_nccl(alike: bool, monkeypatch: pyt
         plain.step()
         return distance(full_parameters(engine.module), full_parameters(module))
 
-    for outcome in run_ranks(run, expect="any", timeout=60):
-        if alike:
-            assert (outcome.error, outcome.value) == (None, 0.0)
-        else:
-            assert outcome.error == "RankError" and "1 of 2 ranks after another number of them" in outcome.message
+    waits, compares = outcomes = run_ranks(run, expect="any", timeout=60)
+    if alike:
+        assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, 0.0)] * 2
+        return
+    assert waits.error is not None and compares.error == "RankError"
+    assert "A backward was aborted after this rank had begun" in compares.message
+    if stage == 2:
+        assert waits.error == "RankError"
+        assert all("1 of 2 ranks after another number of them" in outcome.message for outcome in outcomes)
 
 
 class Chooses(nn.Module):

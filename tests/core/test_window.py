@@ -117,7 +117,7 @@ def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
     expected = pytest.warns(UserWarning, match=r"2 backward\(s\).*backward raised ValueError")
     with expected, pytest.raises(ValueError), window.engine_backward():
         raise ValueError
-    assert (window.state, notes.calls) == (CLOSED, ["begin", "reset"])
+    assert (window.state, notes.calls) == (CLOSED, ["begin", "interrupted", "reset"])
     with pytest.raises(RuntimeError, match="The last window was dropped: backward raised ValueError"):
         window.begin_step()
 

@@ -42,6 +42,8 @@ def test_files_of_torch_alone(tmp_path: Path) -> None:
         trace: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
         if trace is not None:
             (tmp_path / f"nccl_trace_rank_{rank()}").write_bytes(trace())
+            while not (tmp_path / f"nccl_trace_rank_{1 - rank()}").exists():
+                time.sleep(0.05)
         (barrier or dist.barrier(async_op=True)).wait()
         return trace is not None
 

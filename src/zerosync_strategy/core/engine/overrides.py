@@ -30,6 +30,7 @@ class CoordinatorOverrides:
         self._zerosync_parameters.cache.release_memo.cache_clear()
 
     def reset_step(self) -> None:
+        self._zerosync_parameters.scheduler.compare_aborted()
         if not self._zerosync_parameters.cache.has_no_order:
             super().reset_step()  # type: ignore[misc]
 

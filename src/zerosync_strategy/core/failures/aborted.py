@@ -1,8 +1,9 @@
 """What ranks have begun to send when a backward was aborted must not meet what they send next (W3).
 
 Off NCCL, tags tell them apart. NCCL matches collectives by their order alone. So ranks that have aborted after
-different numbers of them would add up gradients of different windows. They compare the numbers through the store, once,
-before they send anything else; nothing is sent or waited for where nothing was aborted.
+different numbers of them would add up gradients of different windows, or take these for parameters. They compare the
+numbers through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited
+for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -18,18 +20,18 @@ from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures.errors import RankError
 
 _POLL_SECONDS = 0.02
+_numbers = count()
 
 
-class BegunReductions:
-    """The reductions that this rank has begun in a window, and has to compare with the others' if it aborts it.
+class BegunCollectives:
+    """The reductions and gathers that this rank has begun in a window, to compare with the others' if it aborts it.
 
     Args:
-        name: of what reduces, the same on all ranks.
-        process_groups: in which it does.
+        process_groups: in which they are. All ranks make as many of these objects, in one order.
     """
 
-    def __init__(self, name: str, process_groups: Iterable[Any]) -> None:
-        self._name = name
+    def __init__(self, process_groups: Iterable[Any]) -> None:
+        self._name = next(_numbers)
         self._groups = list(dict.fromkeys(process_groups))
         self._expected = False  # from here on, another rank may have begun some
         self._begun: Counter[Any] = Counter()  # by process group
@@ -37,7 +39,7 @@ class BegunReductions:
         self._compared = 0
 
     def expect(self) -> None:
-        """Ranks may begin reductions from here on."""
+        """Ranks may begin some from here on, or have, and not all the same."""
         self._expected = True
 
     def add(self, process_group: Any) -> None:
@@ -56,7 +58,7 @@ class BegunReductions:
         self.close()
 
     def compare_aborted(self) -> None:
-        """Before the first reduction after an aborted window: nothing of that one may meet it. A collective call.
+        """Before the first collective after an aborted window: nothing of that one may meet it. A collective call.
 
         Raises:
             RankError: the numbers differ, or not all ranks have aborted within the timeout of a group.
@@ -86,8 +88,8 @@ def _require_same(window: str, begun: int, process_group: Any) -> None:
     if arrived < size:
         found = f"only {arrived} of {size} ranks have done so within {timeout:g} s"
     raise RankError(
-        f"A backward was aborted after this rank had begun {begun} reduction(s), and {found}. What is begun cannot be"
-        " taken back, and would be added to the gradients of the next window. Go back to the last checkpoint in new"
-        " processes. With coalesce=True and overlap_last=False, nothing is reduced before the step, and an exception"
-        " in a backward leaves nothing behind."
+        f"A backward was aborted after this rank had begun {begun} collective(s), and {found}. What is begun"
+        " cannot be taken back, and would meet those of the next window. Go back to the last checkpoint in new"
+        " processes. With coalesce=True and overlap_last=False, nothing is reduced before the step, and under ZeRO-3"
+        " with param_memory_budget='all', nothing is gathered in a backward: an exception in it leaves nothing behind."
     )

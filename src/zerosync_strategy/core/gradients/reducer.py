@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.failures.aborted import BegunReductions
+from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
 from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.local import LocalGradients
@@ -36,7 +35,6 @@ that is larger goes in messages of as many bytes as this at least."""
 STEP_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
 temporary tensors of more do not fit in a processor's cache."""
-_numbers = count()  # of reducers, the same on all ranks that attach alike
 
 
 class StepSlice(NamedTuple):
@@ -61,6 +59,7 @@ class Reducer(ABC):
         first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
+        begun: what was sent in this window, for ranks that abort it.
         items: that the coming gradients are the mean over.
         topology: of the ranks.
         sent_floor: what one rank had to send for what was reduced since :meth:`reset_counts`.
@@ -110,7 +109,7 @@ class Reducer(ABC):
         self._abandoned: list[InFlight] = []  # nobody waits for these, but their memory must outlive them
         self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
         self._streaming_backwards = 0
-        self._begun = BegunReductions(str(next(_numbers)), (layout.process_group for layout in self.layouts))
+        self.begun = BegunCollectives(layout.process_group for layout in self.layouts)
         self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
@@ -174,7 +173,7 @@ class Reducer(ABC):
         self._closes = last
         if self._to_stream:
             self._choose_when_to_reduce(midway)
-            self._begun.expect()
+            self.begun.expect()
             self._streaming_backwards += 1
             self.streams.reductions_wait_for_caller()
 
@@ -293,7 +292,7 @@ class Reducer(ABC):
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over the ranks what is not reduced yet, into the shards. A collective call."""
-        self._begun.expect()
+        self.begun.expect()
         self._closes = True
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
@@ -322,7 +321,7 @@ class Reducer(ABC):
         self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
         self._windows_closed += 1
         self._streaming_backwards = 0
-        self._begun.close()
+        self.begun.close()
 
     @torch.no_grad()
     def _divide_by_items(self) -> None:
@@ -362,7 +361,7 @@ class Reducer(ABC):
         """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
         before, _ = self._scales(layout)
-        self._begun.compare_aborted()
+        self.begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self._ready_shards()
             for rows, offset in bucket.reduce_scatter_inputs(before):
@@ -424,7 +423,7 @@ class Reducer(ABC):
         self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
 
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
-        self._begun.add(bucket.layout.process_group)
+        self.begun.add(bucket.layout.process_group)
         reduction.then(use)
         self._in_flight.append((bucket, reduction))
 
@@ -490,10 +489,17 @@ class Reducer(ABC):
         self.items.reset()
         self._discard_shards()
 
+    def interrupted(self) -> None:
+        """An exception has ended a backward, at another place on each rank."""
+        if self.is_native:
+            if self.first_uses() is not None:
+                self.begun.expect()  # it gathers, too
+            self.begun.abort()
+
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""
         if self.is_native:
-            self._begun.abort()
+            self.begun.abort()
         self.drop()
         zero.reset_backward(self.optimizer)
 

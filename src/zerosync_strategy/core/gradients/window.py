@@ -318,6 +318,8 @@ class Window:
 
     def abort(self, reason: str) -> None:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
+        if self._backward is _Backward.OURS:
+            self._reducer.interrupted()
         self._graphs.clear()
         self._leave_backward()
         self.changes.reset()
@@ -347,5 +349,7 @@ class Window:
     def _reset_graphs(self) -> None:
         # A backward that raised never runs its final callback. Outside of any graph, none can be running.
         if torch._C._current_graph_task_id() == -1:
+            if self._graphs:
+                self._reducer.interrupted()
             self._graphs.clear()
             self._leave_backward()

@@ -29,6 +29,7 @@ from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
 from zerosync_strategy.core.params.gathers import GatherActivity, ParameterGather, UnshardedBytes, listed, name_of
@@ -79,6 +80,7 @@ class GatherScheduler:
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
         order: of the modules in the forward.
         before_read: called before a parameter is read that no hook has gathered.
+        begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
             every rank before the same gathers.
         host: has parameters that need not be gathered again; ``None``: there are none.
@@ -112,6 +114,7 @@ class GatherScheduler:
         self.renew_streams()
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
+        self.begun: list[BegunCollectives] = []
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
@@ -143,6 +146,11 @@ class GatherScheduler:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
         for digest in self._digests:
             digest.check(self.name)
+
+    def compare_aborted(self) -> None:
+        """Before anything is sent for a forward: nothing of an aborted window may meet it (W3)."""
+        for begun in self.begun:
+            begun.compare_aborted()
 
     def shards_written(self) -> None:
         """The current stream writes shards, or may have: the next gather waits for it (S1)."""
@@ -288,6 +296,10 @@ class GatherScheduler:
             tag = digest.add(tuple(map(zero3.param_id, params)))
             if digest.tagged:
                 gathering_by = gathering.gathering_by(partial(_all_gather, group.nodes, tag))
+            else:
+                self.compare_aborted()
+                for begun in self.begun:
+                    begun.add(group.process_group)
         on_stream = gathering.gathering_on(self.coordinator, group.stream)
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
