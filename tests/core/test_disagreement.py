@@ -282,7 +282,7 @@ def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str
 
 @pytest.mark.off_device("the host does not wait for the answer there: not this step says so, but what comes next")
 def test_gathers_of_different_parameters_that_have_met() -> None:
-    """Each rank gets a mixture; the step says so and changes nothing. So it is on NCCL, and off it by all-reduce."""
+    """Each rank gets a mixture, off NCCL by all-reduce. Where the host waits for answers, a step changes nothing."""
 
     def run() -> float:
         engine = engine_that_chooses(Chooses(8, 8), use_all_reduce_for_fetch_params=True)

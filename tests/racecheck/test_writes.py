@@ -71,6 +71,16 @@ def past_all_behind_a_read(engine: Any) -> None:
     past_all(engine)
 
 
+def read_on_another_stream(engine: Any) -> None:
+    """That has waited for nothing: what the package writes, its reads wait for."""
+    accelerator = get_accelerator()
+    elsewhere, caller = Stream(name="elsewhere"), accelerator.current_stream()
+    with accelerator.stream(elsewhere):
+        before_a_read(engine)
+        dict(engine._zerosync.full_weights())
+    caller.wait_stream(elsewhere)
+
+
 WRITES: dict[str, Callable[[Any], None]] = {
     each.__name__: each
     for each in (
@@ -84,6 +94,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
         past_all,
         before_a_read,
         past_all_behind_a_read,
+        read_on_another_stream,
     )
 }
 

@@ -17,7 +17,8 @@ to the gradient shards there. The rules, each with its method:
 - **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
   completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
-  write records its stream by :meth:`Streams.record_write`.
+  write records its stream by :meth:`Streams.record_write`. Who reads shards on the caller's stream waits by
+  :meth:`Streams.caller_waits_for_writes`.
 - **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
   for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
   memory they may be given.
@@ -34,7 +35,7 @@ On a device without streams, such as the CPU, none of them waits for anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,6 +54,7 @@ class Streams:
 
         self._accelerator: Any = get_accelerator()
         self._writers: set[Any] = set()  # streams that no gather has waited for since they wrote shards
+        self._written: Any = None  # recorded by a gather stream that has waited for all writers before these
         self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
 
     def _make_stream(self) -> Any:
@@ -65,6 +67,10 @@ class Streams:
     def concurrent(self) -> bool:
         """Whether the device runs beside the host."""
         return self._reduction is not None
+
+    def run_on(self, device: torch.device) -> bool:
+        """Return whether operators on tensors of ``device`` run on streams."""
+        return self.concurrent and device.type == self._accelerator.device_name()
 
     @property
     def caller(self) -> Any:
@@ -220,12 +226,22 @@ class Streams:
         if self._reduction is not None:
             self._writers.add(self._accelerator.current_stream())
 
-    def gathers_wait_for_writes(self, gather_streams: Iterable[Any]) -> None:
+    def gathers_wait_for_writes(self, gather_streams: Sequence[Any]) -> None:
         """Before a gather, let all gather streams wait for what the writing streams have by now (S1)."""
+        if not self._writers:
+            return
         while self._writers:
             writer = self._writers.pop()
             for stream in gather_streams:
                 stream.wait_stream(writer)
+        self._written = self._accelerator.Event()
+        self._written.record(gather_streams[0])
+
+    def caller_waits_for_writes(self, gather_streams: Sequence[Any]) -> None:
+        """Let the caller's stream, which reads shards itself, wait for their writes, and not for gathers (S1)."""
+        self.gathers_wait_for_writes(gather_streams)
+        if self._written is not None:
+            self._accelerator.current_stream().wait_event(self._written)
 
     # ---- memory of the host --------------------------------------------------------------------------------------
 

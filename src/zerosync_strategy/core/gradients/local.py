@@ -3,7 +3,8 @@
 On the CPU it is used again. The C library returns large blocks to the system as soon as they are freed; to get as much
 again costs about as much as to fill it, because the system clears every page. Allocators of other devices keep what is
 freed. So blocks that every optimizer step needs are kept here, and given out again once nobody else has a reference to
-their storage: a program may hold on to a gradient that is a view of one, or a collective may still use it.
+their storage: a program may hold on to a gradient that is a view of one, or a collective may still use it. Where the
+CPU has streams, while a check simulates them, that would not tell what they still do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import patches, zero, zero3
 
 _LARGE_BYTES = 2**18  # what the C library keeps by itself
@@ -31,11 +33,12 @@ class LocalGradients:
         watch: called before bytes are counted.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, streams: Streams) -> None:
         self.dtype = zero.accumulation_dtype(optimizer)
         self.converts = self.dtype != zero.param_dtype(optimizer)
         self.now = self.peak_bytes = 0
         self.watch: Callable[[], None] | None = None
+        self._streams = streams
         self._blocks: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def nbytes(self, param: Any) -> int:
@@ -55,7 +58,8 @@ class LocalGradients:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of any values, of memory that nobody else uses. Not counted."""
-        if device.type != "cpu" or numel * dtype.itemsize < _LARGE_BYTES:
+        is_small = numel * dtype.itemsize < _LARGE_BYTES
+        if is_small or device.type != "cpu" or self._streams.run_on(device):
             return torch.empty(numel, dtype=dtype, device=device)
         blocks = self._blocks.setdefault((numel, dtype), [])
         for block in blocks:

@@ -79,7 +79,7 @@ class Reducer(ABC):
         self.streams = Streams()
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
-        self.local = LocalGradients(optimizer)
+        self.local = LocalGradients(optimizer, self.streams)
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         for layout in self.layouts:
             layout.nodes = topology.of(layout.process_group)

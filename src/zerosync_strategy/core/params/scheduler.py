@@ -337,8 +337,7 @@ class GatherScheduler:
         Raises:
             RankError: other ranks did not take part.
         """
-        self.streams.gathers_wait_for_writes(self._gather_streams)
-        self.streams.caller_waits_for(self._gather_streams)  # it reads shards itself
+        self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
         for param in own:
             self.arrive(param)  # the context reshards it
@@ -381,6 +380,7 @@ class GatherScheduler:
             return values
 
     def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
+        self.streams.caller_waits_for_writes(self._gather_streams)
         group = params[0]._zerosync_record.group
         values: dict[Any, torch.Tensor] = {}
         with rank_status().activity(self.activity(group, params, reader)):
