@@ -19,7 +19,8 @@ BIN := $(abspath $(VENV))/bin
 RUN := PATH="$(BIN):$$PATH"
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
-PIP := "$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt
+PIP := "$(BIN)/python" -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -c constraints.txt
 
 # Exits 0 where the interpreter can make the environment.
 PYTHON_OK := import sys; sys.exit(sys.version_info < (3, 10))
@@ -88,8 +89,8 @@ CARRIED := annotated-types einops hjson msgpack ninja py-cpuinfo pydantic pydant
 
 gpu-wheels: $(STAMP)
 	rm -rf $(WHEELS)
-	@$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEELS) deepspeed
-	@$(PIP) download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+	@$(PIP) wheel -c constraints.txt --quiet --no-deps --wheel-dir $(WHEELS) deepspeed
+	@$(PIP) download -c constraints.txt --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(addprefix --platform manylinux,_2_28_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64) --dest $(WHEELS) $(CARRIED)
 	@du -sh $(WHEELS)
 
@@ -114,7 +115,7 @@ canary: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.matrix --canary --workers $(WORKERS)
 
 dist: $(STAMP)
-	@$(PIP) --quiet build twine
+	@$(INSTALL) --quiet build twine
 	rm -rf dist
 	"$(BIN)/python" -m build --outdir dist .
 	"$(BIN)/twine" check --strict dist/*
@@ -126,7 +127,7 @@ docs: $(DOCS_STAMP)
 # The pages are made of text and of the source as it lies there: nothing of the package is installed or imported.
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(ENVIRONMENT)
-	@$(PIP) --quiet --group docs
+	@$(INSTALL) --quiet --group docs
 	@touch "$@"
 
 # Keeps an environment that has a good Python and pip, so that a changed pin is
@@ -148,16 +149,16 @@ define ENVIRONMENT
 	done; \
 	echo "No usable Python was found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
-@$(PIP) --quiet "pip>=25.1"
+@$(INSTALL) --quiet "pip>=25.1"
 endef
 
 # torch comes first, and shows its progress: it is large.
 $(STAMP): pyproject.toml constraints.txt
 	$(ENVIRONMENT)
 	@echo "Installing the tested versions in $(VENV); torch is large, so this can take minutes"
-	@$(PIP) torch
-	@$(PIP) --quiet deepspeed
-	@$(PIP) --quiet -e ".[dev]"
+	@$(INSTALL) torch
+	@$(INSTALL) --quiet deepspeed
+	@$(INSTALL) --quiet -e ".[dev]"
 	@touch "$@"
 
 clean:
