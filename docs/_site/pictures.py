@@ -421,7 +421,7 @@ def gradient() -> None:
         (("the window", "counts it"), "gradients/window.py", GATHER),
         (("its bucket", "collects it"), "gradients/buckets.py", GATHER),
         (("the bucket is", "reduce-scattered"), "comm/collectives.py", REDUCE),
-        (("the average goes", "to the shard"), "gradients/reducer.py", GATHER),
+        (("the average goes", "to the shard"), "gradients/pipeline.py", GATHER),
         (("norm, clipping", "of the shards"), "gradients/reducer.py", GATHER),
         (("the optimizer", "steps the shard"), "core/optimizer", STEP),
         (("parameters are", "gathered"), "gradients/stage12.py", REDUCE),

@@ -14,7 +14,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import buckets, reducer
+from zerosync_strategy.core.gradients import buckets, pipeline, reducer
 from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -105,7 +105,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
 
         def ready(param: Any) -> None:
             finish(param)
-            events.append(zerosync._attached.reducer.sent_floor.nbytes)
+            events.append(zerosync._attached.reducer.pipeline.sent_floor.nbytes)
 
         zerosync._attached.gradient_ready = ready
         train(engine, zerosync, 2, promise=True)
@@ -377,10 +377,10 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
             with pytest.warns(UserWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
                 engine.backward(loss_of(engine, 0, rank()))
             handle.remove()
-            abandoned = bool(zerosync._attached.reducer._abandoned)
+            abandoned = bool(zerosync._attached.reducer.pipeline.abandoned)
             engine.backward(loss_of(engine, 0, rank()))
             engine.step()
-            return abandoned, bool(zerosync._attached.reducer._abandoned)
+            return abandoned, bool(zerosync._attached.reducer.pipeline.abandoned)
 
     assert run_ranks(run) == [(True, False)] * 2
 
@@ -397,7 +397,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
     def run() -> tuple[int, int]:
         begun: list[Any] = []
         most = 0
-        stock = reducer.reduce_scatter
+        stock = pipeline.reduce_scatter
 
         def reduce_scatter(*args: Any) -> Any:
             nonlocal most
@@ -406,7 +406,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
             return flight
 
         with monkeypatch.context() as patch:
-            patch.setattr(reducer, "reduce_scatter", reduce_scatter)
+            patch.setattr(pipeline, "reduce_scatter", reduce_scatter)
             engine = make_engine(stage, zero={"reduce_bucket_size": LAYER // 12})
             train(engine, attach(engine), 2)
         return most, len(begun)

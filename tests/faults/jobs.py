@@ -63,7 +63,7 @@ def arm(zerosync: ZeroSync, net: torch.nn.Module, place: str, act: Callable[[], 
     elif place in ("backward", "checkpoint"):  # which follows
         net[2].register_forward_hook(lambda *call: call[-1].register_hook(lambda grad: grad * act()) and None)
     elif place == "reduction":
-        zerosync._attached.reducer._launch = lambda bucket: act()  # type: ignore[method-assign]
+        zerosync._attached.reducer.pipeline.launch = lambda bucket: act()  # type: ignore[method-assign]
     else:
         engine.optimizer.optimizer.step = lambda *args, **kwargs: act()
 

@@ -17,7 +17,7 @@ from torch import nn
 from tests.harness.engines import make_engine
 from tests.harness.oracle import full_parameters
 from zerosync_strategy import attach
-from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 
 WIDTH = 512
 CYCLES = 20_000_000  # some 10 ms on a GPU
@@ -114,14 +114,14 @@ def spoil(streams: list[Any]) -> None:
 @contextmanager
 def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
     """Each bucket is reduced late, on the reduction stream; ``ends`` gets an event after each."""
-    stock = Reducer._launch
+    stock = ReductionPipeline.launch
 
-    def send(self: Reducer, bucket: Any) -> None:
+    def send(self: ReductionPipeline, bucket: Any) -> None:
         torch.cuda._sleep(CYCLES)
         stock(self, bucket)
         if ends is not None:
             ends.append(torch.cuda.current_stream().record_event())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "_launch", send)
+        patch.setattr(ReductionPipeline, "launch", send)
         yield

@@ -46,7 +46,7 @@ class StepMeter:
         """An optimizer step has been taken, with these automatic budgets: make its report, and count from zero."""
         window = self._window
         self.steps += 1
-        floor = self._reducer.sent_floor.plus(self._gathers_floor(window.backwards))
+        floor = self._reducer.pipeline.sent_floor.plus(self._gathers_floor(window.backwards))
         self.report = StepReport(
             step=self.steps,
             backwards=window.backwards,

@@ -1,31 +1,29 @@
 """The reduction: from full local gradients to this rank's shard of their average, every byte once.
 
-Gradients are reduce-scattered bucket by bucket, in chunks of a bounded size (R2), into the shard that DeepSpeed's step
-uses; a few chunks are in flight while the next is prepared. Every parameter of the optimizer takes part in every
-reduction that includes its bucket, with zeros where this rank has no gradient. So ranks may use different parameters
-(W4 needs no message), and no shard of an earlier window is stepped again. What a reduction costs the host is in
-proportion to the number of parameters, whatever the number of ranks (H1).
+Gradients are reduce-scattered bucket by bucket into the shard that DeepSpeed's step uses (``pipeline.py``). Every
+parameter of the optimizer takes part in every reduction that includes its bucket, with zeros where this rank has no
+gradient. So ranks may use different parameters (W4 needs no message), and no shard of an earlier window is stepped
+again. What a reduction costs the host is in proportion to the number of parameters, whatever the number of ranks (H1).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, phase, reduce_scatter
+from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
+from zerosync_strategy.core.comm.nodes import Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
 from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.pipeline import GradientShards, ReductionPipeline
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
@@ -45,12 +43,11 @@ class StepSlice(NamedTuple):
     stepped: Callable[[], None] | None
 
 
-_Use = Callable[[torch.Tensor], None]
 StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
 """Master weights, each with its slices."""
 
 
-class Reducer(ABC):
+class Reducer(GradientShards):
     """Reduces the local gradients of one DeepSpeed ZeRO optimizer.
 
     A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's shard.
@@ -59,23 +56,19 @@ class Reducer(ABC):
         first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
         is_native: the backend has a reduce-scatter of its own.
-        begun: what was sent in this window, for ranks that abort it.
+        pipeline: of the reductions in flight.
         items: that the coming gradients are the mean over.
         topology: of the ranks.
-        sent_floor: what one rank had to send for what was reduced since :meth:`reset_counts`.
         deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
     """
 
-    layouts: Sequence[ShardLayout]
     buckets: Sequence[GradientBucket]
-    _shards_on_device = True  # else in host memory, of an offloaded optimizer
 
     def __init__(
         self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
     ) -> None:
         self.optimizer = optimizer
         self.topology = topology
-        self._messages = messages
         self.streams = Streams()
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
@@ -92,25 +85,17 @@ class Reducer(ABC):
             if layout.params and layout.nodes is not None and config.gradients.device is not None:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
-        self.sent_floor = Sent()
         self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
-        self._ordered = config.reduction == "ordered"
         self._may_stream = config.gradients.automatic  # sooner or later
         # By id: torch computes the hash of a tensor in Python.
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
         self._has_hooks = False  # known from the first gradient on
-        self._closes = False  # what is being reduced is reduced between nodes, too
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
-        self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
-        self._abandoned: list[InFlight] = []  # nobody waits for these, but their memory must outlive them
-        self._windows_closed = 0  # with the next, a tag that is the same on every rank (W4)
-        self._streaming_backwards = 0
-        self.begun = BegunCollectives(layout.process_group for layout in self.layouts)
-        self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
+        self.pipeline = ReductionPipeline(self, config.reduction == "ordered", messages)
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
 
@@ -120,14 +105,6 @@ class Reducer(ABC):
     @abstractmethod
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
         """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
-
-    @abstractmethod
-    def _allocate_shards(self) -> None:
-        """Make this rank's gradient shards, with any values."""
-
-    @abstractmethod
-    def shard_parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
-        """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
 
     @abstractmethod
     def hand_over(self) -> None:
@@ -170,11 +147,10 @@ class Reducer(ABC):
         for bucket in self.buckets:
             bucket.needs_reduce = True
         self._to_stream = deque(bucket for bucket in self.buckets if last or bucket.level is not Level.WHOLE)
-        self._closes = last
+        self.pipeline.closes = last
         if self._to_stream:
             self._choose_when_to_reduce(midway)
-            self.begun.expect()
-            self._streaming_backwards += 1
+            self.pipeline.backward_begins()
             self.streams.reductions_wait_for_caller()
 
     def _choose_when_to_reduce(self, midway: bool) -> None:
@@ -235,7 +211,7 @@ class Reducer(ABC):
             self._has_streamed = True
             # DeepSpeed's stage 1 may have no hooks that say when a gradient is complete. All are at the end.
             with self.streams.on_reduction_stream(bucket.grad_ready.values() if self._has_hooks else None):
-                self._launch(bucket)
+                self.pipeline.launch(bucket)
 
     def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
@@ -245,7 +221,7 @@ class Reducer(ABC):
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
         self._stream(lambda bucket: True)
         with self.streams.on_reduction_stream(()):
-            self._wait_reduce_scatter(0)
+            self.pipeline.wait()
         streamed, self._has_streamed = self._has_streamed, False
         return streamed
 
@@ -292,22 +268,21 @@ class Reducer(ABC):
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over the ranks what is not reduced yet, into the shards. A collective call."""
-        self.begun.expect()
-        self._closes = True
+        self.pipeline.close_begins()
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
                 if bucket.needs_reduce:
-                    self._launch(bucket)
+                    self.pipeline.launch(bucket)
                 elif bucket.layout.nodes is not None:
-                    self._launch_between(bucket, bucket.layout.nodes)
-            self._wait_reduce_scatter(0)
+                    self.pipeline.launch_between(bucket, bucket.layout.nodes)
+            self.pipeline.wait()
 
     def close(self) -> None:
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
-        if not self._shards_on_device:
+        if not self.shards_on_device:
             self.streams.host_waits_for_reductions()
-        self._ready_shards()
+        self.pipeline.ready_shards()
         for bucket in self.buckets:
             if not bucket.is_reduced:
                 for part in self.shard_parts(bucket.layout, *bucket.target):
@@ -317,11 +292,7 @@ class Reducer(ABC):
             self._divide_by_items()
         self.hand_over()
         self.norm_changed()
-        self._abandoned = [reduction for reduction in self._abandoned if not reduction.is_over]
-        self._shards_ready = False  # DeepSpeed's from here on, whether its step succeeds or raises
-        self._windows_closed += 1
-        self._streaming_backwards = 0
-        self.begun.close()
+        self.pipeline.closed()
 
     @torch.no_grad()
     def _divide_by_items(self) -> None:
@@ -330,7 +301,7 @@ class Reducer(ABC):
         self.items.reset()
         if items is None:
             return
-        if not self._shards_on_device:
+        if not self.shards_on_device:
             items = items.cpu()
         for layout in self.layouts:
             # It has a dimension, so that torch multiplies in fp32: in fp16, one over the items has few bits.
@@ -354,123 +325,8 @@ class Reducer(ABC):
 
     def reset_counts(self) -> None:
         """The step has used the shards: count bytes from here."""
-        self.sent_floor = Sent()
+        self.pipeline.sent_floor = Sent()
         self.local.reset_peak()
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        """Launch the reductions of one bucket, and free its local gradients."""
-        layout = bucket.layout
-        before, _ = self._scales(layout)
-        self.begun.compare_aborted()
-        with phase("reduce_scatter", bucket.name):
-            self._ready_shards()
-            for rows, offset in bucket.reduce_scatter_inputs(before):
-                self._wait_reduce_scatter(self._messages.in_flight - 1)
-                if layout.nodes is not None and (bucket.level is Level.NODE or not layout.is_native):
-                    self._reduce_within(bucket, layout.nodes, rows, offset)
-                else:
-                    self._reduce(bucket, rows, offset)
-        if bucket.level is not Level.NODE or self._closes:
-            bucket.is_reduced = True
-        bucket.free_gradients()
-        sent = self.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
-        if bucket.level is Level.NODE and not self._closes:
-            sent = Sent(sent.nbytes - sent.between)
-        self.sent_floor = self.sent_floor.plus(sent)
-
-    @property
-    def _tag(self) -> int:
-        """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
-        return self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
-
-    def _reduce(self, bucket: GradientBucket, rows: torch.Tensor, offset: int) -> None:
-        """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
-        layout = bucket.layout
-        out, use = self._into_shard(bucket, offset, rows.shape[1])
-        reduction = reduce_scatter(
-            rows, layout.process_group, self._ordered, self._tag, out, self.local.empty, bucket.label
-        )
-        self._note(bucket, reduction, use)
-
-    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:
-        """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
-        reduction = nodes.reduce_within(rows, self._ordered, self._tag, self.local.empty, bucket.label)
-        if bucket.level is Level.NODE and not self._closes:
-            self._note(bucket, reduction, partial(bucket.keep_node_sums, offset))
-        else:
-            target = self._into_shard(bucket, offset, rows.shape[1])
-            self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, offset, *target))
-
-    def _reduce_between(
-        self, bucket: GradientBucket, nodes: Nodes, offset: int, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
-    ) -> None:
-        """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
-        if (kept := bucket.take_node_sums(offset)) is not None:
-            sums = kept.add_(sums)
-        dtype = bucket.layout.dtype
-        reduction = nodes.reduce_between(sums, dtype, self._ordered, self._tag, out, self.local.empty, bucket.label)
-        self._note(bucket, reduction, use)
-
-    def _launch_between(self, bucket: GradientBucket, nodes: Nodes) -> None:
-        """Launch the reduction between nodes of what the node shard has."""
-        for offset in list(bucket.node_shard):
-            sums = bucket.take_node_sums(offset)
-            assert sums is not None
-            self._wait_reduce_scatter(self._messages.in_flight - 1)
-            self._reduce_between(bucket, nodes, offset, *self._into_shard(bucket, offset, sums.shape[1]), sums)
-        bucket.is_reduced = True
-        sent = self.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
-        self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
-
-    def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
-        self.begun.add(bucket.layout.process_group)
-        reduction.then(use)
-        self._in_flight.append((bucket, reduction))
-
-    def _into_shard(self, bucket: GradientBucket, offset: int, numel: int) -> tuple[torch.Tensor | None, _Use]:
-        """Return where ``numel`` averages for the shard may go at once, and what puts them there in any case."""
-        targets = self.shard_parts(bucket.layout, offset, numel)
-        adds = bucket.is_reduced
-        out = targets[0] if len(targets) == 1 and not adds and self._shards_on_device else None
-        _, after = self._scales(bucket.layout)
-        return out, partial(self._add_to_shard, targets, adds, after)
-
-    def _wait_reduce_scatter(self, allowed: int) -> None:
-        """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
-        while len(self._in_flight) > allowed:
-            bucket, reduction = self._in_flight.popleft()
-            with phase("wait_reduce_scatter", bucket.name):
-                reduction.wait()
-
-    def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
-        """Put what was reduced into ``targets``, parts of the shard; ``adds``: to what this window has put there."""
-        if factor != 1.0:
-            average.mul_(factor)
-        done = 0
-        for target in targets:
-            part = average[done : done + target.numel()]
-            done += target.numel()
-            if adds and not self._shards_on_device and self.streams.concurrent:
-                # Summed on the device: the host would have to wait for each part.
-                before = torch.empty(len(target), dtype=target.dtype, device=part.device)
-                before.copy_(target, non_blocking=True)
-                target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
-            elif adds:
-                target.add_(part.to(target.dtype))
-            elif part.data_ptr() != target.data_ptr():
-                target.copy_(part, non_blocking=True)
-
-    def _scales(self, layout: ShardLayout) -> tuple[float, float]:
-        """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
-        predivide = float(self.optimizer.gradient_predivide_factor)
-        if predivide == 1.0 and layout.dtype.itemsize < 4:
-            predivide = layout.divisor
-        return 1.0 / predivide, predivide / layout.divisor
-
-    def _ready_shards(self) -> None:
-        if not self._shards_ready:
-            self._allocate_shards()
-            self._shards_ready = True
 
     # ---- dropping --------------------------------------------------------------------------------------------------
 
@@ -478,14 +334,12 @@ class Reducer(ABC):
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
         self._has_streamed = False
-        self._abandoned.extend(reduction for _, reduction in self._in_flight)
-        self._in_flight.clear()
+        self.pipeline.drop()
         for bucket in self.buckets:
             bucket.free_gradients()
             for offset in list(bucket.node_shard):
                 bucket.take_node_sums(offset)
             bucket.is_reduced = False
-        self._shards_ready = False
         self.items.reset()
         self._discard_shards()
 
@@ -493,13 +347,13 @@ class Reducer(ABC):
         """An exception has ended a backward, at another place on each rank."""
         if self.is_native:
             if self.first_uses() is not None:
-                self.begun.expect()  # it gathers, too
-            self.begun.abort()
+                self.pipeline.begun.expect()  # it gathers, too
+            self.pipeline.begun.abort()
 
     def reset(self) -> None:
         """As :meth:`drop`, from whatever point an exception left."""
         if self.is_native:
-            self.begun.abort()
+            self.pipeline.begun.abort()
         self.drop()
         zero.reset_backward(self.optimizer)
 

@@ -56,7 +56,7 @@ class Stage12Reducer(Reducer):
             buckets += layout.buckets[::-1]
         return buckets
 
-    def _allocate_shards(self) -> None:
+    def allocate_shards(self) -> None:
         dtype = zero.accumulation_dtype(self.optimizer)
         for layout in self.layouts:
             device = zero12.flat_parameters(self.optimizer, layout.group_index).device
@@ -129,7 +129,7 @@ class Stage12Reducer(Reducer):
     @torch.no_grad()
     def _gather(self, layout: FlatLayout, buckets: list[FlatBucket]) -> None:
         """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
-        tag = _GATHER_TAG + self._windows_closed % 2**16
+        tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
         for bucket in buckets:

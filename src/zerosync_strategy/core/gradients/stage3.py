@@ -127,7 +127,7 @@ class Stage3Reducer(Reducer):
 
     def _read_layouts(self) -> list[PerParamLayout]:
         optimizer = self.optimizer
-        self._shards_on_device = not zero.offloads(optimizer)
+        self.shards_on_device = not zero.offloads(optimizer)
         by_group: dict[Any, list[Any]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
@@ -151,7 +151,7 @@ class Stage3Reducer(Reducer):
         # With several layouts, those of the later modules first.
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
-    def _allocate_shards(self) -> None:
+    def allocate_shards(self) -> None:
         pass  # DeepSpeed keeps them
 
     def shard_parts(self, layout: PerParamLayout, offset: int, numel: int) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ class Stage3Reducer(Reducer):
     @property
     def _computes_norm(self) -> bool:
         """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
-        return self._shards_on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
+        return self.shards_on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
 
     @property
     def over_groups(self) -> bool:

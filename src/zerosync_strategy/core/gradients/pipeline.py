@@ -1,0 +1,220 @@
+"""The reductions in flight: from a bucket's local gradients to this rank's shard of their average, every byte once.
+
+Gradients are reduce-scattered in chunks of a bounded size, and a few chunks are in flight while the next is prepared
+(R2). Of several nodes, a chunk may go in two levels (``comm/nodes.py``, R5).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import InFlight, phase, reduce_scatter
+from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.failures.aborted import BegunCollectives
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
+from zerosync_strategy.core.gradients.local import LocalGradients
+
+_Use = Callable[[torch.Tensor], None]
+
+
+class GradientShards(ABC):
+    """Where the pipeline puts averages: this rank's gradient shards, as one ZeRO optimizer has them.
+
+    Attributes:
+        optimizer: DeepSpeed's.
+        layouts: of all gradients.
+        shards_on_device: else in host memory, of an offloaded optimizer.
+    """
+
+    optimizer: Any
+    layouts: Sequence[ShardLayout]
+    local: LocalGradients
+    streams: Streams
+    topology: Topology
+    shards_on_device = True
+
+    @abstractmethod
+    def allocate_shards(self) -> None:
+        """Make this rank's gradient shards, with any values."""
+
+    @abstractmethod
+    def shard_parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
+        """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
+
+
+class ReductionPipeline:
+    """Launches the reductions of one optimizer's buckets, in order, and puts what arrives into its shards.
+
+    Args:
+        shards: of the optimizer.
+        ordered: ranks' gradients are summed in the order of the ranks.
+        messages: how many bytes and messages may be in flight.
+
+    Attributes:
+        begun: what was sent in this window, for ranks that abort it.
+        sent_floor: what one rank had to send for what was reduced. :meth:`Reducer.reset_counts` sets it to zero.
+        closes: what is launched is reduced between nodes, too.
+        windows_closed: with the next, a tag that is the same on every rank (W4).
+        abandoned: reductions of dropped windows. Nobody waits for them, but their memory must outlive them.
+    """
+
+    def __init__(self, shards: GradientShards, ordered: bool, messages: Messages) -> None:
+        self._shards, self._ordered, self._messages = shards, ordered, messages
+        self._local, self._streams = shards.local, shards.streams
+        self.begun = BegunCollectives(layout.process_group for layout in shards.layouts)
+        self.sent_floor = Sent()
+        self.closes = False
+        self.windows_closed = 0
+        self.abandoned: list[InFlight] = []
+        self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
+        self._streaming_backwards = 0
+        self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
+
+    def backward_begins(self) -> None:
+        """A backward begins that reduces gradients as it goes."""
+        self.begun.expect()
+        self._streaming_backwards += 1
+
+    def close_begins(self) -> None:
+        """What is left of the window is about to be reduced."""
+        self.begun.expect()
+        self.closes = True
+
+    def closed(self) -> None:
+        """Everything is in the shards, which are DeepSpeed's from here on, whether its step succeeds or raises."""
+        self.abandoned = [reduction for reduction in self.abandoned if not reduction.is_over]
+        self._shards_ready = False
+        self.windows_closed += 1
+        self._streaming_backwards = 0
+        self.begun.close()
+
+    def drop(self) -> None:
+        """The window is dropped: nobody waits for what is in flight."""
+        self.abandoned.extend(reduction for _, reduction in self._in_flight)
+        self._in_flight.clear()
+        self._shards_ready = False
+
+    def ready_shards(self) -> None:
+        """Make the shards, if this window has not yet."""
+        if not self._shards_ready:
+            self._shards.allocate_shards()
+            self._shards_ready = True
+
+    def launch(self, bucket: GradientBucket) -> None:
+        """Launch the reductions of one bucket, and free its local gradients."""
+        layout = bucket.layout
+        before, _ = self._scales(layout)
+        self.begun.compare_aborted()
+        with phase("reduce_scatter", bucket.name):
+            self.ready_shards()
+            for rows, offset in bucket.reduce_scatter_inputs(before):
+                self.wait(self._messages.in_flight - 1)
+                if layout.nodes is not None and (bucket.level is Level.NODE or not layout.is_native):
+                    self._reduce_within(bucket, layout.nodes, rows, offset)
+                else:
+                    self._reduce(bucket, rows, offset)
+        if bucket.level is not Level.NODE or self.closes:
+            bucket.is_reduced = True
+        bucket.free_gradients()
+        sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
+        if bucket.level is Level.NODE and not self.closes:
+            sent = Sent(sent.nbytes - sent.between)
+        self.sent_floor = self.sent_floor.plus(sent)
+
+    def launch_between(self, bucket: GradientBucket, nodes: Nodes) -> None:
+        """Launch the reduction between nodes of what the bucket's node shard has."""
+        for offset in list(bucket.node_shard):
+            sums = bucket.take_node_sums(offset)
+            assert sums is not None
+            self.wait(self._messages.in_flight - 1)
+            self._reduce_between(bucket, nodes, offset, *self._into_shard(bucket, offset, sums.shape[1]), sums)
+        bucket.is_reduced = True
+        layout = bucket.layout
+        sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
+        self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
+
+    def wait(self, allowed: int = 0) -> None:
+        """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
+        while len(self._in_flight) > allowed:
+            bucket, reduction = self._in_flight.popleft()
+            with phase("wait_reduce_scatter", bucket.name):
+                reduction.wait()
+
+    @property
+    def _tag(self) -> int:
+        """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
+        return self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+
+    def _reduce(self, bucket: GradientBucket, rows: torch.Tensor, offset: int) -> None:
+        """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
+        layout = bucket.layout
+        out, use = self._into_shard(bucket, offset, rows.shape[1])
+        reduction = reduce_scatter(
+            rows, layout.process_group, self._ordered, self._tag, out, self._local.empty, bucket.label
+        )
+        self._note(bucket, reduction, use)
+
+    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:
+        """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
+        reduction = nodes.reduce_within(rows, self._ordered, self._tag, self._local.empty, bucket.label)
+        if bucket.level is Level.NODE and not self.closes:
+            self._note(bucket, reduction, partial(bucket.keep_node_sums, offset))
+        else:
+            target = self._into_shard(bucket, offset, rows.shape[1])
+            self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, offset, *target))
+
+    def _reduce_between(
+        self, bucket: GradientBucket, nodes: Nodes, offset: int, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
+    ) -> None:
+        """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
+        if (kept := bucket.take_node_sums(offset)) is not None:
+            sums = kept.add_(sums)
+        dtype = bucket.layout.dtype
+        reduction = nodes.reduce_between(sums, dtype, self._ordered, self._tag, out, self._local.empty, bucket.label)
+        self._note(bucket, reduction, use)
+
+    def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
+        self.begun.add(bucket.layout.process_group)
+        reduction.then(use)
+        self._in_flight.append((bucket, reduction))
+
+    def _into_shard(self, bucket: GradientBucket, offset: int, numel: int) -> tuple[torch.Tensor | None, _Use]:
+        """Return where ``numel`` averages for the shard may go at once, and what puts them there in any case."""
+        targets = self._shards.shard_parts(bucket.layout, offset, numel)
+        adds = bucket.is_reduced
+        out = targets[0] if len(targets) == 1 and not adds and self._shards.shards_on_device else None
+        _, after = self._scales(bucket.layout)
+        return out, partial(self._add_to_shard, targets, adds, after)
+
+    def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
+        """Put what was reduced into ``targets``, parts of the shard; ``adds``: to what this window has put there."""
+        if factor != 1.0:
+            average.mul_(factor)
+        done = 0
+        for target in targets:
+            part = average[done : done + target.numel()]
+            done += target.numel()
+            if adds and not self._shards.shards_on_device and self._streams.concurrent:
+                # Summed on the device: the host would have to wait for each part.
+                before = torch.empty(len(target), dtype=target.dtype, device=part.device)
+                before.copy_(target, non_blocking=True)
+                target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
+            elif adds:
+                target.add_(part.to(target.dtype))
+            elif part.data_ptr() != target.data_ptr():
+                target.copy_(part, non_blocking=True)
+
+    def _scales(self, layout: ShardLayout) -> tuple[float, float]:
+        """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
+        predivide = float(self._shards.optimizer.gradient_predivide_factor)
+        if predivide == 1.0 and layout.dtype.itemsize < 4:
+            predivide = layout.divisor
+        return 1.0 / predivide, predivide / layout.divisor
