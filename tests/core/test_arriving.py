@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.harness import engines
-from tests.harness.engines import rank
+from tests.harness.engines import attached_of, rank
 from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
@@ -109,7 +109,7 @@ def test_a_layer_waits_for_its_own_parameters_alone() -> None:
         zerosync = attach(engine, overlap_gather=True)
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
-        arriving = zerosync._attached.arriving
+        arriving = attached_of(zerosync).arriving
         everything = len(arriving._of)
         assert everything == 2 * LAYERS
         for param in net.parameters():  # none of this needs values

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank, start
+from tests.harness.engines import attached_of, make_engine, rank, start
 from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -193,7 +193,7 @@ def train(
     engine = make_engine(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01), stage, zero)
     limit = BASE + int((0.5 + room) * MODEL)
     zerosync = attach(engine, **{name: {"auto": limit} for name in names})
-    memory.attached = zerosync._attached
+    memory.attached = attached_of(zerosync)
     for module in net:
         module.register_forward_hook(lambda *_: memory.used() and None)
         module.register_full_backward_hook(lambda *_: memory.used() and None)

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import engines
+from tests.harness.engines import attached_of
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.reads import BACKWARDS, WIDTH, WORDS, Block, LowRank, Model, adamw, data
@@ -223,7 +224,7 @@ def test_what_is_gathered_goes_with_its_last_claim(backend: str, trace_gathers: 
             second.compile(backend=backend)
             saved = 0 if trace_gathers and backend != "eager" else WEIGHT
         gc.freeze()  # what was there before is not looked through each time
-        unsharded = zerosync._attached.scheduler.unsharded
+        unsharded = attached_of(zerosync).scheduler.unsharded
         plain = Readers()
         mirror = Oracle(plain, adamw(plain))
 
@@ -361,9 +362,9 @@ def test_modules_inside_a_leaf_of_zero_3_read_their_parameters_themselves() -> N
             loss = engine(x).square().mean()
             assert gathered(engine) == []
             until = time.monotonic() + 5
-            while zerosync._attached.scheduler.unsharded.now and time.monotonic() < until:
+            while attached_of(zerosync).scheduler.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert zerosync._attached.scheduler.unsharded.now == 0  # the backward gathers anew
+            assert attached_of(zerosync).scheduler.unsharded.now == 0  # the backward gathers anew
             engine.backward(loss)
             engine.step()
             mirror.backward(lambda _: plain(x).square().mean())
@@ -486,7 +487,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool
     def run(until_the_end: bool) -> list[int]:
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
         zerosync, kept = attach(engine, trace_gathers=trace_gathers), []
-        unsharded = zerosync._attached.scheduler.unsharded
+        unsharded = attached_of(zerosync).scheduler.unsharded
         free_with = unsharded.free_with
         if until_the_end:  # the other policy: what was gathered stays until the end of the backward
             unsharded.free_with = lambda full, size: (free_with(full, size), kept.append(full))
@@ -531,9 +532,9 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gat
         for _ in range(20):
             train(engine, forward, 1)
             until = time.monotonic() + 5
-            while zerosync._attached.scheduler.unsharded.now and time.monotonic() < until:
+            while attached_of(zerosync).scheduler.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert zerosync._attached.scheduler.unsharded.now == 0
+            assert attached_of(zerosync).scheduler.unsharded.now == 0
             assert gathered(engine) == []
 
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.harness import groups, llama
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, state_of
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import CheckpointError, RankError, attach
@@ -137,7 +137,7 @@ def test_memory_is_bounded_by_buckets(consumed: str) -> None:
         net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(20)))
         messages.WITHIN_HOST = messages.NATIVE = messages.Messages(2 * 4 * 256 * 256, 2)
         zerosync = attach(engine_of(net))
-        counted = zerosync._attached.scheduler.unsharded
+        counted = attached_of(zerosync).scheduler.unsharded
         before = counted.now
         kept = [tensor for _, tensor in zerosync.full_weights() if consumed == "kept"]
         peak, after = counted.peak - before, counted.now - before

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.harness import engines
-from tests.harness.engines import rank
+from tests.harness.engines import attached_of, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
@@ -101,13 +101,13 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
         engine = make_engine(stage, zero={"reduce_bucket_size": 2 * WIDTH * WIDTH})
         zerosync = attach(engine, overlap_last=overlap)
         events = []
-        finish = zerosync._attached.gradient_ready
+        finish = attached_of(zerosync).gradient_ready
 
         def ready(param: Any) -> None:
             finish(param)
-            events.append(zerosync._attached.reducer.pipeline.sent_floor.nbytes)
+            events.append(attached_of(zerosync).reducer.pipeline.sent_floor.nbytes)
 
-        zerosync._attached.gradient_ready = ready
+        attached_of(zerosync).gradient_ready = ready
         train(engine, zerosync, 2, promise=True)
         during = max(events[-LAYERS:])
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report.reductions, during
@@ -128,7 +128,7 @@ def test_between_hosts_messages_are_smaller(stage: int) -> None:
         engine = make_engine(stage)
         zerosync = attach(engine)
         train(engine, zerosync, 2)
-        return distance(full_parameters(engine.module), oracle(2)), len(zerosync._attached.reducer.buckets)
+        return distance(full_parameters(engine.module), oracle(2)), len(attached_of(zerosync).reducer.buckets)
 
     assert run_ranks(run, True) == [(0.0, 1)] * 2
     assert run_ranks(run, False) == [(0.0, LAYERS // 2)] * 2
@@ -377,10 +377,10 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
             with pytest.warns(UserWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
                 engine.backward(loss_of(engine, 0, rank()))
             handle.remove()
-            abandoned = bool(zerosync._attached.reducer.pipeline.abandoned)
+            abandoned = bool(attached_of(zerosync).reducer.pipeline.abandoned)
             engine.backward(loss_of(engine, 0, rank()))
             engine.step()
-            return abandoned, bool(zerosync._attached.reducer.pipeline.abandoned)
+            return abandoned, bool(attached_of(zerosync).reducer.pipeline.abandoned)
 
     assert run_ranks(run) == [(True, False)] * 2
 

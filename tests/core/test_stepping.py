@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -216,7 +216,7 @@ def test_a_step_that_raises_half_way(tmp_path: Path) -> None:
         zerosync = attach(engine)
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters()))
         stock, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
-        assert len(zerosync._attached.reducer.step_slices()[0][1]) > 3
+        assert len(attached_of(zerosync).reducer.step_slices()[0][1]) > 3
 
         def failing(*args: Any) -> Any:
             calls.append(args)

@@ -150,10 +150,10 @@ def test_a_promise_holds_for_one_backward_of_one_window() -> None:
     backward(window)
     assert notes.calls == ["begin last", "begin", "reduce", "close", "reset_counts", "begin"]
 
-    window = new_window(Notes(), overlap_last=False)
+    window = new_window(notes := Notes(), overlap_last=False)
     window.expect_last()
     backward(window)
-    assert window._reducer.calls == ["begin"]  # type: ignore[attr-defined]
+    assert notes.calls == ["begin"]
 
 
 @pytest.mark.parametrize("backwards", [1, 2])

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.harness.engines import make_engine, rank, start
+from tests.harness.engines import attached_of, make_engine, rank, start
 from tests.harness.oracle import full_parameters
 from tests.harness.problem import Data, adamw, loss_of, network
 from tests.lightning.runs import Data as LightningData
@@ -63,7 +63,7 @@ def arm(zerosync: ZeroSync, net: torch.nn.Module, place: str, act: Callable[[], 
     elif place in ("backward", "checkpoint"):  # which follows
         net[2].register_forward_hook(lambda *call: call[-1].register_hook(lambda grad: grad * act()) and None)
     elif place == "reduction":
-        zerosync._attached.reducer.pipeline.launch = lambda bucket: act()  # type: ignore[method-assign]
+        attached_of(zerosync).reducer.pipeline.launch = lambda bucket: act()  # type: ignore[method-assign]
     else:
         engine.optimizer.optimizer.step = lambda *args, **kwargs: act()
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from zerosync_strategy import prepare_cpu
+from zerosync_strategy import ZeroSync, prepare_cpu
+from zerosync_strategy.core.attached.engine import AttachedEngine
 
 
 def rank() -> int:
@@ -44,3 +45,8 @@ def make_engine(
         model=model, optimizer=optimizer, config=configuration(stage, zero, **config), dist_init_required=False
     )
     return engine
+
+
+def attached_of(zerosync: ZeroSync) -> AttachedEngine:
+    """The parts behind a handle, for what no public name says: how many buckets there are, what is on its way."""
+    return zerosync._attached

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.engines import attached_of
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, adamw, data, make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -94,7 +95,7 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     def run(sharing: str) -> int:
         with simulate() as simulation:
             engine = train(simulation, sharing, steps=1)
-            groups = engine._zerosync._attached.scheduler.groups
+            groups = attached_of(engine._zerosync).scheduler.groups
             before = [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             engine.backward(engine(data(0, int(os.environ["RANK"]))))
             engine.step()
