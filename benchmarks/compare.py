@@ -50,7 +50,10 @@ SYSTEMS = (
     "lightning-fsdp2-3",
 )
 BUDGET_CURVE = tuple(f"zerosync-2@{percent}" for percent in (0, 20, 40, 60, 80, "all"))
-ON_NODES = ("zerosync-2-node", "zerosync-3-node", "zerosync-3-each", "fsdp2-3-hybrid", "stock-3-hpz")
+ON_NODES = (
+    *("zerosync-2-flat", "zerosync-2-node", "zerosync-3-flat", "zerosync-3-node", "zerosync-3-each"),
+    *("fsdp2-3-hybrid", "stock-3-hpz"),
+)
 TOLERANCE = 0.02  # of how far training has moved a parameter
 # Read when torch and DeepSpeed are imported. No name server answers in a namespace, and none is needed.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -7,7 +7,8 @@ operators (ATen calls), collectives by kind with the bytes that one rank sends f
 Seconds are this process's; they include a CPU's own copies, which on a GPU run beside the host. Values mean nothing:
 sums lack the other ranks' parts. On the CPU, ZeroSync's step goes in pieces that fit into a processor's cache, on no
 other device: "uncut" is the step without them, by stripes alone. DeepSpeed's own reduction ("stock") beside ZeroSync's
-on each stage; "3-held" has ``param_memory_budget="all"``, "streamed" has ``coalesce=False``. Peaks of memory are those
+on each stage; "3-held" has ``param_memory_budget="all"``, "streamed" has ``coalesce=False``, "node" keeps all in node
+shards, of ``--node-size`` ranks each. Peaks of memory are those
 of the process above what it had before the forward, as multiples of the bytes of all parameters, which are those of all
 gradients.
 """
@@ -26,19 +27,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-OPTIONS: dict[str, dict[str, Any]] = {"held": {"param_memory_budget": "all"}, "streamed": {"coalesce": False}}
+IN_NODE_SHARDS = {"device": 0, "node": "all"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "2-streamed": {"coalesce": False}, "3-streamed": {"coalesce": False}, "3-held": {"param_memory_budget": "all"},
+    "2-node": {"grad_memory_budget": IN_NODE_SHARDS},
+    "3-node": {"grad_memory_budget": IN_NODE_SHARDS, "param_memory_budget": IN_NODE_SHARDS},
+}  # fmt: skip
 SYSTEMS = (
-    *("stock-1", "stock-2", "stock-3", "zerosync-1", "zerosync-2", "zerosync-2-streamed"),
-    *("zerosync-3", "zerosync-3-streamed", "zerosync-3-held", "torch"),
+    *("stock-1", "stock-2", "stock-3", "zerosync-1", "zerosync-2", "zerosync-2-streamed", "zerosync-2-node"),
+    *("zerosync-3", "zerosync-3-streamed", "zerosync-3-held", "zerosync-3-node", "torch"),
 )
 HERE = Path(__file__).resolve().parent
 
 
 def measure(
-    system: str, world_size: int, layers: int, width: int, backwards: int, bucket: int | None
+    system: str, world_size: int, layers: int, width: int, backwards: int, bucket: int | None, node_size: int = 8
 ) -> dict[str, Any]:
     """Build ``system``, train two steps to warm up, and count the next ones. In a process of its own."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
@@ -65,8 +72,8 @@ def measure(
 
         prepare_cpu()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        kind, stage, *option = system.split("-")
-        zero: dict[str, Any] = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
+        kind, _, variant = system.partition("-")
+        zero: dict[str, Any] = {"stage": int(variant[0]), "stage3_param_persistence_threshold": 0}
         if bucket is not None:
             zero |= {"reduce_bucket_size": bucket}
         engine, *_ = deepspeed.initialize(
@@ -79,7 +86,7 @@ def measure(
         forward = engine
         if kind == "zerosync":
             began = time.perf_counter()
-            attach(engine, **(OPTIONS[option[0]] if option else {}))
+            attach(engine, node_size=min(node_size, world_size), **OPTIONS.get(variant, {}))
             attach_seconds = time.perf_counter() - began
 
     x = torch.ones(1, width)
@@ -133,7 +140,8 @@ def measure(
     step()
     profile.disable()
     return {
-        "system": system, "world_size": world_size, "parameters": parameters, "tensors": 2 * layers,
+        "system": system, "world_size": world_size, "node_size": node_size, "parameters": parameters,
+        "tensors": 2 * layers,
         "backwards": backwards, "aten_calls": calls, "python_calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
         "collectives": {kind: [traffic.calls, traffic.bytes] for kind, traffic in collectives.items()},
         "peaks": peaks, "seconds": {"attach": attach_seconds, **seconds},
@@ -194,29 +202,29 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--backwards", type=int, default=1)
     parser.add_argument("--bucket", type=int, help="DeepSpeed's reduce_bucket_size; its default if left out")
+    parser.add_argument("--node-size", type=int, nargs="+", default=[8], help="ranks on a node; several for several")
     parser.add_argument("--output", type=Path, help="write FILE.json, FILE.md and, with matplotlib, FILE.png")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         system, world_size = arguments.one.split("@")
-        measured = measure(
-            system, int(world_size), arguments.layers, arguments.width, arguments.backwards, arguments.bucket
-        )
+        given = (getattr(arguments, name) for name in ("layers", "width", "backwards", "bucket"))
+        measured = measure(system, int(world_size), *given, node_size=arguments.node_size[0])
         print("RESULT " + json.dumps(measured))
         return
     runs = []
-    for world_size in arguments.worlds:
-        for system in arguments.systems:
-            if system == "torch" and world_size != arguments.worlds[0]:
-                continue
-            runs.append(_in_a_process(system, world_size, arguments))
+    for world_size, system in product(arguments.worlds, arguments.systems):
+        if system == "torch" and world_size != arguments.worlds[0]:
+            continue
+        for node_size in arguments.node_size if system.endswith("-node") else arguments.node_size[:1]:
+            runs.append(_in_a_process(system, world_size, node_size, arguments))
             print(_row(runs[-1]), flush=True)
     if arguments.output:
         _write(runs, arguments.output)
 
 
-def _in_a_process(system: str, world_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", f"{system}@{world_size}"]
+def _in_a_process(system: str, world_size: int, node_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", f"{system}@{world_size}", "--node-size", str(node_size)]
     for name in ("layers", "width", "backwards", "bucket"):
         if (value := getattr(arguments, name)) is not None:
             command += [f"--{name}", str(value)]
@@ -228,7 +236,7 @@ def _in_a_process(system: str, world_size: int, arguments: argparse.Namespace) -
 
 
 _HEAD = (
-    "| system | W | ATen calls, forward and backward | ATen calls, step | ATen calls, step uncut | collectives"
+    "| system | W | G | ATen calls, forward and backward | ATen calls, step | ATen calls, step uncut | collectives"
     " | MB sent | Python calls | peak in the backward | peak in the step | attach, s | forward and backward, ms"
     " | step, ms |"
 )
@@ -239,8 +247,9 @@ def _row(run: dict[str, Any]) -> str:
     kinds = ", ".join(f"{kind} {count}" for kind, (count, _) in sorted(run["collectives"].items()))
     sent = sum(nbytes for _, nbytes in run["collectives"].values())
     ranks = run["world_size"] if run["system"] != "torch" else "-"
+    of_node = run["node_size"] if run["system"].endswith("-node") else "-"
     cells = [
-        run["system"], ranks, f"{calls['forward and backward']:,}", f"{calls['step']:,}",
+        run["system"], ranks, of_node, f"{calls['forward and backward']:,}", f"{calls['step']:,}",
         f"{calls['step uncut']:,}", kinds or "-",
         f"{sent / 1e6:.1f}", f"{run['python_calls']:,}",
         *(f"{peak:.2f}" for peak in run["peaks"].values()), f"{seconds['attach']:.2f}",
@@ -271,7 +280,7 @@ def _write(runs: list[dict[str, Any]], path: Path) -> None:
         " which it goes by stripes alone (H3).",
         "",
         _HEAD,
-        "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
         *map(_row, runs),
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

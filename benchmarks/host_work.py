@@ -75,7 +75,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
             },
         )  # fmt: skip
         if kind == "zerosync":
-            attach(engine, **(OPTIONS[option[1]] if len(option) > 1 else {}))
+            attach(engine, **OPTIONS.get("-".join(option), {}))
     tokens = torch.ones(1, 8, dtype=torch.int64)
 
     def step() -> None:

@@ -241,13 +241,17 @@ class FSDP2(_Torch):
     """``fully_shard`` with gradients reduced in the last backward only.
 
     Stage 2 keeps the gathered parameters over all micro-batches, stage 3 frees them after each use.
+
+    Args:
+        per_node: ranks among which parameters are sharded, with a replica on each node (HSDP); 0: among all.
     """
 
     def __init__(self, model: str, stage: int, per_node: int = 0) -> None:
         self.module: Any = make_model(model)
         self.stage = stage
-        shape = (dist.get_world_size() // per_node, per_node) if per_node else (dist.get_world_size(),)
-        shard(self.module, init_device_mesh("cpu", shape), stage)
+        ranks = dist.get_world_size()
+        shape, names = ((ranks // per_node, per_node), ("replicate", "shard")) if per_node else ((ranks,), ("shard",))
+        shard(self.module, init_device_mesh("cpu", shape, mesh_dim_names=names), stage)
         self.optimizer = make_optimizer(self.module)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
@@ -264,7 +268,8 @@ def make_system(name: str, model: str, accumulate: int) -> System:
 
     ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none. ``zerosync-3@25`` has such a
     parameter budget, and releases what is beyond it at once; ``zerosync-3@auto900MiB`` chooses it within that limit.
-    ``-node`` keeps gradients and parameters in node shards, and nothing else; ``-each`` reduces in every backward.
+    ``-node`` keeps gradients and parameters in node shards, and nothing else; ``-each`` keeps nothing, and reduces in
+    every backward; ``-flat`` sends as if each rank were a node.
     """
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
@@ -286,6 +291,8 @@ def make_system(name: str, model: str, accumulate: int) -> System:
         options |= {"param_memory_budget": {"device": 0, "node": "all"}} if stage == 3 else {}
     if variant.endswith("-each"):
         options["grad_memory_budget"] = 0
+    if variant.endswith("-flat"):
+        options["node_size"] = 1
     if variant.endswith("-overlap"):
         options["overlap_gather"] = True
     budget = name.partition("@")[2]

@@ -79,6 +79,23 @@ def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_node_shards_cost_the_same_on_any_number_of_nodes_of_any_size(stage: int) -> None:
+    """With far more parameters than buckets; calls and collectives."""
+    shapes = [(64, 2), (256, 8), (1024, 8), (1024, 32)]
+    first, *others = (
+        measured(f"zerosync-{stage}-node", world_size, layers=24, width=128, backwards=3, node_size=node_size)
+        for world_size, node_size in shapes
+    )
+    for each in others:
+        calls, of_first = (
+            {kind: calls for kind, (calls, _) in found["collectives"].items()} for found in (each, first)
+        )
+        assert calls == of_first, each["world_size"]
+        assert each["python_calls"] <= 1.02 * first["python_calls"]
+        assert sum(each["aten_calls"].values()) <= 1.02 * sum(first["aten_calls"].values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_parameter_larger_than_the_bucket_is_not_cut_to_its_size(stage: int) -> None:
     found = measured(f"zerosync-{stage}", 8, bucket=20)
     reductions, _ = found["collectives"]["reduce_scatter_tensor"]

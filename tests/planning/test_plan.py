@@ -28,11 +28,11 @@ from zerosync_strategy.tools.doctor.findings import Level
 from zerosync_strategy.tools.links import Links
 from zerosync_strategy.tools.plan import models, output, replay, training
 from zerosync_strategy.tools.plan.check import Run, compare, read_run
-from zerosync_strategy.tools.plan.jobs import STOCK, ZEROSYNC, Cluster, OptionSet, Workload
+from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.tools.plan.memory import Ledger
 from zerosync_strategy.tools.plan.plan import KERNELS, Outcome, Plan, PlanError, plan
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
-from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Span, bounds, crossing, own_work
+from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Floor, Span, bounds, crossing, floor, own_work
 
 ZERO = {"stage3_param_persistence_threshold": 0}
 WORKLOAD = Workload(
@@ -130,21 +130,32 @@ def test_memory_counts_what_lives_and_what_is_written_to() -> None:
 def test_what_crosses_which_link() -> None:
     cluster = Cluster(16, 4, Links(within=100.0, between=10.0, latency_within=0.0, latency_between=0.0))
     ring = crossing({"all_gather_into_tensor": (1, 1000)}, cluster)
-    assert (ring.within, ring.between, ring.seconds) == (
-        750.0,
-        250.0,
-        Span(100.0, 100.0),
-    )  # a node sends what a rank sends
+    assert (ring.within, ring.between) == (750.0, 250.0)
+    assert (ring.seconds, ring.in_turn) == (Span(100.0, 100.0), 100.0)  # a node sends what a rank sends
     pairs = crossing({"isend": (15, 1500)}, cluster)
     assert (pairs.within, pairs.between) == (pytest.approx(300.0), pytest.approx(1200.0))
     assert pairs.seconds.most == pytest.approx(4 * 1200 / 10)  # of four ranks at once
     one_node = crossing({"all_reduce": (1, 1000)}, dataclasses.replace(cluster, ranks=4))
     assert (one_node.within, one_node.between, one_node.seconds) == (1000.0, 0.0, Span(10.0, 10.0))
     slow = dataclasses.replace(cluster.links, between=5.0, latency_between=1.0)
+    two_levels = crossing(
+        {"reduce_scatter_tensor within nodes": (1, 3000), "reduce_scatter_tensor between nodes": (1, 200)}, cluster
+    )
+    assert (two_levels.within, two_levels.between) == (3000.0, 200.0)
+    assert (two_levels.seconds, two_levels.in_turn) == (Span(80.0, 110.0), 110.0)  # 4 ranks of a node send to others
     measured = crossing({"all_reduce": (2, 1000), "isend": (30, 0)}, dataclasses.replace(cluster, slow_links=slow))
     assert measured.seconds == Span(100.0, 200.0 + 2 * 4 + 2)  # 16 ranks: four doublings, or one exchange
     assert bounds(measured, Span(150.0, 160.0)) == Bounds(150.0, 370.0)
     assert bounds(measured, Span(50.0, 60.0)) == Bounds(100.0, 270.0)
+    late = dataclasses.replace(cluster, links=Links(1.0, 1.0, latency_within=1.0, latency_between=10.0))
+    calls = {"all_gather_into_tensor within nodes": (1, 0), "isend within nodes": (3, 0), "isend between nodes": (3, 0)}
+    assert crossing(calls, late).seconds == Span(0.0, 2.0 + 1.0 + 10.0)  # two doublings, and two exchanges
+
+
+def test_what_must_be_sent() -> None:
+    assert floor(1600, Cluster(16, 4)) == Floor(within=1200.0, between=300.0)
+    assert floor(1600, Cluster(16, 16)) == Floor(within=1500.0, between=0.0)
+    assert floor(1600, Cluster(16, 1)).between == floor(1600, Cluster(16, 1)).sent == 1500.0
 
 
 def test_own_work_is_bounded_by_how_often_ranks_meet() -> None:
@@ -192,14 +203,15 @@ def test_what_arrives_in_a_replay_is_finite() -> None:
 def outcome(name: str, memory: int, sent: int) -> Outcome:
     peak = {"parameters": memory}
     options = OptionSet(STOCK if name == "stock" else ZEROSYNC, 3, {"param_memory_budget": name})
-    sending = Crossing(sent, 0, Span(1.0, 1.0))
+    sending = Crossing(sent, 0, Span(1.0, 1.0), in_turn=sent)
     return Outcome(options, {"isend": (1, sent)}, peak, peak, sending, Span(2.0, 2.0), Bounds(2.0, 3.0))
 
 
 def test_the_front_and_what_is_recommended() -> None:
     outcomes = (outcome("a", 10, 100), outcome("b", 20, 50), outcome("c", 30, 60), outcome("d", 40, 10),
                 outcome("stock", 1, 1))  # fmt: skip
-    made = Plan(WORKLOAD, Cluster(8, memory=25), 1, (2, 32), 0.0, outcomes)
+    made = Plan(WORKLOAD, Cluster(8, memory=25), 1, (2, 32), Floor(50, 0), 0.0, outcomes)
+    assert made.over_floor(outcomes[0]) == 2
     assert [each.memory for each in made.front] == [10, 20, 40]
     assert made.recommended is outcomes[1] and made.fits(outcomes[1]) == 5 and made.fits(outcomes[3]) == -15
     assert dataclasses.replace(made, cluster=Cluster(8, memory=5)).recommended is None
@@ -277,6 +289,28 @@ def test_a_plan_of_a_thousand_ranks(tmp_path: Path) -> None:
     findings = configurations.check(tmp_path / "accelerate.yaml")
     assert all(finding.level in (Level.OK, Level.NOTE) for finding in findings)
     assert configurations.read(tmp_path / "accelerate.yaml")["num_machines"] == 128
+
+
+def test_a_plan_has_rows_along_the_scale_of_node_shards() -> None:
+    """As one of 1,024 ranks, 8 per node: nothing whole fits, and what is in node shards crosses between nodes once."""
+    cluster = Cluster(1024, links=Links(within=300e9, between=5e9), memory=1)
+    names = [each.name for each in usual_sets((2, 3), stock=False, cluster=cluster)]
+    assert sum("on the node" in name for name in names) == 4
+    assert not any("on the node" in each.name for each in usual_sets(cluster=Cluster(8)))
+    in_shards = {"param_memory_budget": NODE_SHARDS, "grad_memory_budget": NODE_SHARDS}
+    sets = [OptionSet(ZEROSYNC, 3, given) for given in ({"param_memory_budget": "all"}, in_shards,
+                                                        {"grad_memory_budget": 0})]  # fmt: skip
+    workload = dataclasses.replace(WORKLOAD, model=WORKLOAD.model + ",checkpointing=1", micro_batches=5, dtype="bf16")
+    made = plan(workload, cluster, sets, processes=1)
+    whole, nodes, sharded = made.outcomes
+    # Each parameter is padded to as many elements as there are ranks, which is little of a large one.
+    assert 1.0 <= made.over_floor(nodes) < 1.04 and made.over_floor(sharded) > 7
+    assert made.floor.sent == pytest.approx(2 * 2 * made.parameters * 1023 / 1024)
+    assert nodes.peak["node shards"] == pytest.approx((2 + 2) * made.parameters / 8, rel=0.05)
+    assert sharded.peak["node shards"] == 0 < nodes.sent.within
+    small = dataclasses.replace(made, cluster=dataclasses.replace(cluster, memory=nodes.memory))
+    assert whole.memory > nodes.memory and small.recommended is nodes
+    assert json.loads(made.to_json())["outcomes"][1]["over_floor"] == made.over_floor(nodes)
 
 
 def fails_inside() -> nn.Module:

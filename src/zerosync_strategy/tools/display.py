@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zerosync_strategy.tools.plan.plan import Outcome, Plan
 
 _COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-_WIDTH = 220  # of a table in a file or a pipe
-_KINDS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations")
+_WIDTH = 300  # of a table in a file or a pipe
+_KINDS = ("parameters", "gradients", "optimizer", "gathered", "node shards", "buckets", "activations")
 
 
 def console(stderr: bool = False) -> Console:
@@ -57,9 +57,10 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     table.add_column("", no_wrap=True)
     table.add_column("options", no_wrap=True)
     left = ["left"] if knows_memory else []
-    for column in ("sent", "within", "between", "calls", "peak", *_KINDS, "seconds", *left):
+    kinds = [kind for kind in _KINDS if kind != "node shards" or cluster.has_levels]
+    for column in ("sent", "within", "between", "/ least", "calls", "peak", *kinds, "seconds", *left):
         table.add_column(column, justify="right", no_wrap=True)
-    front, best = plan.front, plan.recommended
+    front, best, floor = plan.front, plan.recommended, plan.floor
     for each in plan.outcomes:
         low, high = each.time.lower, each.time.upper
         seconds = f"{low:.3g} to {high:.3g}" if knows_work else f"{low:.3g} + compute"
@@ -67,13 +68,20 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         table.add_row(
             ">" if each is best else "*" if each in front else "", each.options.name,
             *(f"{value / 1e9:.3f}" for value in (each.bytes_sent, each.sent.within, each.sent.between)),
-            str(each.calls), *(f"{value / 1e9:.2f}" for value in (each.memory, *(each.peak[kind] for kind in _KINDS))),
-            seconds, *left,
+            f"{plan.over_floor(each):.3f}", str(each.calls),
+            *(f"{value / 1e9:.2f}" for value in (each.memory, *(each.peak[kind] for kind in kinds))), seconds, *left,
         )  # fmt: skip
+    least = (f"{value / 1e9:.3f}" for value in (floor.sent, floor.within, floor.between))
+    table.add_row("", "least: each gradient once, and each trained parameter", *least)
     _print(out, table)
     if plan.measured is not None:
         out.print(f"seconds: of the rank's own work, measured by {plan.measured}, and of the links", markup=False)
-    out.print("* on the front of memory against bytes; > recommended: of those that fit, it sends least", markup=False)
+    out.print(
+        "* on the front of memory against the links' time; > recommended: of those that fit, links are busy for the"
+        " least time with its bytes", markup=False,
+    )  # fmt: skip
+    of_what = "between nodes" if floor.between else "sent"
+    out.print(f"/ least: {of_what}, over the least that must be", markup=False)
     out.print(_advice(best), markup=False)
 
 

@@ -130,6 +130,10 @@ class AttachedEngine(ABC):
         AttachedEngine.all.add(self)
         self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
 
+    def node_shards(self) -> list[torch.Tensor]:
+        """Return what is kept in shards of the node now."""
+        return [shard for bucket in self.reducer.buckets for shard in bucket.node_shard.values()]
+
     def detach(self) -> None:
         """Give the engine back as it was.
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
@@ -76,6 +78,10 @@ class Stage3Engine(AttachedEngine):
     def _patch_process(self) -> None:
         super()._patch_process()
         let_average()
+
+    def node_shards(self) -> list[torch.Tensor]:
+        shards = self.cache.plan.node_shards
+        return super().node_shards() + ([] if shards is None else shards.all_values())
 
     def detach(self) -> None:
         super().detach()

@@ -162,9 +162,14 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype:
     return optimizer.gradient_accumulation_dtype
 
 
+def reduction_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype in which gradients are reduced."""
+    return optimizer.communication_data_type
+
+
 def reduce_bucket_bytes(optimizer: Any) -> int:
     """Return the bytes of a bucket: DeepSpeed's ``reduce_bucket_size``, in the dtype of the reduction."""
-    return int(optimizer.reduce_bucket_size) * optimizer.communication_data_type.itemsize
+    return int(optimizer.reduce_bucket_size) * reduction_dtype(optimizer).itemsize
 
 
 def accumulated_gradient(param: Any) -> torch.Tensor | None:

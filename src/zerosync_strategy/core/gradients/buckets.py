@@ -240,9 +240,11 @@ def _choose_levels(
     if budget is None:
         return dict.fromkeys(nbytes, Level.WHOLE), limit
     of_nodes = everything if config.gradients.node is None else config.gradients.node
-    # What streams takes an eighth at most before it is reduced. What may stay is one run of parameters, because each
-    # change between two levels ends a bucket. Backward completes it last.
-    limit = min(limit, (budget + of_nodes) // 8)
+    # What streams takes an eighth at most before it is reduced, of what stays, counted in full: on nodes of any size
+    # there are as many buckets (H1). What may stay is one run of parameters, because each change between two levels
+    # ends a bucket. Backward completes it last.
+    in_full = of_nodes * sum(nbytes[param] for param in in_shards) // max(everything, 1)
+    limit = min(limit, (budget + in_full) // 8)
     room, whole = budget - min(limit, budget), dict(nbytes)
     if config.gradients.node_in_device and in_shards:  # they save as much between nodes, and take less memory
         of_nodes, room = min(everything, room), room - everything

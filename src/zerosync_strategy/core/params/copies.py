@@ -69,6 +69,10 @@ class Copies(ABC, Generic[Values]):
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
 
+    def all_values(self) -> list[Values]:
+        """Return the memory of all copies."""
+        return [copy.values for copy in self._copies.values()]
+
     def keeps(self, param: Any) -> bool:
         """Return whether ``param`` is copied once in a window, and then taken from here."""
         return param in (self._copies if self.chosen is None else self.chosen)

@@ -11,6 +11,10 @@ from zerosync_strategy.tools.links import Links
 STOCK, ZEROSYNC = "stock", "zerosync"
 PREFIX, REPLAY, TIMED = "REPLAYED ", "replay", "timed"
 """How a line with a result begins, and of which kind it is."""
+WITHIN, BETWEEN = " within nodes", " between nodes"
+"""What follows the kind of a collective whose ranks are of one node, or one of each node, where nodes have several."""
+NODE_SHARDS = {"device": 0, "node": "all"}
+"""A budget that keeps all in node shards, and nothing in full."""
 DTYPES = ("fp32", "bf16")
 BACKENDS = ("nccl", "gloo")
 
@@ -83,6 +87,11 @@ class Cluster:
         """Ranks that share a node."""
         return min(self.ranks, self.ranks_per_node)
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are several nodes, with several ranks on each."""
+        return 1 < self.per_node < self.ranks
+
 
 @dataclass(frozen=True)
 class OptionSet:
@@ -92,7 +101,7 @@ class OptionSet:
         system: ``"stock"`` DeepSpeed or ``"zerosync"``.
         stage: of ZeRO.
         options: ZeroSync's, as in its block. ``param_memory_budget``, or its part for the device, may be a part of all
-            parameters, as a float.
+            parameters, as a float. Nodes are the cluster's, unless ``node_size`` says otherwise.
     """
 
     system: str
@@ -124,7 +133,8 @@ class Job:
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):
-        return " + ".join(f"{_short(size)} on the {where}" for where, size in value.items())
+        some = {where: size for where, size in value.items() if size != 0} or value
+        return " + ".join(f"{_short(size)} on the {where}" for where, size in some.items())
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
@@ -133,16 +143,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True) -> list[OptionSet]:
-    """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside."""
+def usual_sets(
+    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
+) -> list[OptionSet]:
+    """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside.
+
+    Args:
+        cluster: of several nodes with several ranks each: also with node shards, between what is whole on each rank and
+            what is sharded over all.
+    """
+    has_levels = cluster is not None and cluster.has_levels
     sets = []
     for stage in stages:
         sets += [OptionSet(STOCK, stage)] if stock else []
         sets.append(OptionSet(ZEROSYNC, stage))
         if stage == 2:
+            sets += [OptionSet(ZEROSYNC, 2, {"grad_memory_budget": NODE_SHARDS})] if has_levels else []
             sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
         if stage == 3:
             sets += [OptionSet(ZEROSYNC, 3, {"param_memory_budget": part}) for part in (0.25, 0.5, "all")]
             sets.append(OptionSet(ZEROSYNC, 3, {"param_memory_budget": {"device": 0.25, "host": "all"}}))
+            for params in ("all", {"device": 0.25, "node": "all"}, NODE_SHARDS) if has_levels else ():
+                given = {"param_memory_budget": params, "grad_memory_budget": NODE_SHARDS}
+                sets.append(OptionSet(ZEROSYNC, 3, given))
             sets.append(OptionSet(ZEROSYNC, 3, {"grad_memory_budget": 0}))
     return sets

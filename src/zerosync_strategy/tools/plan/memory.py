@@ -10,7 +10,8 @@ from types import FrameType
 
 import torch
 
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "host", "buckets", "activations")
+NODE_SHARDS = "node shards"
+KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "host", "buckets", "activations")
 
 # Who allocates, by a part of the path of its file; the innermost that is in the table decides.
 _BY_FILE = (
@@ -27,7 +28,8 @@ _BY_FILE = (
 )
 _PASSED = (
     "/zerosync_strategy/tools/plan/memory.py", "/zerosync_strategy/tools/plan/skipped.py",
-    "/zerosync_strategy/core/engine/", "/zerosync_strategy/core/gradients/local.py", "/torch/",
+    "/zerosync_strategy/core/engine/", "/zerosync_strategy/core/gradients/local.py",
+    "/zerosync_strategy/core/comm/nodes.py", "/torch/",
 )  # fmt: skip
 
 

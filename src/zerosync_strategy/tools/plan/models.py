@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from zerosync_strategy.tools.plan.jobs import UsageError, Workload
 
-_SIZES = {"layers": 0, "hidden": 0, "heads": 0, "vocab": 32_000, "intermediate": 0}
+_SIZES = {"layers": 0, "hidden": 0, "heads": 0, "vocab": 32_000, "intermediate": 0, "checkpointing": 0}
 
 
 def build(workload: Workload) -> tuple[nn.Module, Any]:
@@ -129,10 +130,15 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A plain GPT of given sizes, without positions, whose head is not tied."""
+    """A plain GPT of given sizes, without positions, whose head is not tied.
 
-    def __init__(self, layers: int, hidden: int, heads: int, vocab: int, intermediate: int) -> None:
+    Args:
+        checkpointing: 1: activation checkpointing, block by block.
+    """
+
+    def __init__(self, layers: int, hidden: int, heads: int, vocab: int, intermediate: int, checkpointing: int) -> None:
         super().__init__()
+        self._recomputes = bool(checkpointing)
         self.embedding = nn.Embedding(vocab, hidden)
         self.blocks = nn.ModuleList(_Block(hidden, heads, intermediate) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False)
@@ -140,5 +146,5 @@ class _Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(input_ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self._recomputes else block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())

@@ -48,7 +48,7 @@ def require_matplotlib() -> None:
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Draw memory against bytes of all option sets, by number, with the front as a line. Needs matplotlib."""
+    """Draw memory against the links' time of all option sets, by number, the front as a line. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,20 +58,20 @@ def draw(plan: Plan, file: Path) -> None:
     numbers: dict[tuple[float, float], list[str]] = {}  # by place, which several option sets may share
     for number, each in enumerate(plan.outcomes, 1):
         is_stock = each.options.system == STOCK
-        x, y = each.memory / 1e9, each.bytes_sent / 1e9
+        x, y = each.memory / 1e9, each.sent.in_turn
         axes.plot(
             x, y, "x" if is_stock else "o", color="tab:gray" if is_stock else "tab:blue",
             label=f"{number}  {each.options.name}",
         )  # fmt: skip
-        numbers.setdefault((round(x, 2), round(y, 2)), []).append(str(number))
+        numbers.setdefault((round(x, 2), float(f"{y:.3g}")), []).append(str(number))
     for place, there in numbers.items():
         axes.annotate(", ".join(there), place, textcoords="offset points", xytext=(5, 5), fontsize=8)
     front = plan.front
-    axes.plot([each.memory / 1e9 for each in front], [each.bytes_sent / 1e9 for each in front], color="tab:blue")
+    axes.plot([each.memory / 1e9 for each in front], [each.sent.in_turn for each in front], color="tab:blue")
     if plan.cluster.memory is not None:
         axes.axvline(plan.cluster.memory / 1e9, color="tab:red", linestyle="--", label="device memory")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
-    axes.set(xlabel="GB at the peak", ylabel="GB sent per rank and step")
+    axes.set(xlabel="GB at the peak", ylabel="seconds of the links for a step's bytes")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

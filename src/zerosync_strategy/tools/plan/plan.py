@@ -19,7 +19,7 @@ from typing import Any
 from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.tools.plan import jobs
 from zerosync_strategy.tools.plan.jobs import REPLAY, STOCK, TIMED, Cluster, Job, OptionSet, UsageError, Workload
-from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Span, bounds, crossing, own_work
+from zerosync_strategy.tools.plan.timing import Bounds, Crossing, Floor, Span, bounds, crossing, floor, own_work
 from zerosync_strategy.version import __version__
 
 MEASURE = "measure"
@@ -82,6 +82,7 @@ class Plan:
     Attributes:
         parameters: number of elements of the model.
         batch: shape of a micro-batch of one rank: the model's own, or as the workload says.
+        floor: what a rank must send in a step: each gradient once, and each parameter that is trained.
         compute: as it was given: seconds of a micro-batch's computation, 0 where it is not known, or ``"measure"``.
         measured: how the time of a rank's own work was measured, in words; ``None`` where it was given.
     """
@@ -90,6 +91,7 @@ class Plan:
     cluster: Cluster
     parameters: int
     batch: tuple[int, ...]
+    floor: Floor
     compute: float | str
     outcomes: tuple[Outcome, ...]
     measured: str | None = None
@@ -98,22 +100,32 @@ class Plan:
         """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
         return None if self.cluster.memory is None else self.cluster.memory - outcome.memory
 
+    def over_floor(self, outcome: Outcome) -> float:
+        """Return what ``outcome`` sends over the floor: to other nodes, and where there is one node, at all."""
+        sent, floor = (
+            (outcome.sent.between, self.floor.between) if self.floor.between else (outcome.bytes_sent, self.floor.sent)
+        )
+        return sent / floor if floor else 1.0
+
     @property
     def front(self) -> tuple[Outcome, ...]:
-        """Those of ZeroSync that no other of its beats in memory and bytes, by rising memory."""
+        """Those of ZeroSync that no other of its beats in memory and in the links' time, by rising memory.
+
+        That time is of the bytes alone (:attr:`Crossing.in_turn`): where all go the same way, the order is theirs.
+        """
         ours = [each for each in self.outcomes if each.options.system != STOCK]
-        ours.sort(key=lambda each: (each.memory, each.bytes_sent))
+        ours.sort(key=lambda each: (each.memory, each.sent.in_turn))
         front: list[Outcome] = []
         for each in ours:
-            if not front or each.bytes_sent < front[-1].bytes_sent:
+            if not front or each.sent.in_turn < front[-1].sent.in_turn:
                 front.append(each)
         return tuple(front)
 
     @property
     def recommended(self) -> Outcome | None:
-        """The one on the front that fits and sends least; ``None`` where none fits."""
+        """The one on the front that fits and keeps the links busy for the least time; ``None`` where none fits."""
         fitting = [each for each in self.front if (self.fits(each) or 0) >= 0]
-        return min(fitting, key=lambda each: each.bytes_sent, default=None)
+        return min(fitting, key=lambda each: each.sent.in_turn, default=None)
 
     def to_json(self) -> str:
         """Return all of it as a JSON object."""
@@ -121,11 +133,11 @@ class Plan:
             {
                 "name": each.options.name, **dataclasses.asdict(each), "bytes_sent": each.bytes_sent,
                 "calls": each.calls, "memory": each.memory, "left": self.fits(each), "on_front": each in self.front,
-                "recommended": each is self.recommended,
+                "over_floor": self.over_floor(each), "recommended": each is self.recommended,
             }
             for each in self.outcomes
         ]  # fmt: skip
-        of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster")}
+        of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster", "floor")}
         fields = {name: getattr(self, name) for name in ("parameters", "batch", "compute", "measured")}
         found = {"version": __version__, **of_plan, **fields}
         return json.dumps({**found, "outcomes": outcomes}, indent=1)
@@ -145,7 +157,7 @@ def plan(
     """Replay ``workload`` on ``cluster`` with each of ``sets``, in processes of their own.
 
     Args:
-        sets: by default those of :func:`usual_sets`.
+        sets: by default those of :func:`usual_sets` on ``cluster``.
         compute: seconds of the computation of one micro-batch, forward and backward; ``"measure"``: each option set is
             trained here, on this machine's CPU, with all that a rank does itself, and its steps are timed.
         processes: replays at once; by default as many as there are CPUs.
@@ -160,7 +172,7 @@ def plan(
     """
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
-    sets = tuple(jobs.usual_sets() if sets is None else sets)
+    sets = tuple(jobs.usual_sets(cluster=cluster) if sets is None else sets)
     at_once = min(at_once or cluster.per_node, cluster.ranks) if compute == MEASURE else 0
     job = Job(workload, cluster, sets, processes or os.cpu_count() or 1, at_once, threads)
     found = _replay(job, timeout, progress)
@@ -181,7 +193,9 @@ def plan(
         outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
     measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {jobs.cores()} core(s)" if at_once else None
     first = found[REPLAY, 0]
-    return Plan(workload, cluster, first["parameters"], tuple(first["batch"]), compute, tuple(outcomes), measured)
+    least = floor(first["nbytes_once"], cluster)
+    batch = tuple(first["batch"])
+    return Plan(workload, cluster, first["parameters"], batch, least, compute, tuple(outcomes), measured)
 
 
 def _replay(job: Job, timeout: float, progress: Callable[[int, int], None]) -> dict[tuple[str, int], dict[str, Any]]:

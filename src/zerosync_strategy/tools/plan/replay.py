@@ -25,14 +25,13 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.inspection import resident
 from zerosync_strategy.core.runlog import DataGauge, import_all, map_large_blocks
 from zerosync_strategy.tools.plan.jobs import PREFIX, REPLAY, TIMED, Cluster, Job, OptionSet, UsageError, Workload
-from zerosync_strategy.tools.plan.memory import Ledger
+from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
-from zerosync_strategy.tools.plan.training import Training, join
+from zerosync_strategy.tools.plan.training import LevelCounter, Training, join
 
 REPLAYED = 3
 """Backwards that are replayed at most; those in the middle of a step are all alike, and counted as the second."""
@@ -125,22 +124,23 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
 
     Returns:
         ``collectives``: by kind ``[calls, bytes]``; ``peak``: allocated bytes by kind at the moment of the
-        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``batch``: the shape
-        of a micro-batch; ``options``: in force.
+        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``nbytes_once``: bytes
+        of each gradient and of each trained parameter; ``batch``: the shape of a micro-batch; ``options``: in force.
     """
     join(cluster)
     map_large_blocks()
     ledger = Ledger()
     with SkippedCompute(ledger.see):
-        return _steps(Training(workload, options, min(workload.micro_batches, REPLAYED)), workload, ledger)
+        training = Training(workload, options, cluster, min(workload.micro_batches, REPLAYED))
+        return _steps(training, workload, LevelCounter(cluster), ledger)
 
 
-def _steps(training: Training, workload: Workload, ledger: Ledger) -> dict[str, Any]:
+def _steps(training: Training, workload: Workload, counter: LevelCounter, ledger: Ledger) -> dict[str, Any]:
     engine, backwards = training.engine, training.backwards
     for param in training.module.parameters():
         param.register_post_accumulate_grad_hook(_noting_gradients(ledger))
     gc.collect()
-    with CollectiveCounter() as counter:
+    with counter:
         finds_out = training.options.get("param_memory_budget", 0) not in (0, "all")
         for to_come in range(WARM_UP + finds_out, -1, -1):
             ledger.classify(resident(engine))
@@ -149,6 +149,7 @@ def _steps(training: Training, workload: Workload, ledger: Ledger) -> dict[str, 
             parts = []
             for _ in range(1 if to_come and training.zerosync is not None else backwards):
                 training.backward(training.forward())
+                ledger.classify({NODE_SHARDS: training.node_shards()})
                 parts.append(dict(counter.take()))
             training.step()
             parts.append(dict(counter.take()))
@@ -158,6 +159,7 @@ def _steps(training: Training, workload: Workload, ledger: Ledger) -> dict[str, 
         "peak": ledger.allocated.peak,
         "resident": ledger.written.peak,
         "parameters": training.parameters,
+        "nbytes_once": training.nbytes_once,
         "batch": training.batch,
         "options": training.options,
     }
@@ -214,7 +216,7 @@ def measure_steps(
     write_received()
     gauge = DataGauge()
     before = gauge.used()
-    training = Training(workload, options, workload.micro_batches)
+    training = Training(workload, options, cluster, workload.micro_batches)
     seconds, peaks = [], []
     for _ in range(SETTLING + STEPS):
         gauge.restart_peak()

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerosync_strategy.core.runlog import LARGE_BYTES  # smaller tensors are computed
 
-_RESERVED_BYTES = 1 << 30  # from here on without the system's check that so much memory is there
-_MAP_NORESERVE = 0x4000
+_MAP_NORESERVE = 0x4000  # without the system's check that so much memory is there
 
 # These change what a tensor is and no values, or share a storage without saying so.
 _METADATA = {
@@ -39,10 +38,13 @@ _MAY_GROW = {
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape, strides and dtype of ``like``, of zeros that take no memory until written to."""
+    """Return a tensor of the shape, strides and dtype of ``like``, of zeros that take no memory until written to.
+
+    Not from the C library, which may give out what the process has freed: values that are no finite numbers, perhaps.
+    """
     needed = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
     nbytes = needed * like.element_size() if like.numel() else 0
-    if nbytes < _RESERVED_BYTES:
+    if nbytes < LARGE_BYTES:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerosync_strategy.tools.links import Links
-from zerosync_strategy.tools.plan.jobs import Cluster
+from zerosync_strategy.tools.plan.jobs import BETWEEN, WITHIN, Cluster
 
 _PAIRWISE = ("isend", "all_to_all", "all_to_all_single")
 
@@ -28,13 +27,35 @@ class Crossing:
 
     Attributes:
         within, between: bytes to ranks of the same node, and to other nodes.
-        seconds: of the slower kind of link; at least for the bytes alone, since the latencies of what is sent at
-            once hide one another; at most for all collectives one after another, latencies included.
+        seconds: at least those of the busier kind of link for the bytes alone, since the two kinds may be busy at once,
+            and the latencies of what is sent at once hide one another; at most for all collectives one after another,
+            latencies included.
+        in_turn: seconds of all collectives one after another for the bytes alone, by which plans are compared.
     """
 
     within: float
     between: float
     seconds: Span
+    in_turn: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes that one rank must send in a step, as a mean over the ranks, within its node and to other nodes."""
+
+    within: float
+    between: float
+
+    @property
+    def sent(self) -> float:
+        return self.within + self.between
+
+
+def floor(nbytes: int, cluster: Cluster) -> Floor:
+    """Return what must be sent to reduce-scatter or all-gather ``nbytes`` once, each byte to a node once."""
+    nodes = cluster.ranks // cluster.per_node
+    between = nbytes * (nodes - 1) / cluster.ranks
+    return Floor(nbytes * (cluster.ranks - 1) / cluster.ranks - between, between)
 
 
 @dataclass(frozen=True)
@@ -50,38 +71,66 @@ def crossing(collectives: Mapping[str, tuple[int, int]], cluster: Cluster) -> Cr
 
     Collectives go around a ring in the order of the ranks: one rank of each node sends to the next node. What is sent
     point to point, or to all, goes to every other rank alike. A call costs the latency of the slowest link that it
-    crosses: once point to point, else once for each doubling of the ranks.
+    crosses: once point to point, else once for each doubling of the ranks. Those of one node, or of one rank of each,
+    have such a ring of their own, of which as many are busy at once as there are nodes, or ranks on a node.
     """
-    between = sum(nbytes * _outside(kind, cluster) for kind, (_, nbytes) in collectives.items())
-    within = sum(nbytes for _, nbytes in collectives.values()) - between
-    fast = dataclasses.replace(cluster.links, latency_within=0.0, latency_between=0.0)
-    least, most = (_seconds(collectives, cluster, links) for links in (fast, cluster.slow_links or cluster.links))
-    return Crossing(within, between, Span(least, most))
+    parts = [_part(kind, cluster) for kind in collectives]
+    sent = [nbytes for _, nbytes in collectives.values()]
+    between = sum(nbytes * part.outside for nbytes, part in zip(sent, parts, strict=True))
+    uses = [part.busy(nbytes, cluster, cluster.links) for nbytes, part in zip(sent, parts, strict=True)]
+    least = max((sum(of_links) for of_links in zip(*uses, strict=True)), default=0.0)
+    slow, most = cluster.slow_links or cluster.links, 0.0
+    for (calls, nbytes), part in zip(collectives.values(), parts, strict=True):
+        most += max(part.busy(nbytes, cluster, slow)) + calls * part.latency(slow)
+    return Crossing(sum(sent) - between, between, Span(least, most), sum(map(max, uses)))
 
 
-def _outside(kind: str, cluster: Cluster) -> float:
-    """Return which part of its bytes one rank sends to other nodes, as a mean over the ranks."""
-    ranks, per_node = cluster.ranks, cluster.per_node
-    if kind in _PAIRWISE:
-        return (ranks - per_node) / (ranks - 1)
-    return 0.0 if ranks == per_node else 1 / per_node
+@dataclass(frozen=True)
+class _Part:
+    """How collectives of one kind use the links.
 
+    Attributes:
+        ranks: that take part in one.
+        outside: part of its bytes that one rank sends to other nodes, as a mean over the ranks.
+        is_pairwise: sent to each rank apart, and not around a ring.
+        is_message: a call is one of an exchange's messages.
+    """
 
-def _seconds(collectives: Mapping[str, tuple[int, int]], cluster: Cluster, links: Links) -> float:
-    ranks, per_node = cluster.ranks, cluster.per_node
-    is_one_node = ranks == per_node
-    latency = links.latency_within if is_one_node else links.latency_between
-    seconds = 0.0
-    for kind, (calls, nbytes) in collectives.items():
-        outside, is_pairwise = _outside(kind, cluster), kind in _PAIRWISE
-        of_node = nbytes * outside * per_node  # all that its ranks send to others
+    ranks: int
+    outside: float
+    is_pairwise: bool
+    is_message: bool
+
+    def busy(self, nbytes: int, cluster: Cluster, links: Links) -> tuple[float, float]:
+        """Return the seconds within a node and between nodes for the bytes that one rank sends."""
         # In a ring the rank that sends to another node is as busy as the others, and no rank waits for two links.
-        inside = nbytes * (1 - outside) if is_pairwise or is_one_node else float(nbytes)
-        inside_seconds = inside / links.within if per_node > 1 else 0.0
-        messages = calls / (ranks - 1) if kind == "isend" else calls
-        rounds = 1 if is_pairwise else math.ceil(math.log2(ranks))
-        seconds += max(inside_seconds, of_node / links.between) + messages * latency * rounds
-    return seconds
+        inside = 1 - self.outside if self.is_pairwise or self.outside in (0.0, 1.0) else 1.0
+        of_node = nbytes * self.outside * cluster.per_node  # all that its ranks send to others
+        return nbytes * inside / links.within, of_node / links.between
+
+    def latency(self, links: Links) -> float:
+        """Return the seconds of a call beside those of its bytes."""
+        latency = links.latency_between if self.outside else links.latency_within
+        return (
+            latency
+            * (1 if self.is_pairwise else math.ceil(math.log2(self.ranks)))
+            / (self.ranks - 1 if self.is_message else 1)
+        )
+
+
+def _part(kind: str, cluster: Cluster) -> _Part:
+    ranks, per_node = cluster.ranks, cluster.per_node
+    name = kind.removesuffix(WITHIN).removesuffix(BETWEEN)
+    is_pairwise = name in _PAIRWISE
+    if kind.endswith(WITHIN):
+        taking_part, outside = per_node, 0.0
+    elif kind.endswith(BETWEEN):
+        taking_part, outside = ranks // per_node, 1.0
+    elif is_pairwise:
+        taking_part, outside = ranks, (ranks - per_node) / (ranks - 1)
+    else:
+        taking_part, outside = ranks, 0.0 if ranks == per_node else 1 / per_node
+    return _Part(taking_part, outside, is_pairwise, name == "isend")
 
 
 def own_work(ranks: Sequence[Sequence[Sequence[float]]]) -> Span:

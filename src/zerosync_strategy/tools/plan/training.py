@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm import messages
-from zerosync_strategy.core.engine import contract, torch_internals
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.handle import attach
-from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, UsageError, Workload
+from zerosync_strategy.core.options.budgets import AUTO
+from zerosync_strategy.tools.plan.jobs import BETWEEN, STOCK, WITHIN, Cluster, OptionSet, UsageError, Workload
 from zerosync_strategy.tools.plan.models import build, loss_of, shape_of
 
 
@@ -27,6 +29,29 @@ def join(cluster: Cluster) -> None:
         messages.on_one_host = lambda process_group: on_one_node
 
 
+class LevelCounter(CollectiveCounter):
+    """Counts by kind and, where nodes have several ranks, by whether ranks of one node meet, or one of each node."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._levels: dict[Any, str] = {}  # by process group
+
+    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None) -> None:
+        super()._add(kind + self._level(process_group, to), nbytes, process_group, to)
+
+    def _level(self, process_group: Any, to: int | None) -> str:
+        if not self._cluster.has_levels:
+            return ""
+        if to is not None:
+            return WITHIN if to < self._cluster.per_node else BETWEEN  # of rank 0
+        if process_group not in self._levels:
+            ranks = dist.get_process_group_ranks(process_group)
+            nodes = {rank // self._cluster.per_node for rank in ranks}
+            self._levels[process_group] = {1: WITHIN, len(ranks): BETWEEN}.get(len(nodes), "")
+        return self._levels[process_group]
+
+
 class Training:
     """An engine with ZeroSync attached, or without, and what it trains.
 
@@ -38,9 +63,10 @@ class Training:
         parameters: number of elements of the model.
         batch: shape of a micro-batch.
         options: of ZeroSync, in force.
+        nbytes_once: bytes of each gradient, as it is reduced, and of each parameter that is trained.
     """
 
-    def __init__(self, workload: Workload, options: OptionSet, backwards: int) -> None:
+    def __init__(self, workload: Workload, options: OptionSet, cluster: Cluster, backwards: int) -> None:
         import deepspeed
 
         optimizer: Any = getattr(torch.optim, workload.optimizer, None)
@@ -53,6 +79,9 @@ class Training:
         params = list(self.module.parameters())
         self.parameters = sum(param.numel() for param in params)
         nbytes = sum(param.numel() * param.element_size() for param in params)
+        trained = [param for param in params if param.requires_grad]
+        elements = sum(param.numel() for param in trained)
+        in_parameters = sum(param.numel() * param.element_size() for param in trained)
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=optimizer(params, lr=1e-4),
@@ -65,7 +94,14 @@ class Training:
                 self.options["param_memory_budget"] = int(part * nbytes)
             case {"device": float(part), **others}:
                 self.options["param_memory_budget"] = {"device": int(part * nbytes), **others}
-        self.zerosync = None if options.system == STOCK else attach(self.engine, **self.options)
+        reduced_in = zero.reduction_dtype(self.engine.optimizer)
+        self.nbytes_once = in_parameters + reduced_in.itemsize * elements
+        nodes = {"node_size": cluster.per_node} if self.options.get("node_size", AUTO) == AUTO else {}
+        self.zerosync = None if options.system == STOCK else attach(self.engine, **self.options | nodes)
+
+    def node_shards(self) -> list[torch.Tensor]:
+        """Return what is kept in node shards now."""
+        return [] if self.zerosync is None else self.zerosync._attached.node_shards()
 
     def forward(self) -> Any:
         """Return the loss of the micro-batch."""
