@@ -12,7 +12,7 @@ from zerosync_strategy.version import __version__
 _NUMBERS = (
     "backwards", "reductions", "early_reductions", "bytes_sent", "bytes_sent_between_nodes", "floor_bytes",
     "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_node_bytes",
-    "peak_unsharded_bytes", "seconds",
+    "peak_unsharded_bytes", "gathered_bytes", "gathered_bytes_in_full", "seconds",
 )  # fmt: skip
 
 
@@ -41,6 +41,8 @@ class StepReport:
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
             modules, since the gradient or step before it and up to its own.
         budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
+        gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step.
+        gathered_bytes_in_full: what it had sent without; :attr:`floor_bytes` counts these.
         version: of ZeroSync.
     """
 
@@ -59,6 +61,8 @@ class StepReport:
     budgets: Choice | None = None
     floor_bytes_between_nodes: int = 0
     peak_node_bytes: int = 0
+    gathered_bytes: int = 0
+    gathered_bytes_in_full: int = 0
     version: str = __version__
 
     @property
@@ -90,6 +94,13 @@ class StepReport:
         sent = self.bytes_sent_between_nodes
         return [f"between nodes: {_size(sent)} of them, {sent / floor:.3f} x the minimum of {_size(floor)}"]
 
+    def _gathered(self) -> list[str]:
+        if not self.gathered_bytes_in_full:
+            return []
+        share = self.gathered_bytes / self.gathered_bytes_in_full
+        in_full = _size(self.gathered_bytes_in_full)
+        return [f"changes: {_size(self.gathered_bytes)} gathered after the step, {share:.3f} x the {in_full} in full"]
+
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
 
@@ -113,6 +124,7 @@ class StepReport:
             f"bytes: {_size(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
             f" {_size(self.floor_bytes)} for these options",
             *self._between(),
+            *self._gathered(),
             f"memory peaks: {', '.join(memory) or 'none'}{loaded}",
         ]
         return "\n".join(lines if self.budgets is None else [*lines, f"budgets: {self.budgets}"])

@@ -63,6 +63,11 @@ class Stage3Engine(AttachedEngine):
                 "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
                 " which gathers parameters when modules need them. Leave it out."
             )
+        if config.gather_changes:
+            raise ValueError(
+                f"ZeroSync option 'gather_changes' got {config.gather_changes!r} and is for stages 1 and 2, where every"
+                " rank has the parameters from before the step; found stage 3. Leave it out."
+            )
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"

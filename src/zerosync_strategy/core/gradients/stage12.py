@@ -13,6 +13,7 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import Level, choose_buckets
+from zerosync_strategy.core.gradients.changes import ChangesGather
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -25,11 +26,13 @@ class Stage12Reducer(Reducer):
 
     Attributes:
         groups: the parameter groups.
+        changes: by layout, if the parameters that a step has updated are gathered by their changes.
         keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
     """
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
+    changes: dict[FlatLayout, ChangesGather]
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -54,6 +57,12 @@ class Stage12Reducer(Reducer):
                 chosen = [(layout.params, Level.WHOLE)]
             layout.divide(chosen[::-1], **common)
             buckets += layout.buckets[::-1]
+        self.changes = {
+            layout: ChangesGather(layout, config.gather_changes is not True, self.streams, self.topology)
+            for layout in self.layouts
+            if config.gather_changes and layout.world_size > 1 and layout.params
+            if zero12.flat_parameters(self.optimizer, layout.group_index).dtype.itemsize == 2
+        }
         return buckets
 
     def allocate_shards(self) -> None:
@@ -134,12 +143,35 @@ class Stage12Reducer(Reducer):
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
         for bucket in buckets:
             stripe = bucket.stripe
-            rows = stripe.rows(flat)
-            rows[layout.rank].copy_(shard[stripe.offset : stripe.offset + stripe.width], non_blocking=True)
+            rows, stepped = stripe.rows(flat), shard[stripe.offset : stripe.offset + stripe.width]
+            if layout in self.changes:
+                bucket.gather = self.changes[layout].launch(bucket, rows, stepped, self._windows_closed, tag)
+                continue
+            rows[layout.rank].copy_(stepped, non_blocking=True)
             bucket.gather = layout.all_gather(rows, tag, bucket.gather_label)
+
+    def begin_update(self) -> None:
+        """The optimizer is about to step."""
+        for changes in self.changes.values():
+            changes.begin_step()
+
+    def gather_in_full(self) -> None:
+        """The parameters are others, on all ranks: the next gather is of values."""
+        for changes in self.changes.values():
+            changes.reset()
+
+    def take_gather_bytes(self) -> tuple[int, int]:
+        """Return the bytes that gathers of changes have sent since the last call, and those of full gathers."""
+        sent = sum(changes.sent_bytes for changes in self.changes.values())
+        in_full = sum(changes.dense_bytes for changes in self.changes.values())
+        for changes in self.changes.values():
+            changes.reset_counts()
+        return sent, in_full
 
     def join_gathers(self) -> None:
         """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
+        for changes in self.changes.values():
+            changes.abandon()
         for bucket in (bucket for layout in self.layouts for bucket in layout.buckets):
             if bucket.gather is not None and self.streams.concurrent:  # elsewhere the host would wait for other ranks
                 bucket.gather.wait()
@@ -164,6 +196,8 @@ class Stage12Reducer(Reducer):
             with phase("wait_gather"):
                 for _, gather in gathers:
                     gather.wait()
+        for changes in self.changes.values():
+            changes.end_step()
 
 
 def _why_stock(optimizer: Any) -> str:

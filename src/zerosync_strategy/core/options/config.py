@@ -42,6 +42,9 @@ class ZeroSyncConfig:
         overlap_last: reduce during the backward that is known to be the last of its window.
         overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
             of one waits for it alone (rule U5).
+        gather_changes: ZeRO-1 and 2 with 16-bit parameters: gather how a step has changed them, in a few bits each and
+            bit for bit, instead of their values (rule R6). ``"auto"``: try both in the first steps, and keep the
+            faster; parameters of other sizes are gathered as without.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
@@ -68,6 +71,7 @@ class ZeroSyncConfig:
     loss_reduction: str = "mean"
     overlap_last: bool = True
     overlap_gather: bool = False
+    gather_changes: bool | str = False
     unshard_streams: str = "per_group"
     racecheck: int = 0
     eager_frames: bool = True
@@ -83,6 +87,16 @@ class ZeroSyncConfig:
         ):  # fmt: skip
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
+        if not isinstance(self.gather_changes, bool) and self.gather_changes != AUTO:
+            raise TypeError(
+                f"ZeroSync option 'gather_changes' takes True, False or \"auto\", got {self.gather_changes!r}."
+            )
+        if self.gather_changes and self.overlap_gather:
+            raise ValueError(
+                f"ZeroSync option 'gather_changes' got {self.gather_changes!r} with overlap_gather=True. Ranks see when"
+                " changes arrive whether they have to gather in full, and must do so in one order, which a gather that"
+                " goes on after the step does not have. Leave one of them out."
+            )
         if self.trace_gathers and not self.eager_frames:
             raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
         if self.reduction not in ("native", "ordered"):
