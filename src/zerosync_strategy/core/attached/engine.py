@@ -77,7 +77,7 @@ class AttachedEngine(ABC):
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
-        self.frozen = FrozenParameters(self.reducer)
+        self.frozen = self._make_frozen()
         self.masters = MasterWeights(self.reducer.streams)
         changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
@@ -104,6 +104,9 @@ class AttachedEngine(ABC):
 
     @abstractmethod
     def _make_reducer(self) -> Reducer: ...
+
+    def _make_frozen(self) -> FrozenParameters:
+        return FrozenParameters(self.reducer)
 
     def _patch_process(self) -> None:
         """Replace what is replaced in the whole process, until the last engine is detached (C2)."""

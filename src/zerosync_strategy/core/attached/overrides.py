@@ -16,7 +16,9 @@ from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
+from zerosync_strategy.core.attached.whole import WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3_optimizer
+from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -199,6 +201,30 @@ class Stage12Overrides(OptimizerOverrides):
         return self._zerosync_attached.reducer.norm()
 
 
+class WholeStage12Overrides(Stage12Overrides):
+    """Overrides of the optimizer of ZeRO-1 and ZeRO-2 where each parameter has an owner."""
+
+    _zerosync_attached: WholeStage12Engine
+
+    def _optimizer_step(self, group_no: int) -> None:
+        self._zerosync_attached.frozen.step_group(group_no)
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Does nothing: parameters are not to know of states in flat shards."""
+
+    def _link_all_hp_params(self) -> None:
+        """Does nothing: as above. What they know of ours stays."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._zerosync_attached.save(lambda: super(WholeStage12Overrides, self).state_dict(*args, **kwargs))
+
+    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(self._zerosync_attached.loaded(state_dict_list), *args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self._zerosync_attached.adopt_edits()
+
+
 class Stage3Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-3."""
 
@@ -265,7 +291,12 @@ def attach_engine(engine: Any, config: ZeroSyncConfig) -> AttachedEngine:
     Raises:
         ValueError: as :class:`AttachedEngine`.
     """
-    is_stage_3 = zero.stage(engine) == 3
-    attached = (Stage3Engine if is_stage_3 else Stage12Engine)(engine, config)
-    attached.begin((engine, EngineOverrides), (engine.optimizer, Stage3Overrides if is_stage_3 else Stage12Overrides))
+    of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]] = Stage12Engine, Stage12Overrides
+    if zero.stage(engine) == 3:
+        of_stage = Stage3Engine, Stage3Overrides
+    elif needs_whole_parameters(zero.stepping_optimizer(engine), config.elementwise_optimizer):
+        of_stage = WholeStage12Engine, WholeStage12Overrides
+    attached_class, overrides = of_stage
+    attached = attached_class(engine, config)
+    attached.begin((engine, EngineOverrides), (engine.optimizer, overrides))
     return attached

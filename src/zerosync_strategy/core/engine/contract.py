@@ -197,6 +197,13 @@ STAGE_1_2 = (
         all_gather_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)
     """),
     *rows("parameter gather", "optimizer", "_update_model_bit16_weights(group_index) get_param_id(param)"),
+    *rows("whole parameters", "optimizer", """
+        _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() torch_autocast_gradscaler
+        _restore_from_bit16_weights()
+    """),
+    *rows("whole parameters", "deepspeed.checkpoint.constants",
+          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS"),
+    *rows("whole parameters", "parameter", "_hp_mapping", named_in=_STAGE12),
     AVERAGES,
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = rows(

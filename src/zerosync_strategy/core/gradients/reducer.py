@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, phase, reduce_scatter
+from zerosync_strategy.core.comm.collectives import InFlight, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
@@ -82,7 +82,7 @@ class Reducer(ABC):
         self.local = LocalGradients(optimizer, self.streams)
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         for layout in self.layouts:
-            layout.nodes = topology.of(layout.process_group)
+            layout.nodes = topology.of(layout.process_group) if layout.has_levels else None
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
         chunk_bytes = min(largest, max(limit, SMALL_BYTES))
@@ -383,13 +383,11 @@ class Reducer(ABC):
         """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
         return self._windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
 
-    def _reduce(self, bucket: GradientBucket, rows: torch.Tensor, offset: int) -> None:
+    def _reduce(self, bucket: GradientBucket, rows: Any, offset: int) -> None:
         """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
         layout = bucket.layout
-        out, use = self._into_shard(bucket, offset, rows.shape[1])
-        reduction = reduce_scatter(
-            rows, layout.process_group, self._ordered, self._tag, out, self.local.empty, bucket.label
-        )
+        out, use = self._into_shard(bucket, offset, layout.own_numel(rows))
+        reduction = layout.reduce_scatter(rows, self._ordered, self._tag, out, self.local.empty, bucket.label)
         self._note(bucket, reduction, use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:
