@@ -77,8 +77,8 @@ class AttachedEngine(ABC):
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
-        self.frozen = self._make_frozen()
         self.masters = MasterWeights(self.reducer.streams)
+        self.frozen = self._make_frozen()
         changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
             self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes

@@ -9,14 +9,13 @@ from typing import Any
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.engine import contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.pending import PendingGradients
-from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.full_parameters import let_average
@@ -67,12 +66,6 @@ class Stage3Engine(AttachedEngine):
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
                 f" 'zero_optimization.zero_hpz_partition_size' = {size}, with which DeepSpeed keeps parameters by node"
                 f" itself, and fills them anew in every step. Leave that out, and give node_size={size}."
-            )
-        optimizer = zero.stepping_optimizer(engine)
-        if needs_whole_parameters(optimizer, config.elementwise_optimizer):
-            raise ValueError(
-                f"attach() found the optimizer {type(optimizer).__name__}, which needs whole parameters, and ZeRO stage"
-                " 3, which shards each. Use stage 1 or 2, or an optimizer that updates each element by itself."
             )
         if config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed

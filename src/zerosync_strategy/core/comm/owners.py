@@ -9,6 +9,7 @@ owners at a time, so that no link waits for another one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,17 @@ def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int
         owners[index] = owner
         heapq.heapreplace(ranks, (0.0, numel + numels[index], owner))
     return owners
+
+
+def step_cost(shape: Sequence[int]) -> float:
+    """Return what the step of a parameter costs, as by Newton-Schulz: products of a matrix with its transpose.
+
+    Fewer dimensions than two cost nothing beside.
+    """
+    if len(shape) < 2:
+        return 0.0
+    rows, columns = shape[0], math.prod(shape[1:])
+    return float(rows * columns * min(rows, columns))
 
 
 def reduce_to_owners(
@@ -131,3 +143,33 @@ def give_from_owners(parts: Sequence[tuple[int, torch.Tensor]], process_group: A
         works.append(comm.broadcast(part, source, group=process_group, async_op=True))
         note_launch(process_group, device, label)
     return InFlight(works, lambda: parts[0][1], alive=parts)
+
+
+def all_to_all(
+    sent: torch.Tensor, received: torch.Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
+    process_group: Any, tag: int, label: str,
+) -> InFlight:  # fmt: skip
+    """Exchange parts of any sizes among the ranks of ``process_group``; return ``received``.
+
+    Args:
+        sent: flat, what each rank receives of this one, in the order of the ranks.
+        received: flat, for what each rank has sent, in their order.
+        sent_numels, received_numels: by rank.
+        tag, label: as for :func:`collectives.all_gather`.
+    """
+    from deepspeed import comm
+
+    rank = dist.get_rank(process_group)
+    if not is_native(process_group, sent.device):
+        parts, into = sent.split(list(sent_numels)), received.split(list(received_numels))
+        into[rank].copy_(parts[rank])
+        peers = (peer for peer in range(len(parts)) if peer != rank)
+        messages: list[Message] = [
+            (peer, (parts[peer],), (into[peer],)) for peer in peers if len(parts[peer]) or len(into[peer])
+        ]
+        return exchange(messages, process_group, tag, label, lambda: received)
+    work = comm.all_to_all_single(
+        received, sent, list(received_numels), list(sent_numels), group=process_group, async_op=True
+    )
+    note_launch(process_group, sent.device, label)
+    return InFlight([work], lambda: received, alive=sent)

@@ -177,16 +177,6 @@ def with_saved(state: dict[str, Any], masters: list[torch.Tensor], states: dict[
     return state | {SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: states}
 
 
-def step_torch_optimizer(optimizer: Any) -> None:
-    """Step the torch optimizer with all its groups at once, through the gradient scaler of torch's autocast."""
-    scaler = optimizer.torch_autocast_gradscaler
-    if scaler is None:
-        optimizer.optimizer.step()
-    else:
-        scaler.step(optimizer.optimizer)
-        scaler.update()
-
-
 def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
     if optimizer.cpu_offload:

@@ -7,14 +7,13 @@ step, owners give their parameters to all ranks, in the flat buffer, whose layou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import Allocate, InFlight
-from zerosync_strategy.core.comm.owners import assign_owners, give_from_owners, reduce_to_owners
+from zerosync_strategy.core.comm.owners import assign_owners, give_from_owners, reduce_to_owners, step_cost
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe
 from zerosync_strategy.core.gradients.buckets import Level, ReduceScatterInput
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
@@ -230,14 +229,3 @@ class OwnedReducer(Stage12Reducer):
 
     def step_slices(self) -> StepSlices:
         return []
-
-
-def step_cost(shape: Sequence[int]) -> float:
-    """Return what the step of a parameter costs, as by Newton-Schulz: products of a matrix with its transpose.
-
-    Fewer dimensions than two cost nothing beside.
-    """
-    if len(shape) < 2:
-        return 0.0
-    rows, columns = shape[0], math.prod(shape[1:])
-    return float(rows * columns * min(rows, columns))

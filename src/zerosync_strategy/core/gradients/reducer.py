@@ -62,6 +62,7 @@ class Reducer(ABC):
         begun: what was sent in this window, for ranks that abort it.
         items: that the coming gradients are the mean over.
         topology: of the ranks.
+        bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
         sent_floor: what one rank had to send for what was reduced since :meth:`reset_counts`.
         deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
     """
@@ -85,7 +86,7 @@ class Reducer(ABC):
             layout.nodes = topology.of(layout.process_group) if layout.has_levels else None
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
-        chunk_bytes = min(largest, max(limit, SMALL_BYTES))
+        self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
         for layout in self.layouts:
