@@ -11,7 +11,7 @@ from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.optimizer.probe import Scope, probe
-from zerosync_strategy.core.optimizer.problems import kind_problem
+from zerosync_strategy.core.optimizer.problems import kind_problem, needs_whole_parameters
 
 
 class Plain(torch.optim.Optimizer):
@@ -173,13 +173,14 @@ def test_a_trial_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_errors_say_what_was_found() -> None:
     params = list(network().parameters())
-    problem = kind_problem(Centralized(params, 2))
-    assert "the optimizer Centralized computes with the shape or the norm of each parameter, but ZeRO" in problem
+    for cls in (Centralized, MatricesOnly):
+        assert kind_problem(cls(params, 2)) == "" and needs_whole_parameters(cls(params, 2))
+    assert "raises AssertionError: takes matrices" in probe(MatricesOnly(params, 2)).detail
+    problem = kind_problem(GlobalNorm(params, 2))
+    assert "the optimizer GlobalNorm computes with all parameters at once, but ZeRO" in problem
     assert "times the largest update of a parameter of shape (128, 160)" in problem
     assert "Use AdamW, SGD" in problem and "elementwise_optimizer=True" in problem
-    assert "GlobalNorm computes with all parameters at once" in kind_problem(GlobalNorm(params, 2))
     assert "Noisy draws random numbers" in kind_problem(Noisy(params, 2))
-    assert "raises AssertionError: takes matrices" in kind_problem(MatricesOnly(params, 2))
     assert "KeyError: 'sum'" in kind_problem(MadeWithStates(params, 2))
     assert "Lookahead could not step a copy of itself" in kind_problem(Lookahead(torch.optim.SGD(params, lr=0.1)))
     assert "SAM could not step" in kind_problem(SAM(params, torch.optim.SGD))
@@ -191,8 +192,8 @@ def test_errors_say_what_was_found() -> None:
 def test_attach_tries_it() -> None:
     def run() -> None:
         for stage in (1, 3):
-            engine = make_engine(module := network(), Centralized(module.parameters(), 2), stage)
-            with pytest.raises(ValueError, match="Centralized computes with the shape"):
+            engine = make_engine(module := network(), GlobalNorm(module.parameters(), 2), stage)
+            with pytest.raises(ValueError, match="GlobalNorm computes with all parameters"):
                 attach(engine)
             attach(engine, elementwise_optimizer=True)
 

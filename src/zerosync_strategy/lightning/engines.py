@@ -25,12 +25,12 @@ TAG = "checkpoint"
 
 
 def divide(
-    module: torch.nn.Module, optimizers: Sequence[Optimizer], elementwise: bool = False
+    module: torch.nn.Module, optimizers: Sequence[Optimizer], elementwise: bool | str = False
 ) -> list[torch.nn.Module]:
     """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
 
     Args:
-        elementwise: the user says that each optimizer updates each element by itself.
+        elementwise: the option ``elementwise_optimizer``.
 
     Raises:
         MisconfigurationException: no optimizer, one that ZeRO cannot partition, one without a trainable parameter or

@@ -77,8 +77,8 @@ class AttachedEngine(ABC):
         self.reducer = self._make_reducer()
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
-        self.frozen = FrozenParameters(self.reducer)
         self.masters = MasterWeights(self.reducer.streams)
+        self.frozen = self._make_frozen()
         changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
             self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes
@@ -104,6 +104,9 @@ class AttachedEngine(ABC):
 
     @abstractmethod
     def _make_reducer(self) -> Reducer: ...
+
+    def _make_frozen(self) -> FrozenParameters:
+        return FrozenParameters(self.reducer)
 
     def _patch_process(self) -> None:
         """Replace what is replaced in the whole process, until the last engine is detached (C2)."""

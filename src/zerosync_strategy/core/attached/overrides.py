@@ -16,7 +16,9 @@ from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
+from zerosync_strategy.core.attached.whole import WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3_optimizer
+from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -199,6 +201,33 @@ class Stage12Overrides(OptimizerOverrides):
         return self._zerosync_attached.reducer.norm()
 
 
+class WholeStage12Overrides(Stage12Overrides):
+    """Overrides of the optimizer of ZeRO-1 and ZeRO-2 where each parameter has an owner."""
+
+    _zerosync_attached: WholeStage12Engine
+
+    def _optimizer_step(self, group_no: int) -> None:
+        self._zerosync_attached.frozen.step_group(group_no)
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Does nothing: parameters are not to know of states in flat shards."""
+
+    def _link_all_hp_params(self) -> None:
+        """Does nothing: as above. What they know of ours stays."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._zerosync_attached.save(lambda: super(WholeStage12Overrides, self).state_dict(*args, **kwargs))
+
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
+        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self._zerosync_attached.adopt_edits()
+
+
 class Stage3Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-3."""
 
@@ -259,13 +288,64 @@ class Stage3Overrides(OptimizerOverrides):
             zero3_optimizer.take_master_weights(self, param)
 
 
+class WholeStage3Overrides(Stage3Overrides):
+    """Overrides of the optimizer of ZeRO-3 where each parameter has an owner."""
+
+    _zerosync_attached: WholeStage3Engine
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        self._zerosync_attached.frozen.step_group(sub_group_id)
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Does nothing: the torch optimizer has its parameters."""
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Does nothing: and keeps them."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._zerosync_attached.save(super().state_dict(*args, **kwargs))  # type: ignore[misc]
+
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
+        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)  # type: ignore[misc]
+
+    def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+        if optim_state_key is None:
+            return super().get_full_hp_param(param)  # type: ignore[misc]
+        return self._zerosync_attached.read_state(param, optim_state_key)
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if optim_state_key is None:
+            super().set_full_hp_param(value, param)
+        else:
+            self._zerosync_attached.frozen.write_state(param, value, optim_state_key)
+
+    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+        if optim_state_key is not None:
+            self._zerosync_attached.refuse_local_state("safe_get_local_optimizer_state()")
+        return super().get_local_fp32_param(param)  # type: ignore[misc]
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if optim_state_key is not None:
+            self._zerosync_attached.refuse_local_state("safe_set_local_optimizer_state()")
+        super().set_local_hp_param(value, param)
+
+
 def attach_engine(engine: Any, config: ZeroSyncConfig) -> AttachedEngine:
     """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them.
 
     Raises:
         ValueError: as :class:`AttachedEngine`.
     """
-    is_stage_3 = zero.stage(engine) == 3
-    attached = (Stage3Engine if is_stage_3 else Stage12Engine)(engine, config)
-    attached.begin((engine, EngineOverrides), (engine.optimizer, Stage3Overrides if is_stage_3 else Stage12Overrides))
+    whole = needs_whole_parameters(zero.stepping_optimizer(engine), config.elementwise_optimizer)
+    of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]]
+    if zero.stage(engine) == 3:
+        of_stage = (WholeStage3Engine, WholeStage3Overrides) if whole else (Stage3Engine, Stage3Overrides)
+    else:
+        of_stage = (WholeStage12Engine, WholeStage12Overrides) if whole else (Stage12Engine, Stage12Overrides)
+    attached_class, overrides = of_stage
+    attached = attached_class(engine, config)
+    attached.begin((engine, EngineOverrides), (engine.optimizer, overrides))
     return attached

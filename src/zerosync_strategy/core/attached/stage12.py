@@ -30,7 +30,7 @@ class Stage12Engine(AttachedEngine):
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         super().__init__(engine, config)
-        self.states = StripedStates(self.reducer)
+        self.states = self._make_states()
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
         self.pending = FlatPendingGradients(engine, self.reducer, self.window, self.activity, states=self.states)
         self.meter = Stage12Meter(engine.module, self.traffic, self.window, self.reducer)
@@ -64,6 +64,9 @@ class Stage12Engine(AttachedEngine):
 
     def _make_reducer(self) -> Stage12Reducer:
         return Stage12Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
+
+    def _make_states(self) -> StripedStates:
+        return StripedStates(self.reducer)
 
     def wait_for_parameters(self) -> None:
         self.arriving.wait_for_all()

@@ -163,7 +163,7 @@ def reduce_scatter(
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
         note_launch(process_group, rows.device, label)
-        return InFlight([work], lambda: _tree_sum(received_all), alive=packed)
+        return InFlight([work], lambda: tree_sum(received_all), alive=packed)
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
@@ -336,7 +336,7 @@ def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torc
     return total
 
 
-def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
+def tree_sum(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions."""
     rows = rows.float()
     while len(rows) > 1:

@@ -153,6 +153,7 @@ ALL_STAGES = (
     *rows("window", "engine config", "_param_dict"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
+    *rows("whole parameters", "optimizer", "torch_autocast_gradscaler"),
     *rows("window", "optimizer", "finalize_gradient_accumulation_boundary()", since="0.19.4"),
     *rows("checkpoints", "engine", """
         +save_checkpoint(save_dir, tag, client_state)
@@ -197,6 +198,12 @@ STAGE_1_2 = (
         all_gather_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)
     """),
     *rows("parameter gather", "optimizer", "_update_model_bit16_weights(group_index) get_param_id(param)"),
+    *rows("whole parameters", "optimizer", """
+        _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
+    """),
+    *rows("whole parameters", "deepspeed.checkpoint.constants",
+          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS"),
+    *rows("whole parameters", "parameter", "_hp_mapping", named_in=_STAGE12),
     AVERAGES,
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = rows(
@@ -252,6 +259,12 @@ STAGE_3 = (
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
+    *rows("whole parameters", "optimizer", """
+        _optimizer_step(sub_group_id) _reassign_or_swap_out_partitioned_parameters(sub_group_id) sub_group_to_group_id
+        _set_fp32_optimizer_param_groups() _clear_fp32_optimizer_param_groups() +state_dict() +load_state_dict
+        get_full_hp_param(param, optim_state_key)
+    """),
+    *rows("whole parameters", "deepspeed.checkpoint.constants", "OPTIMIZER_STATE_DICT"),
     STEPPED_OFFLOADED, PARAM_GROUP, AVERAGED_RANKS, SEQUENTIAL_GATHERS, WHOLE_GATHER,
 )  # fmt: skip
 STAGE_3_OFFLOAD = rows(

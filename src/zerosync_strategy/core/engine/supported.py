@@ -83,7 +83,8 @@ def _check_configuration(engine: Any) -> None:
         (getattr(engine, "zero_quantized_gradients", bool)(),
          "does not support quantized gradients; set 'zero_quantized_gradients' to false."),
         (any(getattr(param, "use_muon", False) for param in params),
-         "does not support Muon, which needs whole gradients. Use AdamW or SGD."),
+         "does not support DeepSpeed's own Muon, found in 'optimizer.type'. Leave that out, and give"
+         " deepspeed.initialize() an optimizer: torch.optim.Muon, or a class with groups for what is no matrix."),
         (getattr(folding, "tp_size", 1) > 1,
          "does not support AutoEP folded with tensor parallelism. Use one of the two."),
         (not isinstance(optimizer, ZeROOptimizer),

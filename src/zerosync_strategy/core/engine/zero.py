@@ -92,6 +92,16 @@ def stepping_optimizer(engine: Any) -> Any:
     return engine.optimizer.optimizer
 
 
+def step_torch_optimizer(optimizer: Any) -> None:
+    """Step the torch optimizer with all its groups at once, through the gradient scaler of torch's autocast."""
+    scaler = optimizer.torch_autocast_gradscaler
+    if scaler is None:
+        optimizer.optimizer.step()
+    else:
+        scaler.step(optimizer.optimizer)
+        scaler.update()
+
+
 def comm_backend() -> Any:
     """Return DeepSpeed's process-wide communication backend, through which all its collectives go.
 

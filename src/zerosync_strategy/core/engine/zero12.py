@@ -121,6 +121,62 @@ def master(optimizer: Any, index: int) -> Any:
     return optimizer.single_partition_of_fp32_groups[index]
 
 
+def params_in_order(optimizer: Any, index: int) -> list[Any]:
+    """Return the parameters of one group in the order in which the program has given them to its optimizer."""
+    return list(optimizer.bit16_groups[index])
+
+
+def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
+    """Let this rank's shard of one group be one of ``numel`` elements, of any number on each rank.
+
+    DeepSpeed's own, and what parameters know of where they are in it, are dropped.
+
+    Returns:
+        The master weights, of any values, flat.
+    """
+    before = master(optimizer, index)
+    flat = torch.empty(numel, dtype=before.dtype, device=before.device, requires_grad=True)
+    optimizer.single_partition_of_fp32_groups[index] = flat
+    optimizer.partition_size[index] = numel
+    for param in optimizer.bit16_groups[index]:
+        param._hp_mapping = None
+    return flat
+
+
+@contextmanager
+def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> Iterator[None]:
+    """While active, DeepSpeed finds ``masters`` in place of those that this rank steps, by group."""
+    own = optimizer.single_partition_of_fp32_groups
+    optimizer.single_partition_of_fp32_groups = masters
+    try:
+        yield
+    finally:
+        optimizer.single_partition_of_fp32_groups = own
+
+
+def saved_masters(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the master weights in a rank's state of a checkpoint, by group, without padding."""
+    from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+
+    found: list[torch.Tensor] = state[SINGLE_PARTITION_OF_FP32_GROUPS]
+    return found
+
+
+def saved_states(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the torch optimizer in a rank's state of a checkpoint."""
+    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
+
+    found: dict[str, Any] = state[BASE_OPTIMIZER_STATE]
+    return found
+
+
+def with_saved(state: dict[str, Any], masters: list[torch.Tensor], states: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's state of a checkpoint with other master weights and other states of the torch optimizer."""
+    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
+
+    return state | {SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: states}
+
+
 def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
     if optimizer.cpu_offload:

@@ -170,6 +170,35 @@ def master_shards(optimizer: Any) -> list[MasterShard]:
     return masters
 
 
+def torch_groups(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters of the optimizer, by the groups of its torch optimizer."""
+    groups: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+    for index, params in enumerate(optimizer.fp16_groups):
+        groups[optimizer.sub_group_to_group_id[index]] += params
+    return groups
+
+
+def reassign_shards(optimizer: Any) -> None:
+    """Let the shards of the parameters have the master weights that a step has changed."""
+    for index, _ in enumerate(optimizer.fp16_groups):
+        optimizer._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def saved_states(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the torch optimizer in a rank's state of a checkpoint."""
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+
+    found: dict[str, Any] = state[OPTIMIZER_STATE_DICT]
+    return found
+
+
+def with_saved_states(state: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's state of a checkpoint with another state of the torch optimizer."""
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+
+    return state | {OPTIMIZER_STATE_DICT: states}
+
+
 def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
     """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return what undoes it."""
     freed = []

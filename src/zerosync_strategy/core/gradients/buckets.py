@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native
+from zerosync_strategy.core.comm.collectives import Allocate, InFlight, all_gather, is_native, reduce_scatter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
@@ -60,6 +60,8 @@ class ShardLayout(ABC):
         is_native: the backend has a reduce-scatter of its own.
     """
 
+    has_levels = True  # exchanges may go in two levels
+
     def __init__(
         self, process_group: Any, params: Sequence[Any], shard_numel: int, divisor: float, dtype: torch.dtype
     ) -> None:
@@ -78,6 +80,30 @@ class ShardLayout(ABC):
             return self.nodes.all_gather(rows, tag, label)
         return all_gather(rows, self.process_group, tag, label)
 
+    def reduce_scatter(
+        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
+    ) -> InFlight:
+        """Launch the reduction of what a bucket has yielded; see :func:`collectives.reduce_scatter`."""
+        return reduce_scatter(rows, self.process_group, ordered, tag, out, empty, label)
+
+    def own_numel(self, rows: Any) -> int:
+        """Return how many elements of what a bucket has yielded are for this rank's shard."""
+        return int(rows.shape[1])
+
+    def gather_shards(
+        self, dtype: torch.dtype, device: torch.device, read: Callable[[torch.Tensor, int], None]
+    ) -> torch.Tensor:
+        """Return the memory of all shards, in ``dtype``, for :meth:`gradient_in`. Collective.
+
+        Args:
+            read: copies this rank's shard from an offset on into a tensor.
+        """
+        memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
+        for rows, offset in self.matrices(memory):
+            read(rows[self.rank], offset)
+            self.all_gather(rows).wait()
+        return memory
+
     @abstractmethod
     def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the matrices of shards in ``memory``, which has all shards: rows by rank, and where in the shard."""
@@ -92,9 +118,12 @@ class ShardLayout(ABC):
 
 
 class ReduceScatterInput(NamedTuple):
-    """A matrix of which rank r receives the sum of row r, and where in this rank's shard that belongs."""
+    """A matrix of which rank r receives the sum of row r, and where in this rank's shard that belongs.
 
-    rows: torch.Tensor
+    Where parameters have owners (``owned.py``), the rows are by rank and of any lengths.
+    """
+
+    rows: Any
     offset: int
 
 

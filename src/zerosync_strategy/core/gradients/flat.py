@@ -56,6 +56,15 @@ class FlatLayout(ShardLayout):
             below = FlatBucket(self, params, level, stripe=stripe, below=below, **common)
             self.buckets.append(below)
 
+    @property
+    def is_stock(self) -> bool:
+        """Whether a shard never has to be brought into DeepSpeed's own layout."""
+        return self.stripes.is_stock
+
+    def slices(self, stock: bool = False) -> list[ShardSlice]:
+        """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
+        return self.stripes.slices(stock)
+
     def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
         for stripe in self.stripes:
             yield stripe.rows(memory), stripe.offset
@@ -101,7 +110,6 @@ class FlatBucket(GradientBucket):
 
     def __init__(self, *common: Any, stripe: Stripe, below: FlatBucket | None, **named: Any) -> None:
         super().__init__(*common, **named)
-        layout, params = self.layout, self.params
         self.stripe = stripe
         self.gather: InFlight | None = None
         self.gather_label = f"the gather of the updated parameters {self.names}"
@@ -109,10 +117,15 @@ class FlatBucket(GradientBucket):
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
         # By id of the parameter, of what is in its place.
-        self._views: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, params))
+        self._views: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, self.params))
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, for the end of the memory
-        begin = 0 if below is None else layout.offsets[params[0]]
-        # The memory has the flat buffer's elements from `origin` up to the end of the stripe.
+        self._lay_out()
+        self.target = (stripe.offset, stripe.width)
+
+    def _lay_out(self) -> None:
+        """Choose where each gradient lies in the memory: it has the flat buffer's elements up to the stripe's end."""
+        layout, params, stripe = self.layout, self.params, self.stripe
+        begin = 0 if self._below is None else layout.offsets[params[0]]
         self._head = stripe.first - begin
         origin = begin - -self._head % _ALIGNMENT
         self._numel = stripe.last - origin
@@ -126,7 +139,21 @@ class FlatBucket(GradientBucket):
             end = offset + param.numel()
         self._end = end
         self._first = stripe.first - origin
-        self.target = (stripe.offset, stripe.width)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has elements of it, so that it is neither reduced nor gathered."""
+        return not self.stripe.width
+
+    def launch_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Begin to give the parameters of this rank's ``shard`` to all ranks, in their flat buffer. Collective."""
+        rows = self.stripe.rows(flat)
+        rows[self.layout.rank].copy_(self.part_of(shard), non_blocking=True)
+        self.gather = self.layout.all_gather(rows, tag, self.gather_label)
+
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return this bucket's elements of a rank's ``shard``."""
+        return shard[self.stripe.offset : self.stripe.offset + self.stripe.width]
 
     def collect(self, param: Any) -> None:
         gradient, view = param.grad, self._views[id(param)]
@@ -152,7 +179,7 @@ class FlatBucket(GradientBucket):
         memory = self._complete()
         if self._head and self._below is not None:
             self._below.take_head(memory[self._first - self._head : self._first])
-        if not self.stripe.width:
+        if self.is_empty:
             return
         if factor != 1.0:
             memory.mul_(factor)

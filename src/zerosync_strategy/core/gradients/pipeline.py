@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, phase, reduce_scatter
+from zerosync_strategy.core.comm.collectives import InFlight, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
@@ -153,13 +153,11 @@ class ReductionPipeline:
         """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
         return self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
 
-    def _reduce(self, bucket: GradientBucket, rows: torch.Tensor, offset: int) -> None:
+    def _reduce(self, bucket: GradientBucket, rows: Any, offset: int) -> None:
         """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
         layout = bucket.layout
-        out, use = self._into_shard(bucket, offset, rows.shape[1])
-        reduction = reduce_scatter(
-            rows, layout.process_group, self._ordered, self._tag, out, self._local.empty, bucket.label
-        )
+        out, use = self._into_shard(bucket, offset, layout.own_numel(rows))
+        reduction = layout.reduce_scatter(rows, self._ordered, self._tag, out, self._local.empty, bucket.label)
         self._note(bucket, reduction, use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:

@@ -59,6 +59,7 @@ class Reducer(GradientShards):
         pipeline: of the reductions in flight.
         items: that the coming gradients are the mean over.
         topology: of the ranks.
+        bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
         deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
     """
 
@@ -75,10 +76,10 @@ class Reducer(GradientShards):
         self.local = LocalGradients(optimizer, self.streams)
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         for layout in self.layouts:
-            layout.nodes = topology.of(layout.process_group)
+            layout.nodes = topology.of(layout.process_group) if layout.has_levels else None
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
-        chunk_bytes = min(largest, max(limit, SMALL_BYTES))
+        self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
         for layout in self.layouts:

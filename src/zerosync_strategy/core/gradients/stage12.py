@@ -128,7 +128,7 @@ class Stage12Reducer(Reducer):
     def _by_buckets(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[StepSlice]:
         """Yield slices of a few buckets each, as many as are worth a gather."""
         buckets: list[FlatBucket] = []
-        for bucket in (bucket for bucket in layout.buckets if bucket.stripe.width):
+        for bucket in (bucket for bucket in layout.buckets if not bucket.is_empty):
             buckets.append(bucket)
             begin, end = buckets[0].stripe.offset, bucket.stripe.offset + bucket.stripe.width
             if end - begin >= reducer.STEP_NUMEL or end == layout.shard_numel:
@@ -142,13 +142,11 @@ class Stage12Reducer(Reducer):
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
         for bucket in buckets:
-            stripe = bucket.stripe
-            rows, stepped = stripe.rows(flat), shard[stripe.offset : stripe.offset + stripe.width]
-            if layout in self.changes:
-                bucket.gather = self.changes[layout].launch(bucket, rows, stepped, self._windows_closed, tag)
+            if layout not in self.changes:
+                bucket.launch_gather(flat, shard, tag)
                 continue
-            rows[layout.rank].copy_(stepped, non_blocking=True)
-            bucket.gather = layout.all_gather(rows, tag, bucket.gather_label)
+            rows, stepped = bucket.stripe.rows(flat), bucket.part_of(shard)
+            bucket.gather = self.changes[layout].launch(bucket, rows, stepped, self.pipeline.windows_closed, tag)
 
     def begin_update(self) -> None:
         """The optimizer is about to step."""
@@ -183,7 +181,7 @@ class Stage12Reducer(Reducer):
             overlap: takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits
                 for them. Without it, they are complete on return.
         """
-        by_layout = [(layout, [bucket for bucket in layout.buckets if bucket.stripe.width]) for layout in self.layouts]
+        by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:
             self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
         for layout, buckets in by_layout:

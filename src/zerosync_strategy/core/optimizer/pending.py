@@ -7,6 +7,7 @@ the shard, which may be of a wider dtype than the parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.gradients.buckets import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.states import StripedStates
@@ -125,17 +127,17 @@ class PendingGradients:
         """Give every parameter its averaged gradient, without the loss scale. Collective."""
         for layout in self._reducer.layouts:
             first = layout.params[0]
-            memory = torch.empty(layout.world_size * layout.shard_numel, dtype=first.dtype, device=first.device)
-            for rows, offset in layout.matrices(memory):
-                parts = self._reducer.shard_parts(layout, offset, rows.shape[1])
-                places = rows[layout.rank].split([part.numel() for part in parts])
-                for place, part in zip(places, parts, strict=True):
-                    place.copy_(self._unscaled(part, first.dtype))
-                layout.all_gather(rows).wait()
+            memory = layout.gather_shards(first.dtype, first.device, functools.partial(self._read_shard, layout))
             for param in layout.params:
                 gradient = layout.gradient_in(memory, param).view(zero3.full_shape(param))
                 with zero3.in_full_shape(param):
                     param.grad = gradient.clone()  # the program may keep it
+
+    def _read_shard(self, layout: ShardLayout, into: torch.Tensor, offset: int) -> None:
+        """Copy this rank's shard from ``offset`` on, without the loss scale."""
+        parts = self._reducer.shard_parts(layout, offset, into.numel())
+        for place, part in zip(into.split([part.numel() for part in parts]), parts, strict=True):
+            place.copy_(self._unscaled(part, into.dtype))
 
     @torch.no_grad()
     def _take_back(self) -> None:

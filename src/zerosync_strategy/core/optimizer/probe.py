@@ -2,7 +2,8 @@
 
 ZeRO gives each rank flat pieces of the parameters. So one copy steps a few parameters as they are, and two more step
 the same elements with the same gradients as two ranks of ZeRO would: those of each group in a flat tensor, cut in two.
-Where the results differ by more than rounding, ZeRO would train wrongly.
+Where the results differ by more than rounding, each parameter must be on one rank as a whole. Then copies step each
+parameter alone: where that differs, too, no rank can step its part.
 """
 
 from __future__ import annotations
@@ -100,14 +101,17 @@ def _try(optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) 
         except Exception as error:
             return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
         try:
-            cut = trial.run(_ranks)
+            differs = trial.difference(whole, trial.run(_ranks))
         except Exception as error:
-            return Finding(Scope.PARAMETER, f"a step of flat pieces raises {type(error).__name__}: {error}")
-        if differs := trial.difference(whole, cut):
-            if trial.drew_random_numbers:
-                return Finding(Scope.CHANCE, differs)
-            apart = trial.run(lambda tensors: [[tensor] for tensor in tensors])
-            return Finding(Scope.EVERYTHING if trial.difference(whole, apart) else Scope.PARAMETER, differs)
+            differs = f"a step of flat pieces raises {type(error).__name__}: {error}"
+        if differs and trial.drew_random_numbers:
+            return Finding(Scope.CHANCE, differs)
+        if differs:
+            try:
+                apart = trial.difference(whole, trial.run(lambda tensors: [[tensor] for tensor in tensors]))
+            except Exception as error:
+                apart = f"a step of one parameter raises {type(error).__name__}: {error}"
+            return Finding(Scope.EVERYTHING, apart) if apart else Finding(Scope.PARAMETER, differs)
     return Finding(Scope.ELEMENT)
 
 
@@ -135,7 +139,8 @@ class _Trial:
     def run(self, divide: Callable[[Tensors], list[Tensors]]) -> Tensors:
         """Step as many copies as ``divide`` divides the parameters among; return these as they end, by group, flat."""
         torch.manual_seed(0)
-        before = torch.get_rng_state()
+        random.seed(0)
+        before, before_python = torch.get_rng_state(), random.getstate()
         generator = torch.Generator().manual_seed(2)
         params = [
             [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self._groups
@@ -148,7 +153,8 @@ class _Trial:
                         param.grad = gradient.clone()
             for each in copies:
                 each.step()
-        self.drew_random_numbers |= not torch.equal(torch.get_rng_state(), before)
+        drew = not torch.equal(torch.get_rng_state(), before) or random.getstate() != before_python
+        self.drew_random_numbers |= drew
         return [_flat([param for part in parts for param in part]) for parts in params]
 
     def difference(self, one: Tensors, other: Tensors) -> str:

@@ -1,4 +1,4 @@
-"""What an optimizer must be for ZeRO, which lets it step flat shards of the parameters in place of the parameters."""
+"""What an optimizer must be for ZeRO, where each rank steps some of the elements, or some of the parameters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from zerosync_strategy.core.engine import memory_layout, zero3
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.optimizer.frozen import STEPPED_BY_TENSOR
 from zerosync_strategy.core.optimizer.probe import Scope, probe
+from zerosync_strategy.core.options.config import WHOLE
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",
@@ -23,12 +24,12 @@ _WHOLE_TENSORS = frozenset({
 })  # fmt: skip
 _ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
 _REMEDY = (
-    "Use AdamW, SGD or another first-order optimizer that updates each element by itself. If you know that this one"
-    " does, set ZeroSync's option elementwise_optimizer=True."
+    "Use AdamW, SGD or another first-order optimizer that updates each parameter by itself. If you know that this one"
+    " does, set ZeroSync's option elementwise_optimizer=True where it updates each element by itself, and 'whole' where"
+    " it needs whole parameters."
 )
-_WRONG = "but ZeRO gives each rank flat shards, so that its steps would be wrong."
+_WRONG = "but ZeRO gives each rank some of the parameters, so that its steps would be wrong."
 _FOUND = {
-    Scope.PARAMETER: "computes with the shape or the norm of each parameter",
     Scope.EVERYTHING: "computes with all parameters at once",
     Scope.CHANCE: "draws random numbers, which ranks would draw alike for different elements",
 }
@@ -43,13 +44,13 @@ _ELEMENTWISE = {
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool = False) -> str:
+def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool | str = False) -> str:
     """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
 
     Args:
         optimizer: a torch optimizer; anything else with parameters in ``params``, such as Accelerate's ``DummyOptim``,
             stands for one that DeepSpeed makes.
-        elementwise: the user says that it updates each element by itself.
+        elementwise: what the user says: that it updates each element by itself, or needs ``"whole"`` parameters.
     """
     if any(inner in _used for inner in _unwrapped(optimizer)):
         return (
@@ -60,8 +61,18 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool
     return kind or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
 
 
-def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
-    """Return why this optimizer cannot step flat shards, or would wrongly; as :func:`optimizer_problem`."""
+def needs_whole_parameters(optimizer: Any, elementwise: bool | str = False) -> bool:
+    """Return whether this optimizer, which has no problem, must step parameters in their shapes, each on one rank."""
+    if elementwise:
+        return elementwise == WHOLE
+    if _is_elementwise(optimizer):
+        return False
+    # Small parameters do not show all that a class may do to large ones.
+    return probe(optimizer).scope is Scope.PARAMETER or _is_known(optimizer, _WHOLE_TENSORS) is not None
+
+
+def kind_problem(optimizer: Any, elementwise: bool | str = False) -> str:
+    """Return why no rank can step its part of the parameters by this optimizer; as :func:`optimizer_problem`."""
     if not elementwise and (problem := _known_problem(optimizer)):
         return problem
     for inner in _unwrapped(optimizer):
@@ -90,12 +101,16 @@ def kind_problem(optimizer: Any, elementwise: bool = False) -> str:
 
 def _known_problem(optimizer: Any) -> str:
     """Return what is known of a class by its name: some could be tried on a GPU alone."""
-    for cls in (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__):
-        words = _words(cls.__name__)
-        for names, scope in ((_WHOLE_TENSORS, Scope.PARAMETER), (_ALL_PARAMETERS, Scope.EVERYTHING)):
-            if words & names:
-                return f"the optimizer {_named(optimizer, cls)} {_FOUND[scope]}, {_WRONG} {_REMEDY}"
-    return ""
+    cls = _is_known(optimizer, _ALL_PARAMETERS)
+    return (
+        "" if cls is None else f"the optimizer {_named(optimizer, cls)} {_FOUND[Scope.EVERYTHING]}, {_WRONG} {_REMEDY}"
+    )
+
+
+def _is_known(optimizer: Any, names: frozenset[str]) -> type | None:
+    """Return the class of ``optimizer``, or one that it is a kind of, whose name has one of ``names`` in it."""
+    classes = (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__)
+    return next((cls for cls in classes if _words(cls.__name__) & names), None)
 
 
 def _is_elementwise(optimizer: Any) -> bool:
@@ -108,13 +123,13 @@ def _is_elementwise(optimizer: Any) -> bool:
 
 def _found_problem(optimizer: Any) -> str:
     scope, detail = probe(optimizer)
-    if scope is Scope.ELEMENT:
+    if scope in (Scope.ELEMENT, Scope.PARAMETER):
         return ""
     name = type(optimizer).__name__
     if scope is Scope.UNKNOWN:
         return (
             f"the optimizer {name} could not step a copy of itself on small parameters: {detail}. So nothing says"
-            f" whether it may step ZeRO's flat shards in place of the parameters. {_REMEDY}"
+            f" whether each rank may step its part of the parameters. {_REMEDY}"
         )
     return (
         f"the optimizer {name} {_FOUND[scope]}, {_WRONG} A copy that stepped small parameters as two flat pieces did"

@@ -37,7 +37,7 @@ class StripedStates:
 
     def slices(self, layout: FlatLayout) -> list[ShardSlice]:
         """Return which elements of a flat buffer this rank has at present."""
-        return layout.stripes.slices(self._is_stock)
+        return layout.slices(self._is_stock)
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
         """Return the master weights of ``param``, or its state of the name ``key``, in full and in fp32. Collective.
@@ -65,7 +65,7 @@ class StripedStates:
         """
         if self._is_checked:
             return
-        for layout in (layout for layout in self._layouts if not layout.stripes.is_stock):
+        for layout in (layout for layout in self._layouts if not layout.is_stock):
             master = zero12.master(self._optimizer, layout.group_index)
             for name, value in self._states_of(master).items():
                 self._is_checked = True
@@ -83,7 +83,7 @@ class StripedStates:
         if self._is_stock == to_stock:
             return
         for layout in self._layouts:
-            if layout.stripes.is_stock:
+            if layout.is_stock:
                 continue
             flat = zero12.flat_parameters(self._optimizer, layout.group_index)
             master = zero12.master(self._optimizer, layout.group_index)

@@ -12,6 +12,8 @@ from zerosync_strategy.core.options.budgets import AUTO, Budget
 
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
+WHOLE = "whole"
+"""The value of ``elementwise_optimizer`` for an optimizer that needs whole parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,9 @@ class ZeroSyncConfig:
         node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
             ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, or those of one host. Exchanges point to point, as with
             gloo, go in two levels: each byte crosses between two nodes once.
-        elementwise_optimizer: ``False``: an optimizer is tried on small parameters, and one that does not update each
-            element by itself, as ZeRO's flat shards need, is an error. ``True``: it is taken to do so.
+        elementwise_optimizer: ``False``: an optimizer is tried on small parameters. One that updates each element by
+            itself steps ZeRO's flat shards; one that needs whole parameters has them, each on one rank; another one is
+            an error. ``True``: it is taken for the first. ``"whole"``: it is taken for the second.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -78,12 +81,11 @@ class ZeroSyncConfig:
     trace_gathers: bool = False
     checkpoint_checksums: bool = True
     node_size: int | str = AUTO
-    elementwise_optimizer: bool = False
+    elementwise_optimizer: bool | str = False
 
     def __post_init__(self) -> None:
         for name in (
             "coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers", "checkpoint_checksums",
-            "elementwise_optimizer",
         ):  # fmt: skip
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
@@ -96,6 +98,11 @@ class ZeroSyncConfig:
                 f"ZeroSync option 'gather_changes' got {self.gather_changes!r} with overlap_gather=True. Ranks see when"
                 " changes arrive whether they have to gather in full, and must do so in one order, which a gather that"
                 " goes on after the step does not have. Leave one of them out."
+            )
+        if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
+            raise TypeError(
+                f"ZeroSync option 'elementwise_optimizer' takes True, False or {WHOLE!r}, got"
+                f" {self.elementwise_optimizer!r}."
             )
         if self.trace_gathers and not self.eager_frames:
             raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")

@@ -120,7 +120,7 @@ class MasterWeights:
     def stepped(self, weights: Iterable[Weights]) -> None:
         """A step has written the master weights to the shards."""
         if self._streams.concurrent:
-            self._digests = [self._digest(shard) for shard, _ in self._elsewhere(weights)]
+            self._digests = [self.digest(shard) for shard, _ in self._elsewhere(weights)]
 
     def _elsewhere(self, weights: Iterable[Weights]) -> list[Weights]:
         on_host = self._streams.is_on_host
@@ -129,7 +129,7 @@ class MasterWeights:
     def _changed(self, shards: list[torch.Tensor]) -> list[bool]:
         """Return which of ``shards`` are others than after the last step, as far as that is known."""
         before, self._digests = self._digests, []
-        now = [self._digest(shard) for shard in shards]
+        now = [self.digest(shard) for shard in shards]
         if not now or [digest.shape for digest in now] != [digest.shape for digest in before]:
             return [True] * len(now)
         if self._answer is None or self._answer[0] != len(now):
@@ -138,7 +138,7 @@ class MasterWeights:
         answer.begin(torch.stack([old.ne(new).any() for old, new in zip(before, now, strict=True)]).long())
         return [found != 0 for found in answer.read()]
 
-    def _digest(self, shard: torch.Tensor) -> torch.Tensor:
+    def digest(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a number for each piece of ``shard``.
 
         It is the sum of all elements' bits, each times a random number of 64 bits, modulo 2**64: of two different

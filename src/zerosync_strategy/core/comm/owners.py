@@ -1,0 +1,175 @@
+"""Whole parameters have owners: who owns what, the reduction to owners, and the way back from them.
+
+An optimizer that computes with whole matrices needs each on one rank. Where nothing else is to be sent, the gradients
+of a parameter are reduced to its owner, and the owner broadcasts what it has stepped: as many bytes as to shard the
+parameter evenly, summed over the ranks. Off NCCL, where ranks send each other messages, one exchange reduces to all
+owners at a time, so that no link waits for another one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerosync_strategy.core.comm.collectives import (
+    Allocate,
+    InFlight,
+    Message,
+    exchange,
+    is_native,
+    note_launch,
+    sum_in_order,
+    tree_sum,
+)
+
+
+def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:
+    """Return the rank that owns each parameter; the same on every rank that asks.
+
+    Those that cost something come first, the most expensive before the others, each to the rank with the least cost
+    until then; then the rest, each to the rank with the fewest elements. A rank with more than an even share of all
+    elements gets nothing that costs. So none has more than an even share and one largest parameter, and equal
+    parameters are dealt out evenly.
+
+    Args:
+        costs: of the step of each parameter, in any unit; 0: of its elements alone.
+        numels: elements of each parameter.
+        world_size: ranks.
+    """
+    owners = [0] * len(costs)
+    loads = [0] * world_size
+    ranks = [(0.0, 0, rank) for rank in range(world_size)]  # by cost, then by elements
+    total = sum(numels)
+    by_cost = sorted(range(len(costs)), key=lambda index: (-costs[index], -numels[index], index))
+    for index in by_cost:
+        if not costs[index]:
+            break
+        while ranks[0][1] * world_size > total:
+            heapq.heappop(ranks)
+        cost, numel, owner = ranks[0]
+        owners[index] = owner
+        loads[owner] = numel + numels[index]
+        heapq.heapreplace(ranks, (cost + costs[index], loads[owner], owner))
+    ranks = [(0.0, numel, rank) for rank, numel in enumerate(loads)]
+    heapq.heapify(ranks)
+    for index in (index for index in by_cost if not costs[index]):
+        _, numel, owner = ranks[0]
+        owners[index] = owner
+        heapq.heapreplace(ranks, (0.0, numel + numels[index], owner))
+    return owners
+
+
+def step_cost(shape: Sequence[int]) -> float:
+    """Return what the step of a parameter costs, as by Newton-Schulz: products of a matrix with its transpose.
+
+    Fewer dimensions than two cost nothing beside.
+    """
+    if len(shape) < 2:
+        return 0.0
+    rows, columns = shape[0], math.prod(shape[1:])
+    return float(rows * columns * min(rows, columns))
+
+
+def reduce_to_owners(
+    rows: Mapping[int, torch.Tensor], own: torch.Tensor, process_group: Any, ordered: bool, tag: int,
+    out: torch.Tensor | None, empty: Allocate, label: str,
+) -> InFlight:  # fmt: skip
+    """Sum over the ranks of ``process_group``; each rank receives the sum of its row, where it has one.
+
+    Args:
+        rows: flat, by the rank that owns each, the same on every rank. Must stay as they are until the wait, which may
+            write to them.
+        own: this rank's; empty where it has none.
+        ordered, tag, out, empty, label: as for :func:`collectives.reduce_scatter`.
+
+    Returns:
+        A tensor of the size of ``own``, as there.
+    """
+    from deepspeed import comm
+
+    rank, world_size, device = dist.get_rank(process_group), dist.get_world_size(process_group), own.device
+    if out is not None and (out.device != device or out.dtype != own.dtype):
+        out = None
+    if not is_native(process_group, device):
+        senders = world_size - 1 if own.numel() else 0
+        received = list(empty(senders * own.numel(), own.dtype, device).view(senders, -1).unbind(0)) if senders else []
+        messages: list[Message] = []
+        for number, peer in enumerate(peer for peer in range(world_size) if peer != rank):
+            messages.append((peer, [rows[peer]] if peer in rows else [], received[number : number + 1]))
+        gathered = [*received[:rank], own, *received[rank:]]
+        return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+    if ordered:
+        packed = torch.cat([rows[owner] for owner in sorted(rows)])
+        received_all = packed.new_empty(world_size, own.numel())
+        sizes = [rows[owner].numel() if owner in rows else 0 for owner in range(world_size)]
+        work = comm.all_to_all_single(
+            received_all.view(-1), packed, [own.numel()] * world_size, sizes, group=process_group, async_op=True
+        )
+        note_launch(process_group, device, label)
+        return InFlight([work], lambda: tree_sum(received_all), alive=packed)
+    works = []
+    for owner, row in rows.items():
+        works.append(comm.reduce(row, dist.get_global_rank(process_group, owner), group=process_group, async_op=True))
+        note_launch(process_group, device, label)
+    return InFlight(works, lambda: own, alive=rows)
+
+
+def give_from_owners(parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, tag: int, label: str) -> InFlight:
+    """Give every rank of ``process_group`` all ``parts``, each of which its owner has; in place.
+
+    Args:
+        parts: flat, each with the rank of its owner, at least one.
+        tag, label: as for :func:`collectives.all_gather`.
+    """
+    from deepspeed import comm
+
+    rank, device = dist.get_rank(process_group), parts[0][1].device
+    if not is_native(process_group, device):
+        of: dict[int, list[torch.Tensor]] = {}
+        for owner, part in parts:
+            of.setdefault(owner, []).append(part)
+        own = of.pop(rank, [])
+        peers = [peer for peer in range(dist.get_world_size(process_group)) if peer != rank and (own or peer in of)]
+        messages: list[Message] = [(peer, own, of.get(peer, [])) for peer in peers]
+        return exchange(messages, process_group, tag, label, lambda: parts[0][1])
+    works = []
+    for owner, part in parts:
+        source = dist.get_global_rank(process_group, owner)
+        works.append(comm.broadcast(part, source, group=process_group, async_op=True))
+        note_launch(process_group, device, label)
+    return InFlight(works, lambda: parts[0][1], alive=parts)
+
+
+def all_to_all(
+    sent: torch.Tensor, received: torch.Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
+    process_group: Any, tag: int, label: str,
+) -> InFlight:  # fmt: skip
+    """Exchange parts of any sizes among the ranks of ``process_group``; return ``received``.
+
+    Args:
+        sent: flat, what each rank receives of this one, in the order of the ranks.
+        received: flat, for what each rank has sent, in their order.
+        sent_numels, received_numels: by rank.
+        tag, label: as for :func:`collectives.all_gather`.
+    """
+    from deepspeed import comm
+
+    rank = dist.get_rank(process_group)
+    if not is_native(process_group, sent.device):
+        parts, into = sent.split(list(sent_numels)), received.split(list(received_numels))
+        into[rank].copy_(parts[rank])
+        peers = (peer for peer in range(len(parts)) if peer != rank)
+        messages: list[Message] = [
+            (peer, (parts[peer],), (into[peer],)) for peer in peers if len(parts[peer]) or len(into[peer])
+        ]
+        return exchange(messages, process_group, tag, label, lambda: received)
+    work = comm.all_to_all_single(
+        received, sent, list(received_numels), list(sent_numels), group=process_group, async_op=True
+    )
+    note_launch(process_group, sent.device, label)
+    return InFlight([work], lambda: received, alive=sent)

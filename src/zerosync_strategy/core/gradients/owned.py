@@ -1,0 +1,231 @@
+"""ZeRO-1 and 2 with an optimizer that needs whole parameters: each is on the shard of one rank, its owner.
+
+A rank's shard has the parameters that it owns, one after the other, so that shards differ in size. A bucket collects
+gradients as every flat bucket does, in the order of their owners, and each owner's part is reduced to it. After the
+step, owners give their parameters to all ranks, in the flat buffer, whose layout stays DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import Allocate, InFlight
+from zerosync_strategy.core.comm.owners import assign_owners, give_from_owners, reduce_to_owners, step_cost
+from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe
+from zerosync_strategy.core.gradients.buckets import Level, ReduceScatterInput
+from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
+from zerosync_strategy.core.gradients.reducer import StepSlices
+from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
+
+
+class OwnedLayout(FlatLayout):
+    """As :class:`FlatLayout`; parameter ``p`` is on the shard of rank ``owners[p]`` alone.
+
+    Attributes:
+        own_offsets: where the parameters that this rank owns begin in its shard, ascending.
+    """
+
+    has_levels = False
+
+    def __init__(
+        self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], owners: Mapping[Any, int],
+        divisor: float, dtype: torch.dtype, group_index: int,
+    ) -> None:  # fmt: skip
+        super().__init__(process_group, params, offsets, 0, divisor, dtype, group_index)
+        self.owners = {param: owners[param] for param in self.params}
+        self.own_offsets: dict[Any, int] = {}
+        for param, owner in self.owners.items():
+            if owner == self.rank:
+                self.own_offsets[param] = self.shard_numel
+                self.shard_numel += param.numel()
+        self._numel = max((offset + param.numel() for param, offset in self.offsets.items()), default=0)
+
+    def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
+        self.buckets = []
+        offset = 0
+        firsts = [self.offsets[params[0]] for params, _ in buckets] + [self._numel]
+        for (params, level), first, last in zip(buckets, firsts, firsts[1:], strict=False):
+            width = sum(param.numel() for param in params if param in self.own_offsets)
+            self.buckets.append(
+                OwnedBucket(self, params, level, stripe=Stripe(first, last, width, offset), below=None, **common)
+            )
+            offset += width
+
+    @property
+    def is_stock(self) -> bool:
+        return True
+
+    def slices(self, stock: bool = False) -> list[ShardSlice]:
+        begins = ((self.offsets[param], param.numel(), own) for param, own in self.own_offsets.items())
+        return [ShardSlice(begin, begin + numel, own) for begin, numel, own in begins]
+
+    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+        own = self.own_offsets.get(param)
+        return [] if own is None else [ShardSlice(0, param.numel(), own)]
+
+    def reduce_scatter(
+        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
+    ) -> InFlight:
+        return reduce_to_owners(rows, self._own(rows), self.process_group, ordered, tag, out, empty, label)
+
+    def own_numel(self, rows: Any) -> int:
+        return self._own(rows).numel()
+
+    def _own(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return rows[self.rank] if self.rank in rows else next(iter(rows.values()))[:0]
+
+    def gather_shards(
+        self, dtype: torch.dtype, device: torch.device, read: Callable[[torch.Tensor, int], None]
+    ) -> torch.Tensor:
+        memory = torch.empty(self._numel, dtype=dtype, device=device)
+        for param, own in self.own_offsets.items():
+            read(self.gradient_in(memory, param), own)
+        for bucket in self.buckets:
+            self.give(memory, bucket.params).wait()
+        return memory
+
+    def give(
+        self, flat: torch.Tensor, params: Sequence[Any], tag: int = 0, label: str = "", origin: int = 0
+    ) -> InFlight:
+        """Begin to give every rank ``params``, of which their owners have the values, in ``flat``. Collective.
+
+        Args:
+            flat: the flat buffer, or its elements from ``origin`` on.
+            params: neighbours, at least one.
+            tag, label: as for :func:`owners.give_from_owners`.
+        """
+        runs: list[tuple[int, int, int]] = []
+        for param in params:
+            owner, begin = self.owners[param], self.offsets[param] - origin
+            end = begin + param.numel()
+            if runs and runs[-1][0] == owner and runs[-1][2] == begin:
+                begin = runs.pop()[1]
+            runs.append((owner, begin, end))
+        parts = [(owner, flat[begin:end]) for owner, begin, end in runs]
+        return give_from_owners(parts, self.process_group, tag, label)
+
+    # ---- checkpoints, in DeepSpeed's own layout --------------------------------------------------------------------
+
+    def to_stock(self, shard: torch.Tensor, flat_numel: int, device: torch.device) -> torch.Tensor:
+        """Return the shard that DeepSpeed would give this rank of what owners have in theirs. Collective.
+
+        Args:
+            shard: this rank's.
+            flat_numel: of the flat buffer with its padding, which has zeros.
+            device: of which the process group can send tensors.
+        """
+        stock = torch.zeros(flat_numel // self.world_size, dtype=shard.dtype, device=shard.device)
+        for bucket in self.buckets:
+            first, last = bucket.stripe.first, bucket.stripe.last
+            memory = torch.zeros(last - first, dtype=shard.dtype, device=device)
+            for param in bucket.params:
+                if param in self.own_offsets:
+                    own = self.own_offsets[param]
+                    begin = self.offsets[param] - first
+                    memory[begin : begin + param.numel()] = shard[own : own + param.numel()]
+            self.give(memory, bucket.params, origin=first).wait()
+            begin, end = self._overlap(first, last, len(stock))
+            stock[begin - self.rank * len(stock) : end - self.rank * len(stock)] = memory[begin - first : end - first]
+        return stock
+
+    def from_stock(self, stock: torch.Tensor, flat_numel: int, device: torch.device) -> torch.Tensor:
+        """Return this rank's shard of what :meth:`to_stock` has returned; it may lack the padding. Collective."""
+        shard = torch.empty(self.shard_numel, dtype=stock.dtype, device=device)
+        stock_numel = flat_numel // self.world_size
+        for bucket in self.buckets:
+            first, last = bucket.stripe.first, bucket.stripe.last
+            memory = torch.zeros(last - first, dtype=stock.dtype, device=device)
+            begin, end = self._overlap(first, last, stock_numel)
+            part = stock[begin - self.rank * stock_numel : end - self.rank * stock_numel]
+            memory[begin - first : begin - first + len(part)] = part
+            of: dict[int, list[torch.Tensor]] = {}
+            for param in bucket.params:
+                start = self.offsets[param] - first
+                of.setdefault(self.owners[param], []).append(memory[start : start + param.numel()])
+            rows = {owner: torch.cat(parts) for owner, parts in of.items()}
+            reduction = self.reduce_scatter(rows, False, 0, None, _empty, "the exchange of master weights")
+            shard[bucket.stripe.offset : bucket.stripe.offset + bucket.stripe.width] = reduction.wait()
+        return shard
+
+    def _overlap(self, first: int, last: int, stock_numel: int) -> tuple[int, int]:
+        """Return which of the elements from ``first`` to ``last`` DeepSpeed would give this rank; may be none."""
+        begin = min(max(first, self.rank * stock_numel), last)
+        return begin, max(begin, min(last, (self.rank + 1) * stock_numel))
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+class OwnedBucket(FlatBucket):
+    """A bucket of an :class:`OwnedLayout`, in whose memory the gradients are in the order of their owners."""
+
+    layout: OwnedLayout
+
+    def _lay_out(self) -> None:
+        self._head = self._first = 0
+        self._blanks = []
+        self._begins = {}
+        self._rows: dict[int, tuple[int, int]] = {}  # by owner, where its part begins and ends
+        end = 0
+        for param in sorted(self.params, key=self.layout.owners.__getitem__):
+            owner = self.layout.owners[param]
+            self._begins[id(param)] = end
+            begin, end = self._rows.get(owner, (end, 0))[0], end + param.numel()
+            self._rows[owner] = begin, end
+        self._numel = self._end = end
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
+        memory = self._complete()
+        if factor != 1.0:
+            memory.mul_(factor)
+        width = max(1, self._chunk_width * self.layout.world_size // len(self._rows))
+        widest = max(end - begin for begin, end in self._rows.values())
+        for first in range(0, widest, width):
+            rows = {
+                owner: memory[begin + first : min(end, begin + first + width)].to(self.layout.dtype)
+                for owner, (begin, end) in self._rows.items()
+                if begin + first < end
+            }
+            yield ReduceScatterInput(rows, self.stripe.offset + min(first, self.stripe.width))
+
+    def launch_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        for param in self.params:
+            if param in self.layout.own_offsets:
+                own = self.layout.own_offsets[param]
+                self.layout.gradient_in(flat, param).copy_(shard[own : own + param.numel()], non_blocking=True)
+        self.gather = self.layout.give(flat, self.params, tag, self.gather_label)
+
+
+class OwnedReducer(Stage12Reducer):
+    """Reduces each gradient to the rank that owns its parameter."""
+
+    layouts: list[OwnedLayout]  # type: ignore[assignment]
+
+    def _read_layouts(self) -> list[OwnedLayout]:  # type: ignore[override]
+        layouts = super()._read_layouts()
+        by_group: dict[Any, list[Any]] = {}
+        for layout in layouts:
+            by_group.setdefault(layout.process_group, []).extend(layout.params)
+        owners: dict[Any, int] = {}
+        for process_group, params in by_group.items():
+            costs, numels = [step_cost(param.shape) for param in params], [param.numel() for param in params]
+            world_size = next(each.world_size for each in layouts if each.process_group is process_group)
+            owners |= zip(params, assign_owners(costs, numels, world_size), strict=True)
+        return [self._owned(layout, owners) for layout in layouts]
+
+    def _owned(self, layout: FlatLayout, owners: Mapping[Any, int]) -> OwnedLayout:
+        params, offsets = layout.params, list(layout.offsets.values())
+        return OwnedLayout(
+            layout.process_group, params, offsets, owners, layout.divisor, layout.dtype, layout.group_index
+        )
+
+    def step_slices(self) -> StepSlices:
+        return []

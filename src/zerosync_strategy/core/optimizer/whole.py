@@ -1,0 +1,217 @@
+"""The step of an optimizer that needs whole parameters: this rank steps those that it owns, in their own shapes.
+
+The groups of the program's own torch optimizer have, in place of its parameters, the fp32 master weights of those that
+this rank owns. It steps once per optimizer step, with all groups. Its states are where it makes them: on the owner,
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import broadcast_object
+from zerosync_strategy.core.engine import zero, zero12
+from zerosync_strategy.core.gradients.owned import OwnedLayout, OwnedReducer
+from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.optimizer.frozen import FrozenParameters
+from zerosync_strategy.core.optimizer.states import StripedStates
+
+
+class WholeStep(FrozenParameters):
+    """Lets the torch optimizer step the parameters that this rank owns. What is frozen has no gradient there.
+
+    Attributes:
+        masters: by parameter that this rank owns, its master weights, as the torch optimizer has them.
+
+    Raises:
+        ValueError: the optimizer has stepped DeepSpeed's flat shards.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        super().__init__(reducer)
+        self.left_out: set[Any] = set()  # of the running step
+        self.masters: dict[Any, torch.nn.Parameter] = {}
+        if any(reducer.optimizer.optimizer.state.get(master.flat) for master in reducer.master_shards()):
+            raise ValueError(
+                f"attach() found that the optimizer {type(reducer.optimizer.optimizer).__name__}, which needs whole"
+                " parameters, has stepped flat shards. Call attach() before the first step and before"
+                " load_checkpoint()."
+            )
+
+    def take(self, groups: Sequence[Sequence[Any]]) -> None:
+        """Give the torch optimizer the :attr:`masters` in place of its parameters.
+
+        Args:
+            groups: its parameters, all ranks', by its groups.
+        """
+        optimizer = self._optimizer
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [self.masters[param] for param in params if param in self.masters]
+            for param in params:  # what was made with the optimizer
+                state = optimizer.state.pop(param, None)
+                if state and param in self.masters:
+                    optimizer.state[self.masters[param]] = state
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        self.left_out, self._frozen = self._frozen or set(), None
+        try:
+            yield
+        finally:
+            for master in self.masters.values():
+                master.grad = None
+
+    def states_of(self, param: Any) -> dict[str, Any]:
+        """Return the optimizer's states of ``param``; empty where another rank has them."""
+        master = self.masters.get(param)
+        return {} if master is None else self._optimizer.state.get(master, {})
+
+    def read_state(self, param: Any, key: str, owner: int, process_group: Any) -> torch.Tensor:
+        """Return a state of ``param`` in fp32. Collective.
+
+        Raises:
+            ValueError: there is no such state.
+        """
+        value = self.states_of(param).get(key)
+        value = value.cpu() if isinstance(value, torch.Tensor) else None
+        found = broadcast_object(value, owner, process_group)
+        if found is None:
+            raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
+        return found.to(param.device, torch.float32)
+
+    def write_state(self, param: Any, value: torch.Tensor, key: str) -> None:
+        """Set a state of ``param``, where this rank owns it.
+
+        Raises:
+            ValueError: there is no such state.
+        """
+        if param in self.masters:
+            if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
+                raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
+            target.copy_(value)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
+        return []
+
+    def load(self, state: list[Any], names: Mapping[Any, str]) -> None:
+        self._frozen = None
+
+    def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the torch optimizer with names of parameters in place of its numbers."""
+        own = self._names(names)
+        name_of = [name for group in own for name in group]
+        return {
+            "state": {name_of[number]: of_param for number, of_param in state["state"].items()},
+            "param_groups": [
+                group | {"params": of_group} for group, of_group in zip(state["param_groups"], own, strict=True)
+            ],
+        }
+
+    def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return for the torch optimizer what :meth:`by_name` has returned.
+
+        Raises:
+            ValueError: it is of other parameters than those that this rank owns.
+        """
+        own, saved = self._names(names), [group["params"] for group in state["param_groups"]]
+        if saved != own:
+            raise ValueError(
+                "load_checkpoint() found states of an optimizer that steps other parameters on this rank, or flat"
+                f" shards: {saved} in place of {own}. Load it with the optimizer and the option elementwise_optimizer"
+                " with which it was saved, or its weights alone, with load_optimizer_states=False."
+            )
+        number_of = {name: number for number, name in enumerate(name for group in own for name in group)}
+        return {
+            "state": {number_of[name]: of_param for name, of_param in state["state"].items()},
+            "param_groups": [
+                group | {"params": [number_of[name] for name in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    def _names(self, names: Mapping[Any, str]) -> list[list[str]]:
+        """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
+        param_of = {id(master): param for param, master in self.masters.items()}
+        groups = self._optimizer.param_groups
+        return [[names[param_of[id(master)]] for master in group["params"]] for group in groups]
+
+
+class OwnedStep(WholeStep):
+    """On stages 1 and 2: this rank's shard has the parameters that it owns, and their gradients."""
+
+    def __init__(self, reducer: OwnedReducer) -> None:
+        super().__init__(reducer)
+        self._layouts: list[OwnedLayout] = reducer.layouts
+        zero_optimizer = reducer.optimizer
+        groups: list[list[Any]] = [[] for _ in self._optimizer.param_groups]
+        for layout in self._layouts:
+            flat = zero12.give_own_master(zero_optimizer, layout.group_index, layout.shard_numel)
+            groups[layout.group_index] = zero12.params_in_order(zero_optimizer, layout.group_index)
+            self.masters |= {param: self._view(flat, layout, param) for param in layout.own_offsets}
+        self.take(groups)
+
+    @torch.no_grad()
+    def _view(self, flat: torch.Tensor, layout: OwnedLayout, param: Any) -> torch.nn.Parameter:
+        begin = layout.own_offsets[param]
+        view = torch.nn.Parameter(flat.data[begin : begin + param.numel()].view(param.shape))
+        view.data.copy_(param)
+        return view
+
+    def step_group(self, index: int) -> None:
+        """DeepSpeed has the gradients of the group ``index`` ready; with those of the last one, step."""
+        optimizer = self._reducer.optimizer
+        for layout in (layout for layout in self._layouts if layout.group_index == index):
+            flat = zero12.master(optimizer, index)
+            for param, begin in layout.own_offsets.items():
+                master, end = self.masters[param], begin + param.numel()
+                master.data = flat.data[begin:end].view(param.shape)
+                master.grad = None if param in self.left_out else flat.grad[begin:end].view(param.shape)
+        if index == len(self._optimizer.param_groups) - 1:
+            zero.step_torch_optimizer(optimizer)
+
+    def stock_masters(self) -> list[torch.Tensor]:
+        """Return this rank's master weights as DeepSpeed lays them out, by group. Collective."""
+        optimizer = self._reducer.optimizer
+        masters = []
+        for layout in self._layouts:
+            master, flat = (each(optimizer, layout.group_index) for each in (zero12.master, zero12.flat_parameters))
+            masters.append(layout.to_stock(master.data, flat.numel(), flat.device))
+        return masters
+
+    def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's master weights of what :meth:`stock_masters` has returned. Collective."""
+        masters = []
+        for layout, saved in zip(self._layouts, stock, strict=True):
+            flat = zero12.flat_parameters(self._reducer.optimizer, layout.group_index)
+            masters.append(layout.from_stock(saved, flat.numel(), flat.device))
+        return masters
+
+
+class OwnedStates(StripedStates):
+    """Master weights and states of an optimizer that needs whole parameters, each on its owner.
+
+    Args:
+        step: which has them.
+    """
+
+    def __init__(self, reducer: OwnedReducer, step: OwnedStep) -> None:
+        super().__init__(reducer)
+        self._step = step
+
+    def read(self, param: Any, key: str | None) -> torch.Tensor:
+        if key is None:
+            return super().read(param, key)
+        layout = self.layout_of(param)
+        assert isinstance(layout, OwnedLayout)
+        return self._step.read_state(param, key, layout.owners[param], layout.process_group)
+
+    def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        if key is None:
+            super().write(param, value, key)
+        else:
+            self._step.write_state(param, value, key)
