@@ -48,6 +48,7 @@ class EngineOverrides(ModeOverrides):
     """Overrides of ``DeepSpeedEngine``."""
 
     _zerosync_attached: AttachedEngine
+    _zerosync: Any  # the handle
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.forward():
@@ -85,6 +86,10 @@ class EngineOverrides(ModeOverrides):
         result = super().step(*args, **kwargs)  # type: ignore[misc]
         self._zerosync_attached.window.end_engine_step()
         return result
+
+    def get_global_grad_norm(self) -> Any:
+        self._zerosync.norm_is_read()
+        return super().get_global_grad_norm()  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         self._zerosync_attached.zero_grad()
