@@ -298,7 +298,7 @@ class Reducer(ABC):
             for bucket in self.buckets:
                 if bucket.needs_reduce:
                     self._launch(bucket)
-                elif bucket.layout.nodes is not None:
+                elif bucket.layout.nodes is not None and bucket.node_shard:
                     self._launch_between(bucket, bucket.layout.nodes)
             self._wait_reduce_scatter(0)
 
