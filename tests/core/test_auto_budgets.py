@@ -112,9 +112,9 @@ def test_what_is_held_is_the_most_that_leaves_the_reserve() -> None:
             def most(held: int, moments: Any = moments, everything: int = everything) -> int:
                 return max(beside + min(everything, held + own) for beside, own in moments)
 
-            def hold(room: int, memory: Simulated = memory) -> int:
+            def hold(room: int, memory: Simulated = memory) -> tuple[int, int]:
                 memory.may_hold = room
-                return room
+                return room, 0
 
             def usage(memory: Simulated = memory, gathered: list[int] = gathered) -> Usage:
                 return Usage(memory.held, gathered[0])
@@ -161,6 +161,8 @@ class Counted:
             ours = self.attached.reducer.local.now
             if self.attached.scheduler is not None:
                 ours += self.attached.scheduler.unsharded.now
+                if (shards := self.attached.scheduler.node_shards) is not None:
+                    ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)
         return BASE + self.activations + ours
 
@@ -172,7 +174,8 @@ data = noise(4, WIDTH)
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, stage: int, names: list[str], room: float, grows: int, frozen: bool = False
+    monkeypatch: pytest.MonkeyPatch, stage: int, names: list[str], room: float, grows: int, frozen: bool = False,
+    ranks: int = 2,
 ) -> tuple[float, list[tuple[Any, ...]]]:
     """The error after fourteen steps, and by step what was chosen.
 
@@ -197,7 +200,7 @@ def train(
     for module in net:
         module.register_forward_hook(lambda *_: memory.used() and None)
         module.register_full_backward_hook(lambda *_: memory.used() and None)
-    oracle = Oracle(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01))
+    oracle = Oracle(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01), ranks)
     draw, steps = random.Random(rank()), []
     for step in range(14):
         usual = MODEL // 4 + min(grows, max(0, step - 6) * (limit // RESERVED // 2))
@@ -213,7 +216,7 @@ def train(
         engine.step()
         oracle.step()
         report = zerosync.report
-        held = report.peak_held_bytes if "param_memory_budget" in names else 0
+        held = report.peak_held_bytes + report.peak_node_bytes if PARAMETERS in names else 0
         assert held <= (report.budgets.parameters or 0)
         steps.append((report.budgets.parameters, report.budgets.gradients, report.budgets.cuts, report.ratio))
         assert memory.most <= limit, (step, memory.most, limit, str(report.budgets))
@@ -224,26 +227,32 @@ PARAMETERS, GRADIENTS = "param_memory_budget", "grad_memory_budget"
 
 
 @pytest.mark.parametrize(
-    ("stage", "names", "room", "frozen"),
+    ("stage", "names", "room", "frozen", "ranks"),
     [
         # Beside the gradients of all layers, of half of them, or those that are on their way.
-        (3, [PARAMETERS], 2.0, False),
-        (3, [PARAMETERS], 3.0, False),
-        (3, [PARAMETERS], 1.5, True),
-        (3, [PARAMETERS, GRADIENTS], 1.6, False),
-        (2, [GRADIENTS], 1.2, False),
-        (1, [GRADIENTS], 1.2, False),
+        (3, [PARAMETERS], 2.0, False, 2),
+        (3, [PARAMETERS], 3.0, False, 2),
+        (3, [PARAMETERS], 1.5, True, 2),
+        (3, [PARAMETERS, GRADIENTS], 1.6, False, 2),
+        (2, [GRADIENTS], 1.2, False, 2),
+        (1, [GRADIENTS], 1.2, False, 2),
+        (3, [PARAMETERS], 2.2, False, 4),  # of two nodes
+        (3, [PARAMETERS, GRADIENTS], 1.2, False, 4),
+        (2, [GRADIENTS], 1.2, False, 4),
     ],
 )
 @pytest.mark.off_device(
     "on a device the answer of a step is read in the next one, and its limits leave no room for that"
 )
 def test_exact_while_it_changes(
-    stage: int, names: list[str], room: float, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    stage: int, names: list[str], room: float, frozen: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of random activations, which grow: within the limit at every look, settled after four steps, then cut alone."""
-    (error, steps), (_, of_other) = run_ranks(lambda: train(monkeypatch, stage, names, room, int(0.3 * MODEL), frozen))
-    assert [step[:3] for step in steps] == [step[:3] for step in of_other]
+    (error, steps), *others = run_ranks(
+        lambda: train(monkeypatch, stage, names, room, int(0.3 * MODEL), frozen, ranks),
+        world_size=ranks, env={"LOCAL_WORLD_SIZE": "2"},
+    )  # fmt: skip
+    assert all([step[:3] for step in steps] == [step[:3] for step in of_other] for _, of_other in others)
     assert error == 0.0
     chosen = [sum(filter(None, step[:2])) for step in steps]
     assert chosen[:MEASURED] == [0] * MEASURED

@@ -64,6 +64,7 @@ def test_different_numbers_of_backwards_are_right(stage: int, promised: bool) ->
 
 DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "reduced at every backward": {"options": {"coalesce": False}, "backwards": [3, 2]},
+    "reduced beyond the budget": {"options": {"grad_memory_budget": 0}, "backwards": [2, 3]},
     "reduced at every loss.backward()": {"options": {"coalesce": False}, "backwards": [3, 2], "raw": True},
     "promised by one rank": {"options": {}, "backwards": [2, 2], "promise": 1},
     "a rank is elsewhere": {"options": {}, "backwards": [2, 2], "elsewhere": 1},
@@ -92,6 +93,9 @@ def test_each_rank_says_what_all_were_doing(stage: int, case: str) -> None:
     outcomes = run_ranks(run, expect="any", timeout=60)
     errors_name_every_rank(outcomes)
     assert any("1 optimizer step(s) done" in outcome.message for outcome in outcomes)
+    if stage == 2 and len(set(disagreement["backwards"])) > 1:  # stage 3 disagrees in a forward
+        assert any("all ranks make as many" in outcome.message for outcome in outcomes)
+        assert not any("param_memory_budget" in outcome.message for outcome in outcomes)
     if case == "a rank is elsewhere":
         assert (
             "rank 1: outside of the engine, 1 optimizer step(s) done, 2 backward(s) since, at " in outcomes[0].message

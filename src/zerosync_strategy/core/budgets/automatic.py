@@ -16,7 +16,8 @@ it, over all looks, is what holding *h* bytes will use. What a peak of the alloc
 peak in the optimizer's step counts as beside nothing that was gathered. What is held is the most that leaves a reserve
 below the limit: a part of it, or as much as the memory after a forward has varied from window to window, if it is
 more; what has varied may vary as much again. All parameters are held if half of that part is left: no gather is on its
-way then, sooner or later, beside the rest.
+way then, sooner or later, beside the rest. Where not all fit, of several nodes, node shards come before what is held in
+full (``params/held.py``); they are there beside whatever is gathered.
 
 The most that was seen never falls, and what is held never grows. It is cut when half of that part of the limit is no
 longer left, and then to the reserve. So it is cut 64 times at most, and cannot oscillate.
@@ -69,7 +70,8 @@ class Choice:
         state: ``MEASURES`` or ``HOLDS``.
         limit: bytes that the rank which has the fewest may use.
         room: bytes of the limit that are left beside everything else and what is held, on the rank with the least.
-        parameters: bytes of gathered parameters that may be held; ``None``: that budget is not automatic.
+        parameters: bytes of gathered parameters that may be held, and of node shards; ``None``: that budget is not
+            automatic.
         gradients: bytes of gradients that may stay unreduced; ``None``: as above.
         used_otherwise: the most bytes that everything else has used on this rank at once.
         reserve: bytes that this rank leaves free.
@@ -144,6 +146,14 @@ def _with(beside: list[int], held: int, everything: int) -> int:
     return max(each + min(everything, held + level * everything // LEVELS) for level, each in enumerate(beside))
 
 
+def _most_beside(needed: list[int], most: int, everything: int, reserve: int) -> int:
+    """Return how many bytes of parameters, up to ``most``, are held in full and leave ``reserve``, over the levels."""
+    for level, each in enumerate(needed):
+        if each + everything > -reserve:  # else all of them fit at such a moment
+            most = min(most, -reserve - each - level * everything // LEVELS)
+    return max(0, most)
+
+
 class FixedBudgets:
     """No budget of an engine sets itself."""
 
@@ -164,10 +174,11 @@ class AutomaticBudgets:
         limit: bytes that this rank may use.
         usage: measures what the budgets are for.
         everything: bytes of all parameters that may be held.
-        hold_parameters: takes bytes, holds what fits in them from the coming window on, and returns how many that is;
-            ``None``: that budget is not automatic.
-        hold_gradients: does so with gradients.
+        hold_parameters: takes bytes, holds what fits in them from the coming window on, and returns how many that is in
+            full, and in node shards; ``None``: that budget is not automatic.
+        hold_gradients: does so with gradients, and returns one number.
         process_group, device, streams: for the agreement.
+        wanted_in_shards: returns the bytes of the node shards of all parameters that are worth one.
 
     Attributes:
         choice: in force.
@@ -179,11 +190,12 @@ class AutomaticBudgets:
         limit: int,
         usage: Callable[[], Usage],
         everything: int,
-        hold_parameters: Callable[[int], int] | None,
+        hold_parameters: Callable[[int], tuple[int, int]] | None,
         hold_gradients: Callable[[int], int] | None,
         process_group: Any,
         device: torch.device,
         streams: Streams,
+        wanted_in_shards: Callable[[], int] = lambda: 0,
     ) -> None:
         self._gauge = gauge
         self._limit = limit
@@ -191,6 +203,8 @@ class AutomaticBudgets:
         self._everything = everything
         self._hold_parameters = hold_parameters
         self._hold_gradients = hold_gradients
+        self._wanted_in_shards = wanted_in_shards
+        self._in_full = self._in_shards = 0  # of the parameters that are held
         self._process_group = process_group
         self._concurrent = streams.concurrent
         self._mine = torch.zeros(LEVELS + 3, dtype=torch.int64, pin_memory=streams.concurrent and device.type == "cuda")
@@ -227,7 +241,7 @@ class AutomaticBudgets:
     def step_begins(self) -> None:
         """The optimizer's step begins: its peak is another one."""
         if peak := self._new_peak():
-            held = self._moments.used_with(self.choice.parameters or 0) + (self.choice.gradients or 0)
+            held = self._moments.used_with(self._in_full) + self._in_shards + (self.choice.gradients or 0)
             # Once it holds, only forwards are looked at; what is held was there, or less of it.
             expected = max(self._looked, 0 if self.measures else held - self._moments.unseen)
             self._moments.unseen = max(self._moments.unseen, peak - expected)
@@ -250,8 +264,12 @@ class AutomaticBudgets:
         parameters, gradients = self.choice.parameters or 0, self.choice.gradients or 0
         if self.measures:
             self._hold(needed, varied, limit, self._everything, None, 0)
-        elif self.choice.nbytes and -_with(needed, parameters, self._everything) - gradients < limit // RESERVED // 2:
+        elif self.choice.nbytes and self._left(needed) - gradients < limit // RESERVED // 2:
             self._hold(needed, varied, limit, parameters, gradients, self.choice.cuts + 1)
+
+    def _left(self, needed: list[int]) -> int:
+        """Return how many bytes are left beside what is held of the parameters."""
+        return -_with(needed, self._in_full, self._everything) - self._in_shards
 
     def _hold(
         self, needed: list[int], varied: int, limit: int, parameters: int, gradients: int | None, cuts: int
@@ -259,22 +277,26 @@ class AutomaticBudgets:
         """Hold at most so many bytes of parameters and gradients, and what leaves the reserve."""
         everything, reserve = self._everything, max(limit // RESERVED, varied)
         # Parameters first: a micro-batch gathers each at least as often as it reduces its gradient.
-        if self._hold_parameters is None:
-            parameters = 0
-        else:
+        if self._hold_parameters is not None:
             left_by_all = -_with(needed, everything, everything)
             all_stay = parameters == everything and left_by_all >= max(limit // RESERVED // 2, varied)
-            for level, each in enumerate([] if all_stay else needed):
-                if each + everything > -reserve:  # else all of them fit at such a moment
-                    parameters = min(parameters, -reserve - each - level * everything // LEVELS)
-            parameters = self._hold_parameters(max(0, parameters))
-        left = -_with(needed, parameters, everything)
+            if not all_stay:
+                in_full = _most_beside(needed, parameters, everything, reserve)
+                wanted = self._wanted_in_shards() if in_full < everything else 0
+                in_shards = min(wanted, parameters, max(0, -reserve - _with(needed, 0, everything)))
+                if 0 < in_shards == wanted:
+                    beside = [each + in_shards for each in needed]
+                    in_full = _most_beside(beside, parameters - in_shards, everything, reserve)
+                parameters = in_full if not wanted else in_shards + in_full * (in_shards == wanted)
+            self._in_full, self._in_shards = self._hold_parameters(parameters)
+        left = self._left(needed)
         if self._hold_gradients is None:
             gradients = 0
         else:
             room = max(0, left - reserve)
             gradients = self._hold_gradients(room if gradients is None else min(room, gradients))
-        self.choice = self._choose(State.HOLDS, limit, left - gradients, parameters, gradients, cuts)
+        held = self._in_full + self._in_shards
+        self.choice = self._choose(State.HOLDS, limit, left - gradients, held, gradients, cuts)
 
     def _new_peak(self) -> int | None:
         """Return the most that was ever in use, if that was since the last call."""
@@ -368,14 +390,14 @@ def automatic_budgets(
         if config.gradients.automatic:  # what streams beyond them is none of the budget's
             held += min(reducer.local.now, reducer.deferred_bytes)
         if scheduler is not None and cache is not None:
-            held += cache.plan.held_bytes
+            held += cache.plan.held_bytes + cache.plan.bytes_in_shards
             gathered = max(0, scheduler.unsharded.now - cache.plan.held_bytes)
         return Usage(held, gathered)
 
     budgets = AutomaticBudgets(
         gauge, limit, usage, 0 if cache is None else cache.plan.everything, None if cache is None else cache.set_budget,
         reducer.defer if config.gradients.automatic else None, zero.data_parallel_group(engine.optimizer),
-        engine.device, reducer.streams,
+        engine.device, reducer.streams, (lambda: 0) if cache is None else cache.plan.wanted_in_shards,
     )  # fmt: skip
     reducer.local.watch = budgets.look
     if gathers is not None:

@@ -31,7 +31,7 @@ from zerosync_strategy.core.failures.errors import RankError, is_communication_e
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
 from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshots
-from zerosync_strategy.core.failures.verdict import VERDICT, report
+from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS, VERDICT, report
 
 
 class RankStatus:
@@ -133,7 +133,7 @@ class RankStatus:
         self._stopped = replace(lost, verdict=verdict)
         if self._deadlock:
             return self._describe_deadlock(what)
-        return "\n".join([
+        return _with_advice([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
             "Either a rank has ended, for the reason that it printed, or the ranks disagree: each must make the same"
@@ -147,7 +147,7 @@ class RankStatus:
             warnings.warn(self._describe_deadlock("a call outside of the engine"), stacklevel=2)
 
     def _describe_deadlock(self, what: str) -> str:
-        return "\n".join([
+        return _with_advice([
             f"Rank {self._rank} would wait for ever in {what}, {self._position}: ranks are in different collective"
             " calls, each of which needs a rank that waits in another.",
             *self._deadlock,
@@ -198,6 +198,11 @@ def rank_status() -> RankStatus:
         watch = world_size > 1 and backend_for(None, "cpu") == "gloo"
         _current = weakref.ref(group), RankStatus(store, dist.get_rank(), world_size, watch)
     return _current[1]
+
+
+def _with_advice(lines: list[str]) -> str:
+    """Return the lines of an error, whose last is the advice, unless the verdict has its own."""
+    return "\n".join(lines[:-1] if any(OTHER_BACKWARDS in line for line in lines) else lines)
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -24,6 +24,12 @@ _LINES = 20
 _RUNS = 8
 _CHARACTERS = 400
 _NUMBER = re.compile(r"\d+")
+OTHER_BACKWARDS = (
+    "Where backwards reduce (grad_memory_budget, coalesce=False, or one that is known to be the last), all ranks make as"
+    " many in each optimizer step. Let a rank that has nothing left run one of its loss times 0; or leave these options"
+    " out, and set overlap_last=False."
+)
+"""What to do about ranks that reduce in different backwards. In the text of a verdict, in place of other advice."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,10 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
         return _verdict("program ended", finished, waiting, lambda _: "has come to the end of its program")
     if absent := [state for state in states if not state.waits_for]:
         return _verdict("elsewhere", absent, waiting, _is_elsewhere)
-    return _all_wait(states)
+    verdict = _all_wait(states)
+    if _reduce_apart(states):
+        return replace(verdict, cause="other backwards", text=f"{verdict.text}. {OTHER_BACKWARDS}")
+    return verdict
 
 
 def _all_wait(states: Sequence[RankState]) -> Verdict:
@@ -93,6 +102,15 @@ def _all_wait(states: Sequence[RankState]) -> Verdict:
     alone = "alone " if len(chosen) == 1 else ""
     verdict = _verdict(cause, chosen, others, lambda state: f"{alone}waits for {state.waits_for}")
     return replace(verdict, text=verdict.text + _numbers(states))
+
+
+def _reduce_apart(states: Sequence[RankState]) -> bool:
+    """Whether ranks reduce in different backwards of one window, or one does while others are in the step."""
+    if len({state.steps for state in states}) > 1:
+        return False
+    reducing = {state.backward for state in states if state.waits_for.startswith("the reduction of")}
+    in_step = {state.backward for state in states if state.activity in ("the reduction", "the optimizer step")}
+    return bool(reducing) and len(reducing | in_step) > 1
 
 
 def _same_call(states: Sequence[RankState]) -> Verdict:

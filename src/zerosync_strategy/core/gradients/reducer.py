@@ -274,7 +274,7 @@ class Reducer(GradientShards):
             for bucket in self.buckets:
                 if bucket.needs_reduce:
                     self.pipeline.launch(bucket)
-                elif bucket.layout.nodes is not None:
+                elif bucket.layout.nodes is not None and bucket.node_shard:
                     self.pipeline.launch_between(bucket, bucket.layout.nodes)
             self.pipeline.wait()
 

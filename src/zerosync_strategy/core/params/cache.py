@@ -156,8 +156,10 @@ class ParameterCache:
             held.pending = True
         self._in_flight = [gather for gather in self._in_flight if not gather.is_done]
 
-    def set_budget(self, budget: int) -> int:
-        """Hold what fits into ``budget`` bytes from the coming window on, and return how many it takes.
+    def set_budget(self, budget: int) -> tuple[int, int]:
+        """Hold what fits into ``budget`` bytes from the coming window on; return how many it takes, by level.
+
+        Those that are held in full, and those of node shards within the budget.
 
         Between two windows. A model that fits is held in full.
         """
@@ -174,7 +176,8 @@ class ParameterCache:
         if had_modules and not self._modules:
             gathering.forget_order(self._engine.optimizer)
         held = (record.param for record in self.plan.records if record.hold)
-        return sum(zero3.full_bytes(param) for param in held if not zero3.is_persistent(param))
+        in_full = sum(zero3.full_bytes(param) for param in held if not zero3.is_persistent(param))
+        return in_full, self.plan.chosen_in_shards
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -42,13 +42,13 @@ class Copies(ABC, Generic[Values]):
         limit: as given.
         chosen: the parameters to keep; ``None`` while it is unknown which are gathered more than once: whatever comes
             first and fits.
-        peak_bytes: the most bytes of copies at once since the last :meth:`reset_counts`.
+        now, peak_bytes: bytes of copies, and the most at once since the last :meth:`reset_counts`.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self._copies: dict[Any, _Copy[Values]] = {}
-        self._bytes = self.peak_bytes = 0
+        self.now = self.peak_bytes = 0
         self._at_begin: dict[Any, int | None] = {}  # what had a copy when the window began
         self.chosen: set[Any] | None = None
 
@@ -92,11 +92,11 @@ class Copies(ABC, Generic[Values]):
         copy = self._copies.get(param)
         if copy is None:
             nbytes = self.bytes_of(param)
-            if self.limit is not None and self._bytes + nbytes > self.limit:
+            if self.limit is not None and self.now + nbytes > self.limit:
                 return None
             copy = self._copies[param] = _Copy(self._allocate(param), nbytes)
-            self._bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self.now += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.now)
         copy.writes = param._zerosync_record.writes
         return copy.values
 
@@ -106,6 +106,7 @@ class Copies(ABC, Generic[Values]):
         room = None if self.limit is None else self.limit - sum(map(self.bytes_of, params))
         stays = params.union(fitting(leaving, room, self.bytes_of))
         self.free(param for param in list(self._copies) if param not in stays)
+        self.peak_bytes = self.now  # of the coming window
 
     def fitting(self, params: Iterable[Any]) -> list[Any]:
         """Return those of ``params``, the first first, whose copies fit."""
@@ -115,11 +116,11 @@ class Copies(ABC, Generic[Values]):
         """Give the memory of the copies of ``params`` back."""
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:
-                self._bytes -= copy.nbytes
+                self.now -= copy.nbytes
 
     def reset_counts(self) -> None:
         """A step has been taken: count from zero."""
-        self.peak_bytes = self._bytes
+        self.peak_bytes = self.now
         self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}
 
 

@@ -111,7 +111,25 @@ class HoldPlan:
             for copies in self._copies:
                 copies.choose(set(), [record.param for record in self.constants()])
 
-    def _choose(self, budget: int) -> None:
+    @property
+    def bytes_in_shards(self) -> int:
+        """Bytes of the node shards that are within the budget."""
+        shards = self.node_shards
+        return shards.now if shards is not None and shards.shared else 0
+
+    @property
+    def chosen_in_shards(self) -> int:
+        """Bytes of :attr:`bytes_in_shards` at most, in a window."""
+        shards = self.node_shards
+        return sum(map(shards.bytes_of, shards.chosen or ())) if shards is not None and shards.shared else 0
+
+    def wanted_in_shards(self) -> int:
+        """Return the bytes of the node shards, within the budget, of all parameters that are worth one."""
+        shards = self.node_shards
+        return sum(map(shards.bytes_of, self._saving())) if shards is not None and shards.shared else 0
+
+    def _saving(self) -> list[Any]:
+        """Return the parameters that are gathered more than once, those that save most first."""
         self.constants()
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
@@ -121,7 +139,10 @@ class HoldPlan:
             ),
             key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
         )
-        saving = [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
+        return [param for saved, param in by_saving if saved > 0 and not zero3.is_persistent(param)]
+
+    def _choose(self, budget: int) -> None:
+        saving = self._saving()
         held = [param._zerosync_record for param in self._fitting(saving, budget)]
         for record in held:
             record.hold = True
