@@ -84,6 +84,7 @@ def main() -> None:
             runs.append(run)
     results = _describe(options, runs)
     name = f"{results['date']}-{options.where}-{options.model}"
+    name += f"-{options.ranks // options.per_host}x{options.per_host}" if options.per_host > 1 else ""
     name += f"-batch-{options.batch}" if options.batch > 1 else ""
     name += "-budget" if options.budget_curve else ""
     name += "-tensors" if options.count_tensors else ""
@@ -149,6 +150,7 @@ def _describe(options: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[s
         "model": options.model,
         "parameters": runs[0]["parameter_bytes"] // 4,
         "ranks": options.ranks,
+        "per_host": options.per_host,
         "batch": options.batch,
         "rounds": options.rounds,
         "in_a_row": options.in_a_row,

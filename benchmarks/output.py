@@ -31,7 +31,9 @@ def processor() -> str:
 
 def write_markdown(results: dict[str, Any], path: Path) -> None:
     """One table for each number of micro-batches, under what was run, when, and on what."""
-    where = "one machine's loopback" if results["where"] == "loopback" else f"one {results['rate']} link per rank"
+    per_host = results.get("per_host", 1)
+    of_whom = f"host of {per_host} ranks" if per_host > 1 else "rank"
+    where = "one machine's loopback" if results["where"] == "loopback" else f"one {results['rate']} link per {of_whom}"
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         f"# {results['date']}: {results['model']}, {results['ranks']} ranks, {where}",
@@ -58,7 +60,7 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
         "ms: median of the rounds. Ratios: median over the rounds of the ratio in one round; above 1 is faster."
     )
     lines.append(
-        "MB: sent per rank and step by the interface's counter, protocol headers and acknowledgements included."
+        f"MB: sent per {of_whom} and step by the interface's counter, protocol headers and acknowledgements included."
     )
     path.write_text("\n".join(lines) + "\n")
 

@@ -250,6 +250,46 @@ def host_cache() -> None:
     picture.save("host_cache")
 
 
+def nodes() -> None:
+    """What each of two ranks on each of two nodes keeps, and what is sent when, by level."""
+    picture = Picture(
+        960, 452, "What a rank keeps in full, in node shards and in ZeRO's shards, and what each sends in a step"
+    )
+    left, column, row, between, within, nothing = 322, 158, 116, REDUCE, GATHER, "#d0d7de"
+    for x, text in ((8, "level"), (190, "kept by rank")):
+        picture.text(x, 24, text, "bold")
+    for index, text in enumerate(("micro-batch 1", "micro-batch 2", "micro-batch 3", "close")):
+        picture.text(left + (index + 0.5) * column, 24, text, "bold", "middle")
+    rows = (
+        ("in full", '"device"', "P", 1.0, (between, nothing, nothing), (nothing,) * 3, between),
+        ("in node shards", '"node"', "P / G", 0.5, (between, within, within), (within,) * 3, between),
+        ("in ZeRO's shards", "what is left", "P / (M G)", 0.25, (between,) * 3, (between,) * 3, nothing),
+    )
+    for number, (name, where, size, part, gathers, reductions, close) in enumerate(rows):
+        top = 44 + number * row
+        picture.text(8, top + 24, name, "bold")
+        picture.text(8, top + 44, where, "soft small")
+        picture.text(8, top + 64, size, "soft small")
+        for rank in range(4):  # a node has two
+            x = 184 + 26 * rank + 14 * (rank // 2)
+            picture.panel(x, top, 22, 84, 3)
+            picture.box(x, top + 84 * (1 - part), 22, 84 * part, FORWARD)
+        for index, (gather, reduction) in enumerate(zip(gathers, reductions, strict=True)):
+            x = left + index * column + 4
+            picture.box(x, top, column - 8, 38, gather, "held" if gather == nothing else "gather")
+            picture.box(x, top + 46, column - 8, 38, reduction, "add up" if reduction == nothing else "reduce")
+        text = "step" if close == nothing else "reduce, step"
+        picture.box(left + 3 * column + 4, top, column - 8, 84, close, text)
+    for number in range(2):
+        picture.text(208 + 66 * number, 44 + 3 * row - 12, f"node {number}", "soft small", "middle")
+    keys = ((between, "crosses between nodes"), (within, "stays within the node"), (nothing, "nothing is sent"))
+    for index, (fill, text) in enumerate(keys):
+        picture.box(8 + 210 * index, 414, 16, 16, fill)
+        picture.text(30 + 210 * index, 427, text, "small")
+    picture.text(640, 427, "M nodes of G ranks; here 2 of 2", "soft small")
+    picture.save("nodes")
+
+
 def auto_budgets() -> None:
     """What an automatic budget holds while activations vary and grow. Heights are chosen, not measured."""
     picture = Picture(
@@ -511,6 +551,7 @@ if __name__ == "__main__":
         stripes,
         window,
         host_cache,
+        nodes,
         auto_budgets,
         divergence,
         means,

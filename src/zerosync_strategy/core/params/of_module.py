@@ -42,7 +42,8 @@ class ModuleParameters:
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in self.scheduler.groups.values())
-        keeps = has_levels and (limit != 0 or config.parameters.automatic)
+        all_held = shared and limit is None
+        keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
         node_shards = NodeShards(limit, shared, topology) if keeps else None
         for group in self.scheduler.groups.values():
             if node_shards is not None and group.nodes is not None:
