@@ -207,7 +207,7 @@ def plan(
                 if check is not None:
                     compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
                 else:
-                    sets = jobs.usual_sets(stages, stock)
+                    sets = jobs.usual_sets(stages, stock, dtype)
                     made = make_plan(workload, cluster, sets, seconds, processes, timeout, show, ranks_at_once, threads)
     except PlanError as problem:
         console(stderr=True).print(str(problem), markup=False)

@@ -13,6 +13,9 @@ PREFIX, REPLAY, TIMED = "REPLAYED ", "replay", "timed"
 """How a line with a result begins, and of which kind it is."""
 DTYPES = ("fp32", "bf16")
 BACKENDS = ("nccl", "gloo")
+CHANGES = "gather_changes"
+ASSUMED_SHARE = 0.3
+"""Of the bytes of a gather after a step, what its changes are taken to have. What a step changes is not replayed."""
 
 
 class UsageError(ValueError):
@@ -102,6 +105,7 @@ class OptionSet:
     @property
     def name(self) -> str:
         given = ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
+        given += f" ({ASSUMED_SHARE:.0%} of the gather assumed)" if self.options.get(CHANGES) else ""
         return f"{self.system} {self.stage}" + (f", {given}" if given else "")
 
 
@@ -133,12 +137,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True) -> list[OptionSet]:
+def usual_sets(stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, dtype: str = DTYPES[0]) -> list[OptionSet]:
     """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside."""
     sets = []
     for stage in stages:
         sets += [OptionSet(STOCK, stage)] if stock else []
         sets.append(OptionSet(ZEROSYNC, stage))
+        if stage == 2 and dtype == "bf16":
+            sets.append(OptionSet(ZEROSYNC, 2, {CHANGES: "auto"}))
         if stage == 2:
             sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
         if stage == 3:
