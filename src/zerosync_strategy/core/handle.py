@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zerosync_strategy.core.options.budgets import parse_bytes
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
+from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
 from zerosync_strategy.core.report import StepReport
 from zerosync_strategy.version import __version__
 
@@ -319,9 +320,20 @@ class ZeroSync:
         with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
 
+    @overload
     def full_weights(
-        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None, changes_since: None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    @overload
+    def full_weights(
+        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None, changes_since: WeightSnapshot
+    ) -> Iterator[WeightPatch]: ...
+
+    def full_weights(
+        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None,
+        changes_since: WeightSnapshot | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]] | Iterator[WeightPatch]:  # fmt: skip
         """Yield the full weights by name, as an inference engine takes them, in little memory. Collective on stage 3.
 
         ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 16 MiB at
@@ -334,6 +346,9 @@ class ZeroSync:
         Args:
             module: the engine's or one in it, whose names they then have; by default the engine's. Alike on all ranks.
             dtype: for floating-point tensors; by default their own, that of training.
+            changes_since: what a receiver has. A :class:`WeightPatch` is yielded for each weight that has other bits,
+                and the snapshot, which keeps a copy of the weights in host memory, becomes them. On this rank alone;
+                others may go on without.
 
         Yields:
             Name and tensor of each entry of ``module.state_dict()``, buffers included, a tied one under each of its
@@ -345,7 +360,8 @@ class ZeroSync:
                 ``state_dict()`` is no tensor.
             RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
         """
-        return iter(full_weights(self._while_attached("full_weights()"), module, dtype))
+        weights = iter(full_weights(self._while_attached("full_weights()"), module, dtype))
+        return weights if changes_since is None else changes_since.patches(weights)
 
     def export(
         self,

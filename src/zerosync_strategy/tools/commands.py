@@ -208,7 +208,7 @@ def plan(
                 if check is not None:
                     compared = checks.check(workload, cluster, checks.read_run(check), seconds, show)
                 else:
-                    sets = jobs.usual_sets(stages, stock, cluster)
+                    sets = jobs.usual_sets(stages, stock, cluster, dtype)
                     made = make_plan(workload, cluster, sets, seconds, processes, timeout, show, ranks_at_once, threads)
     except PlanError as problem:
         console(stderr=True).print(str(problem), markup=False)

@@ -163,7 +163,15 @@ def _count(differences: torch.Tensor, bits: int) -> torch.Tensor:
     return _escapes(_code(differences, bits), bits).sum()
 
 
-class _Escaped:
+class _Compaction:
+    """Moves what has escaped from its places to a row without gaps, or back."""
+
+    @staticmethod
+    def _is_on_host(device: torch.device) -> bool:
+        return device.type == "cpu"
+
+
+class _Escaped(_Compaction):
     """The differences of one row that have escaped from a level, in order.
 
     Attributes:
@@ -176,7 +184,7 @@ class _Escaped:
         # One at each end for what is not to be there.
         self._memory = torch.zeros(room + 2, dtype=torch.int16, device=device)
         self.numbers = self._memory[1 : room + 1]
-        self._indexed = torch.device(device).type == "cpu"
+        self._indexed = self._is_on_host(device)
         self.count: Any = 0 if self._indexed else torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, piece: torch.Tensor, escapes: torch.Tensor) -> None:
@@ -230,7 +238,7 @@ def _decode_level(coded: torch.Tensor, plan: Plan, level: int) -> Iterator[tuple
         yield begin, end, differences
 
 
-class _Returned:
+class _Returned(_Compaction):
     """Puts what has escaped from a level back, row by row.
 
     Args:
@@ -239,7 +247,7 @@ class _Returned:
 
     def __init__(self, above: torch.Tensor) -> None:
         self._above = above
-        self._indexed = above.device.type == "cpu"
+        self._indexed = self._is_on_host(above.device)
         self._done: Any = [0] * len(above) if self._indexed else above.new_zeros(len(above), 1, dtype=torch.int64)
 
     def put(self, differences: torch.Tensor, escapes: torch.Tensor) -> None:

@@ -17,6 +17,9 @@ NODE_SHARDS = {"device": 0, "node": "all"}
 """A budget that keeps all in node shards, and nothing in full."""
 DTYPES = ("fp32", "bf16")
 BACKENDS = ("nccl", "gloo")
+CHANGES = "gather_changes"
+ASSUMED_SHARE = 0.3
+"""Of the bytes of a gather after a step, what its changes are taken to have. What a step changes is not replayed."""
 
 
 class UsageError(ValueError):
@@ -111,6 +114,7 @@ class OptionSet:
     @property
     def name(self) -> str:
         given = ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
+        given += f" ({ASSUMED_SHARE:.0%} of the gather assumed)" if self.options.get(CHANGES) else ""
         return f"{self.system} {self.stage}" + (f", {given}" if given else "")
 
 
@@ -144,19 +148,22 @@ def cores() -> int:
 
 
 def usual_sets(
-    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
-) -> list[OptionSet]:
+    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None, dtype: str = DTYPES[0]
+) -> list[OptionSet]:  # fmt: skip
     """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside.
 
     Args:
         cluster: of several nodes with several ranks each: also with node shards, between what is whole on each rank and
             what is sharded over all.
+        dtype: of the parameters; of 16 bits, also with the gather of changes.
     """
     has_levels = cluster is not None and cluster.has_levels
     sets = []
     for stage in stages:
         sets += [OptionSet(STOCK, stage)] if stock else []
         sets.append(OptionSet(ZEROSYNC, stage))
+        if stage == 2 and dtype == "bf16":
+            sets.append(OptionSet(ZEROSYNC, 2, {CHANGES: "auto"}))
         if stage == 2:
             sets += [OptionSet(ZEROSYNC, 2, {"grad_memory_budget": NODE_SHARDS})] if has_levels else []
             sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))

@@ -172,14 +172,17 @@ def plan(
     """
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
-    sets = tuple(jobs.usual_sets(cluster=cluster) if sets is None else sets)
+    sets = tuple(jobs.usual_sets(cluster=cluster, dtype=workload.dtype) if sets is None else sets)
     at_once = min(at_once or cluster.per_node, cluster.ranks) if compute == MEASURE else 0
-    job = Job(workload, cluster, sets, processes or os.cpu_count() or 1, at_once, threads)
+    replayed = tuple(map(_without_changes, sets))
+    job = Job(workload, cluster, replayed, processes or os.cpu_count() or 1, at_once, threads)
     found = _replay(job, timeout, progress)
     outcomes = []
     for index, options in enumerate(sets):
         each = found[REPLAY, index]
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
+        if options.options.get(jobs.CHANGES):
+            _gather_changes(collectives, each["parameters"], cluster)
         sent, resident = crossing(collectives, cluster), dict(each["resident"])
         if at_once:
             timed = found[TIMED, index]
@@ -188,7 +191,8 @@ def plan(
         else:
             seconds = workload.micro_batches * float(compute)
             work = Span(seconds, seconds)
-        options = dataclasses.replace(options, options=each["options"])
+        changes = {name: value for name, value in options.options.items() if name == jobs.CHANGES}
+        options = dataclasses.replace(options, options={**each["options"], **changes})
         time = bounds(sent, work)
         outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
     measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {jobs.cores()} core(s)" if at_once else None
@@ -196,6 +200,22 @@ def plan(
     least = floor(first["nbytes_once"], cluster)
     batch = tuple(first["batch"])
     return Plan(workload, cluster, first["parameters"], batch, least, compute, tuple(outcomes), measured)
+
+
+def _without_changes(options: OptionSet) -> OptionSet:
+    """Return the options as they are replayed: what a step changes needs its arithmetic, and the other ranks'."""
+    kept = {name: value for name, value in options.options.items() if name != jobs.CHANGES}
+    return dataclasses.replace(options, options=kept)
+
+
+def _gather_changes(collectives: dict[str, tuple[int, int]], parameters: int, cluster: Cluster) -> None:
+    """Let ``collectives`` have the assumed share of the gather of so many ``parameters`` of 16 bits."""
+    kind = "isend" if cluster.backend == "gloo" else "all_gather_into_tensor"
+    in_full = floor(2 * parameters, cluster)
+    of_kind = {kind: in_full.sent, kind + jobs.WITHIN: in_full.within, kind + jobs.BETWEEN: in_full.between}
+    for name in collectives.keys() & of_kind.keys():
+        calls, sent = collectives[name]
+        collectives[name] = calls, sent - int((1 - jobs.ASSUMED_SHARE) * of_kind[name])
 
 
 def _replay(job: Job, timeout: float, progress: Callable[[int, int], None]) -> dict[tuple[str, int], dict[str, Any]]:
