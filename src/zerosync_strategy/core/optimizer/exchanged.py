@@ -40,6 +40,7 @@ class _Batch:
     def __init__(self, layout: PerParamLayout, params: Sequence[Any], owners: dict[Any, int]) -> None:
         self._layout = layout
         self._params = sorted(params, key=owners.__getitem__)
+        self._owners = [owners[param] for param in self._params]
         self._shard_numels = [layout.shard_numels[param] for param in self._params]
         self._of_owners = [0] * layout.world_size  # elements of a rank's shards of what each owns
         for param, numel in zip(self._params, self._shard_numels, strict=True):
@@ -74,14 +75,19 @@ class _Batch:
             values = values_of(param)
             padding = shards.numel() - values.numel()
             shards.copy_(torch.nn.functional.pad(values, (0, padding)).view_as(shards))
-        received = like.new_empty(sum(self._shard_numels))
+        rank, sizes, of_owners = self._layout.rank, [self._width] * self._layout.world_size, list(self._of_owners)
+        if not self._width:  # torch's fake process group takes no empty tensor: a plan would end here
+            sent, sizes[rank], of_owners[rank] = like.new_zeros(1), 1, 1
+        received = like.new_empty(sum(of_owners))
 
         def use(_: Any) -> None:
-            for param, shard in zip(self._params, received.split(self._shard_numels), strict=True):
-                take(param, shard)
+            parts = list(received.split(of_owners))
+            begins = [0] * len(parts)
+            for param, owner, numel in zip(self._params, self._owners, self._shard_numels, strict=True):
+                begin, begins[owner] = begins[owner], begins[owner] + numel
+                take(param, parts[owner][begin : begin + numel])
 
-        sizes = [self._width] * self._layout.world_size, self._of_owners
-        exchange = self._exchange(sent.view(-1), received, *sizes, "updated parameters")
+        exchange = self._exchange(sent.view(-1), received, sizes, of_owners, "updated parameters")
         exchange.then(use)
         return exchange
 
@@ -126,6 +132,11 @@ class ExchangedStep(WholeStep):
                 if self.owners[param] == layout.rank:
                     flat = self._flats[self._places[param][0]]
                     self.masters[param] = torch.nn.Parameter(flat.new_empty(zero3.full_shape(param)))
+        # What one rank sends to owners and back: its shards of all parameters, twice.
+        itemsize = self._flats[0].element_size()
+        self._sent = [
+            reducer.topology.sent(2 * layout.shard_numel * itemsize, layout.process_group) for layout in reducer.layouts
+        ]
         self.take(zero3_optimizer.torch_groups(optimizer))
         self._read_masters()
 
@@ -149,6 +160,8 @@ class ExchangedStep(WholeStep):
                 for batch in self._batches
             )
         self._digests = [self._digest(flat.data) for flat in self._flats]
+        for sent in self._sent:
+            self._reducer.sent_floor = self._reducer.sent_floor.plus(sent)
         zero3_optimizer.reassign_shards(optimizer)
 
     @torch.no_grad()

@@ -1,0 +1,72 @@
+"""What whole parameters cost, as one rank of W on torch's fake process group: bytes, buffers, balance. Never times."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.harness import engines
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import attach, prepare_cpu
+from zerosync_strategy.core.engine import zero
+
+pytestmark = pytest.mark.off_device("counts what one rank asks for")
+
+MATRICES, WIDTH = 32, 16
+COLLECTIVES = ("reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
+
+
+def measure(stage: int, world_size: int) -> tuple[float, float, float, int, int]:
+    """Of the second step: bytes over AdamW's, and over the report's own; the largest tensor of a collective, matrices
+    stepped, and collectives."""
+    prepare_cpu()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(MATRICES)])
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    bucket = 4 * WIDTH**2
+    zero_options = {"reduce_bucket_size": bucket, "stage3_prefetch_bucket_size": bucket}
+    zero_options |= {"stage3_param_persistence_threshold": 0}
+    engine = engines.make_engine(model, optimizer, stage, zero_options)
+    zerosync = attach(engine, **({"param_memory_budget": "all"} if stage == 3 else {}))
+    sizes: list[int] = []
+    backend = zero.comm_backend()
+
+    def noted(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes.append(max(each.numel() for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)))
+            return stock(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(backend, name, noted(getattr(backend, name)))
+    for _ in range(2):
+        sizes.clear()
+        engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+        engine.step()
+    report = zerosync.report
+    sent = sum(traffic.bytes for kind, traffic in report.collectives.items() if kind in COLLECTIVES)
+    of_adamw = 2 * (world_size - 1) / world_size * MATRICES * WIDTH**2 * 4
+    return sent / of_adamw, sent / report.floor_bytes, max(sizes) / WIDTH**2, len(optimizer.state), len(sizes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_buffers_and_balance(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerosync_strategy.core.gradients.reducer.SMALL_BYTES", 4 * WIDTH**2 * 4)
+
+    def of_rank_0(world_size: int) -> tuple[float, float, float, int, int]:
+        return run_ranks(measure, stage, world_size, world_size=1, env={"WORLD_SIZE": str(world_size)})[0]
+
+    few, many = of_rank_0(8), of_rank_0(64)
+    for world_size, (of_adamw, of_report, largest, stepped, _) in ((8, few), (64, many)):
+        # Of 64 ranks only half own a matrix, and send all of it back.
+        more = 0 if stage == 2 else (1 + max(1, world_size / MATRICES)) / 2 / world_size
+        assert of_adamw == pytest.approx(1 + more, rel=0.01)
+        assert of_report == pytest.approx(1.0, rel=0.02)
+        assert largest <= 4
+        assert stepped == -(-MATRICES // world_size)
+    assert many[-1] <= few[-1] + MATRICES  # a matrix at most for each reduction and broadcast
