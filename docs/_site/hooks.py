@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import tomllib
+
 _spec = importlib.util.spec_from_file_location("docs_code", Path(__file__).with_name("code.py"))
 assert _spec is not None and _spec.loader is not None
 _code = importlib.util.module_from_spec(_spec)
@@ -17,6 +19,13 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 PATH = re.compile(r"(?<=<code>)[\w*/]+\.py(?=</code>)")
 PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
+
+
+def on_config(config: Any) -> Any:
+    """The address of the repository stands in pyproject.toml."""
+    project = tomllib.loads((Path(config.docs_dir).parent / "pyproject.toml").read_text())
+    config.repo_url = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"] or None
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

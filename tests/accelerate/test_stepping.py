@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,26 +49,27 @@ def test_a_loop_that_relies_on_the_step_in_backward_trains_as_plain_torch(stage:
         assert found == pytest.approx(norms, rel=NORM)
 
 
-def test_where_it_may_rely_on_it_that_is_an_error_before_anything_is_lost() -> None:
+def second_window() -> None:
+    run = start(2, accumulate=EVERY)
+    with pytest.raises(RuntimeError, match=r"after the 2 backward\(s\) of the one before.*step_on to 'backward'"):
+        stock_loop(run, 2, reads_norm=False)
+
+
+def end_of_training() -> None:
+    run = start(2)
+    for index in range(3):
+        run.accelerator.backward(loss_of(run.model, run.batch(index)))
+    with pytest.raises(RuntimeError, match=r"after 3 backwards and no optimizer step.*step_on to 'backward'"):
+        run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [second_window, end_of_training])
+def test_where_it_may_rely_on_it_that_is_an_error(job: Callable[[], None]) -> None:
     """As soon as the second window begins; or, where every backward synchronises, at the end."""
-
-    def job() -> None:
-        run = start(2, accumulate=EVERY)
-        with pytest.raises(RuntimeError, match=r"after the 2 backward\(s\) of the one before.*step_on to 'backward'"):
-            stock_loop(run, 2, reads_norm=False)
-        run.zerosync.abort("for the test")
-        run = start(2)
-        for index in range(3):
-            run.accelerator.backward(loss_of(run.model, run.batch(index)))
-        with pytest.raises(RuntimeError, match=r"after 3 backwards and no optimizer step.*step_on to 'backward'"):
-            run.accelerator.end_training()
-
     run_ranks(job)
 
 
-def test_programs_that_step_where_they_like_are_left_alone() -> None:
-    """One that reads the norm before its step; skips a step; adds up windows; or wants gradients and no step."""
-
+def test_a_program_that_reads_the_norm_and_skips_a_step_steps_where_it_likes() -> None:
     def job() -> Any:
         run = start(2, accumulate=EVERY)
         for index in range(6):
@@ -79,18 +81,7 @@ def test_programs_that_step_where_they_like_are_left_alone() -> None:
                 if index != 3:  # skipped once: its gradients are in the next step
                     run.optimizer.step()
                     run.optimizer.zero_grad()
-        steps, parameters = run.zerosync.report.step, run.parameters()
-        asked = start(2, accumulate=EVERY, step_on="optimizer")
-        stock_loop(asked, 2)
-        assert asked.zerosync.report is None and asked.zerosync.window.backwards == 2 * EVERY
-        asked.zerosync.abort("for the test")
-        looks = start(2)
-        for index in range(3):
-            looks.accelerator.backward(loss_of(looks.model, looks.batch(index)))
-            looks.zerosync.gradient_norm()
-            looks.optimizer.zero_grad()
-        looks.accelerator.end_training()
-        return steps, parameters
+        return run.zerosync.report.step, run.parameters()
 
     plain = oracle()
     for index in range(6):
@@ -101,10 +92,32 @@ def test_programs_that_step_where_they_like_are_left_alone() -> None:
         assert steps == 2 and distance(parameters, full_parameters(plain.module)) == 0.0
 
 
+def adds_up_windows() -> None:
+    run = start(2, accumulate=EVERY, step_on="optimizer")
+    stock_loop(run, 2, reads_norm=False)
+    assert run.zerosync.report is None and run.zerosync.window.backwards == 2 * EVERY
+
+
+def wants_gradients_alone() -> None:
+    run = start(2)
+    for index in range(3):
+        run.accelerator.backward(loss_of(run.model, run.batch(index)))
+        run.zerosync.gradient_norm()
+        run.optimizer.zero_grad()
+    run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [adds_up_windows, wants_gradients_alone])
+def test_programs_that_do_without_a_step_are_left_alone(job: Callable[[], None]) -> None:
+    run_ranks(job)
+
+
 ENDS = """
+import os
 import deepspeed, torch
 from zerosync_strategy import attach, prepare_cpu
 prepare_cpu()
+os.environ["LOCAL_RANK"] = "0"
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 net = torch.nn.Linear(4, 4)
 engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config={

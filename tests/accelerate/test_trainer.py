@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tests.accelerate.runs import launched
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -136,6 +136,31 @@ def test_use_cpu_of_two_trainers(tmp_path: Path) -> None:
         expected.step()
     for both in run_ranks(job):
         assert [distance(parameters, full_parameters(expected.module)) for parameters in both] == [0.0, 0.0]
+
+
+def test_use_cpu_with_a_model_that_stage_3_shards_as_it_is_loaded(tmp_path: Path) -> None:
+    """``from_pretrained`` reads the configuration before there is an engine; its batch sizes are of all ranks."""
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+              "gradient_accumulation_steps": "auto", "zerosync": {}}  # fmt: skip
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model.save_pretrained(tmp_path / "model")
+    tokens = torch.randint(32, (MICRO * WORLD * EVERY, 8))
+
+    def job() -> Any:
+        given = arguments(tmp_path, use_cpu=True, deepspeed=dict(config), gradient_accumulation_steps=EVERY)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        assert all(hasattr(param, "ds_id") for param in loaded.parameters())
+        trainer = InOrder(loaded, given, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+        trainer.train()
+        return full_parameters(trainer.model)
+
+    expected = Oracle(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0))
+    expected.backward(lambda rank: expected.module(tokens[rank::WORLD], labels=tokens[rank::WORLD]).loss)
+    expected.step()
+    for parameters in run_ranks(job):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:

@@ -83,8 +83,8 @@ def test_each_is_gathered_once(device: int, host: Any, held: int, kept: int, reu
             assert (report.peak_held_bytes, report.peak_host_bytes) == (held * LAYER, kept * LAYER)
             assert report.loaded_bytes >= kept * LAYER * 2
             left = LAYERS - held - kept
-            assert report.floor_bytes == (2 * GRADIENTS + 2 * left * LAYER) // 2
-            if step > 1:  # before, DeepSpeed compares over the ranks in which order modules run
+            if step > 1:  # before, DeepSpeed learns in which order modules run, and compares it over the ranks
+                assert report.floor_bytes == (2 * GRADIENTS + 2 * left * LAYER) // 2
                 assert report.bytes_sent <= 1.02 * report.floor_bytes
         return pair.error()
 

@@ -103,6 +103,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
         self.patch_process()
+        frontend.share_process_group()  # TrainingArguments(use_cpu=True) has made it
 
     def patch_process(self) -> None:
         """Replace what has to be so before there is an engine, while this plugin lives or until its training ends."""

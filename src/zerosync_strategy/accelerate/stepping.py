@@ -48,10 +48,11 @@ class StepPlace:
         Raises:
             RuntimeError: a window was complete, the next one begins, and the program has never stepped.
         """
-        if self._never_stepped and self._accumulates and self._complete and not synchronises:
+        made = self._zerosync.window.unused
+        if self._never_stepped and self._accumulates and self._complete and made and not synchronises:
             raise RuntimeError(
                 f"accelerator.backward() begins the next window of accumulation, and the program has not called"
-                f" optimizer.step() after the {self._zerosync.window.backwards} backward(s) of the one before: it would"
+                f" optimizer.step() after the {made} backward(s) of the one before: it would"
                 f" train nothing. Call optimizer.step() where accelerator.sync_gradients is true. {REMEDY}"
             )
 
@@ -66,7 +67,7 @@ class StepPlace:
         Where it sets ``accelerator.sync_gradients`` itself, has made the backward that completes the window, and has
         never called ``optimizer.step()``, it takes the step for done: by the backward.
         """
-        if not (self._never_stepped and self._says_when and self._complete and self._zerosync.has_backward):
+        if not (self._never_stepped and self._says_when and self._complete and self._zerosync.window.unused):
             return
         self._undecided, self._decided_here, self.on_backward = False, True, True
         frontend.say_on_first_rank(
@@ -92,7 +93,7 @@ class StepPlace:
         Raises:
             RuntimeError: the program made more backwards than the ``num_steps`` of one window, and never stepped.
         """
-        made = self._zerosync.window.backwards
+        made = self._zerosync.window.unused
         if self._never_stepped and self._complete and made > num_steps:
             raise RuntimeError(
                 f"end_training() was called after {made} backwards and no optimizer step: nothing was trained. Call"

@@ -1,14 +1,17 @@
-"""What a run says by itself: lines of the logger ``zerosync_strategy``, and notes for ``zerosync run``."""
+"""What a run says by itself: lines of the logger ``zerosync_strategy``, reports, and notes for ``zerosync run``."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 NOTES = "ZEROSYNC_RUN_NOTES"
 """Environment variable: the file in which ``zerosync run`` looks for what was attached to."""
 ATTACHED = "attached to"
+REPORT = "ZEROSYNC_REPORT"
+"""Environment variable: ``N``, or ``N:FILE``; goes before the options ``report_every`` and ``report_file``."""
 
 _logger = logging.getLogger("zerosync_strategy")
 
@@ -31,3 +34,29 @@ def note(text: str) -> None:
         with suppress(OSError), open(file, "r+") as lines:  # on another node there is none
             lines.seek(0, os.SEEK_END)
             lines.write(f"{text}\n")
+
+
+class PrintedReports:
+    """Logs the report of every so many optimizer steps in one line, or adds it to a file. For one rank.
+
+    Raises:
+        ValueError: the environment variable is not what it takes.
+    """
+
+    def __init__(self, every: int, file: str | None) -> None:
+        if said := os.environ.get(REPORT):
+            number, _, path = said.partition(":")
+            if not number.isdecimal():
+                raise ValueError(f"{REPORT} takes a number of optimizer steps, or with a file N:FILE, got {said!r}.")
+            every, file = int(number), path or file
+        self.every, self._file = every, file
+
+    def note(self, step: int, line: Callable[[], str]) -> None:
+        """Optimizer step ``step``, from 1, has been taken; ``line`` says what it took."""
+        if not self.every or step % self.every:
+            return
+        if self._file is None:
+            say(line())
+            return
+        with open(self._file, "a") as lines:
+            lines.write(f"{line()}\n")

@@ -84,6 +84,11 @@ def prepare_device(device_type: str, precision: object = None) -> str:
     return problem
 
 
+def share_process_group() -> None:
+    """There may be a process group that the program, or its framework, has made without DeepSpeed: tell DeepSpeed."""
+    cpu.take_process_group()
+
+
 @contextmanager
 def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
     """Around the building of a model, which ZeRO-3 shards as it is built.

@@ -36,7 +36,7 @@ from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
-from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.report import StepReport, count_text
 from zerosync_strategy.version import __version__
 
 # Blocks of the DeepSpeed configuration that say what is sent.
@@ -99,10 +99,10 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
 
 def _announce(zerosync: ZeroSync) -> None:
     stage, ranks = zero.stage(zerosync.engine), dist.get_world_size(zero.data_parallel_group(zerosync.engine.optimizer))
-    what = f"{ATTACHED} {type(zerosync.engine.module).__name__}, ZeRO-{stage} on {ranks} ranks"
+    what = f"{ATTACHED} {type(zerosync.engine.module).__name__}, ZeRO-{stage} on {count_text(ranks, 'rank')}"
     note(what)
     if dist.get_rank() == 0:
-        say(f"{__version__} {what}")
+        say(f"{__version__} {what}: {zerosync._attached.summary()}")
 
 
 def _parameters_problem(engine: Any) -> str:
@@ -302,7 +302,8 @@ class ZeroSync:
             parameters: which; by default all of the engine's module.
         """
         attached = self._while_attached("full_parameters()")
-        with attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
+        apart = attached.traffic.apart("full parameters")
+        with apart, attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
             yield
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
@@ -27,7 +27,8 @@ class StepReport:
         early_reductions: the reductions that were made while a backward ran.
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
             each parameter once, and under ZeRO-3 each parameter that is neither held nor kept in the host's memory once
-            for every backward.
+            for every time that a module needs it and the options have let it be released before; of a backward, once,
+            unless DeepSpeed's own limits (``stage3_max_live_parameters``) release it between forward and backward.
         floor_bytes_between_nodes: how many of them to other nodes, where each byte goes to each node once.
         peak_unreduced_bytes: the most local gradients at once.
         peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
@@ -40,6 +41,8 @@ class StepReport:
         collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
             modules, since the gradient or step before it and up to its own.
+        apart: bytes that this rank sent since the step before and not for a step, by what for: checkpoints, full
+            parameters or weights, forwards without gradients. They are in no other number.
         budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
         gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step.
         gathered_bytes_in_full: what it had sent without; :attr:`floor_bytes` counts these.
@@ -63,6 +66,7 @@ class StepReport:
     peak_node_bytes: int = 0
     gathered_bytes: int = 0
     gathered_bytes_in_full: int = 0
+    apart: Mapping[str, int] = field(default_factory=dict)
     version: str = __version__
 
     @property
@@ -92,22 +96,41 @@ class StepReport:
         if not floor:
             return []
         sent = self.bytes_sent_between_nodes
-        return [f"between nodes: {_size(sent)} of them, {sent / floor:.3f} x the minimum of {_size(floor)}"]
+        return [f"between nodes: {size_text(sent)} of them, {sent / floor:.3f} x the minimum of {size_text(floor)}"]
+
+    def _passes(self) -> str:
+        return f"{count_text(self.backwards, 'backward')}, {count_text(self.reductions, 'reduction')}"
+
+    def _beside(self) -> str:
+        return ", ".join(f"{size_text(nbytes)} for {what}" for what, nbytes in self.apart.items())
+
+    def line(self) -> str:
+        """Return one line: the step, its backwards and reductions, bytes against the minimum, and the most memory."""
+        peaks = {"unreduced gradients": self.peak_unreduced_bytes, "gathered parameters": self.peak_unsharded_bytes}
+        memory = "".join(f"; up to {size_text(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes)
+        beside = f"; beside it {self._beside()}" if self.apart else ""
+        return (
+            f"step {self.step}: {self._passes()};"
+            f" sent {size_text(self.bytes_sent)}, {self.ratio:.3f} x the minimum{beside}{memory}"
+        )
 
     def _gathered(self) -> list[str]:
         if not self.gathered_bytes_in_full:
             return []
         share = self.gathered_bytes / self.gathered_bytes_in_full
-        in_full = _size(self.gathered_bytes_in_full)
-        return [f"changes: {_size(self.gathered_bytes)} gathered after the step, {share:.3f} x the {in_full} in full"]
+        in_full = size_text(self.gathered_bytes_in_full)
+        return [
+            f"changes: {size_text(self.gathered_bytes)} gathered after the step, {share:.3f} x the {in_full} in full"
+        ]
 
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
 
-        With automatic budgets, a fifth says what was chosen. Sizes are decimal: 1 MB is 1,000,000 bytes.
+        More where something was sent beside the step, and with automatic budgets, what was chosen.
+        Sizes are decimal: 1 MB is 1,000,000 bytes.
         """
         early = f" ({self.early_reductions} during a backward)" if self.early_reductions else ""
-        kinds = [f"{each.calls} {kind} of {_size(each.bytes)}" for kind, each in self.collectives.items()]
+        kinds = [f"{each.calls} {kind} of {size_text(each.bytes)}" for kind, each in self.collectives.items()]
         peaks = {
             "unreduced gradients": self.peak_unreduced_bytes,
             "gathered parameters": self.peak_unsharded_bytes,
@@ -115,26 +138,29 @@ class StepReport:
             "parameters in node shards": self.peak_node_bytes,
             "parameters in host memory": self.peak_host_bytes,
         }
-        memory = [f"{_size(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes]
-        loaded = f"; {_size(self.loaded_bytes)} loaded from host memory" if self.loaded_bytes else ""
+        memory = [f"{size_text(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes]
+        loaded = f"; {size_text(self.loaded_bytes)} loaded from host memory" if self.loaded_bytes else ""
         lines = [
-            f"step {self.step}: {_count(self.backwards, 'backward')}, {_count(self.reductions, 'reduction')}{early};"
+            f"step {self.step}: {self._passes()}{early};"
             f" {1e3 * self.seconds:.3g} ms of host time in reductions, waiting included",
             f"collectives: {', '.join(kinds) or 'none'}",
-            f"bytes: {_size(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
-            f" {_size(self.floor_bytes)} for these options",
+            f"bytes: {size_text(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
+            f" {size_text(self.floor_bytes)} for these options",
             *self._between(),
             *self._gathered(),
+            *([f"beside the step: {self._beside()}"] if self.apart else []),
             f"memory peaks: {', '.join(memory) or 'none'}{loaded}",
         ]
         return "\n".join(lines if self.budgets is None else [*lines, f"budgets: {self.budgets}"])
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """Return ``number`` and a noun, which gets its plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Return bytes in decimal units, as 27.1 MB."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {unit}"

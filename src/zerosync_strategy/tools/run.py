@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zerosync_strategy.core.announcement import ATTACHED, NOTES
+from zerosync_strategy.core.announcement import ATTACHED, NOTES, REPORT
 from zerosync_strategy.hook import SITE
 
 _LEFT = {  # to themselves: what stops and continues, and what tells of a fault in this very process
@@ -36,11 +36,12 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("zerosync")
     commands = parser.add_subparsers(required=True, dest="command")
     run_parser = commands.add_parser(
-        "run", usage="zerosync run COMMAND [ARGUMENT ...]",
+        "run", usage="zerosync run [--report N[:FILE]] COMMAND [ARGUMENT ...]",
         description="Run a command. Whatever trains with DeepSpeed's ZeRO in it, or in what it starts, trains with"
         " ZeroSync: under Accelerate and the trainers that are built on it, and with plain DeepSpeed. Exit status and"
         " signals are the command's.",
     )  # fmt: skip
+    run_parser.add_argument("--report", metavar="N[:FILE]", help="log what every Nth optimizer step sent, or to a file")
     run_parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     commands.add_parser(
         "enable",
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(_enable() if asked.command == "enable" else _disable())
     if not asked.words:
         run_parser.error("a command is missing, as in: zerosync run torchrun --nproc_per_node 2 train.py")
-    raise SystemExit(run(asked.words, os.environ))
+    reports = {REPORT: asked.report} if asked.report else {}
+    raise SystemExit(run(asked.words, {**os.environ, **reports}))
 
 
 # ---- run -----------------------------------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 @contextmanager
 def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
     # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
-    with attached.activity(f"the attempt to {what}"), as_trained(attached.reducer.params):
+    apart = attached.traffic.apart("checkpoints")
+    with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.reducer.params):
         attached.in_stock_layout()
         with attached.parameters_as_they_are():
             attached.release_held()
@@ -176,5 +177,5 @@ def export_weights(
             "export() found parameters that shard_over() gives to groups of ranks: under one name, each group has"
             " another. Write what full_weights() yields on the first rank of each group."
         )
-    with attached.activity("export()"):
+    with attached.traffic.apart("full weights"), attached.activity("export()"):
         export(weights, directory, max_shard_bytes, everyone, module or attached.engine.module, dtype)

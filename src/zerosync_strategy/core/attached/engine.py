@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
@@ -35,6 +36,7 @@ from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.race_check import CheckedEngine
+from zerosync_strategy.core.report import size_text
 
 
 class AttachedEngine(ABC):
@@ -44,6 +46,7 @@ class AttachedEngine(ABC):
         all: the attached engines of this process.
         names: of the module's parameters.
         reducer, window, meter, traffic: of the gradients.
+        reports: those that are printed on this rank.
         pending: user access to the gradients of the coming step.
         trained: the parameters of the optimizer.
         masters: what the optimizer steps.
@@ -91,6 +94,7 @@ class AttachedEngine(ABC):
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
+        self.reports = PrintedReports(config.report_every, config.report_file) if dist.get_rank() == 0 else None
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._infers = False  # in gathered_for_inference()
@@ -173,6 +177,15 @@ class AttachedEngine(ABC):
 
     def _detach_parameters(self) -> None:
         """Detach what a stage has of its own."""
+
+    def summary(self) -> str:
+        """Return what a step will send by these options, and what is held, in one line."""
+        gradients = size_text(self.reducer.gradients_floor().nbytes)
+        once = "once" if self.config.coalesce else "after each backward (coalesce=False)"
+        return f"each step, a rank sends {gradients} of gradients {once}, and {self._sends_parameters()}"
+
+    def _sends_parameters(self) -> str:
+        return f"{size_text(self.meter.all_parameters_bytes)} of parameters once"
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -306,7 +319,9 @@ class AttachedEngine(ABC):
                 self.pending.restore_clip_norm()
                 self.parameters_written(by_step=True)
             self._after_update()
-            self.meter.step_done(self.budgets.choice)
+            report = self.meter.step_done(self.budgets.choice)
+            if self.reports is not None:
+                self.reports.note(report.step, report.line)
             self.budgets.end_window()
             self.race_check.stepped()
 

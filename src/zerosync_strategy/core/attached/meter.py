@@ -43,12 +43,18 @@ class StepMeter:
         self.parameter_bytes = reducer.parameters_floor()
         self._all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
-    def step_done(self, budgets: Choice | None) -> None:
-        """An optimizer step has been taken, with these automatic budgets: make its report, and count from zero."""
+    @property
+    def all_parameters_bytes(self) -> int:
+        """What one rank must send to give all parameters to all ranks once."""
+        return self._all_once.nbytes
+
+    def step_done(self, budgets: Choice | None) -> StepReport:
+        """An optimizer step has been taken, with these automatic budgets: return its report, and count from zero."""
         window = self._window
         self.steps += 1
-        floor = self._reducer.pipeline.sent_floor.plus(self._gathers_floor(window.backwards))
-        self.report = StepReport(
+        self._traffic.enter(None)
+        floor = self._reducer.pipeline.sent_floor.plus(self._gathers_floor())
+        self.report = report = StepReport(
             step=self.steps,
             backwards=window.backwards,
             reductions=window.reductions,
@@ -58,14 +64,16 @@ class StepMeter:
             peak_unreduced_bytes=self._reducer.local.peak_bytes,
             seconds=window.seconds,
             collectives=self._traffic.take(),
+            apart=self._traffic.take_apart(),
             budgets=budgets,
             **self._parameter_peaks(),
             **self._gather_bytes(),
         )
         window.end_step()
+        return report
 
-    def _gathers_floor(self, backwards: int) -> Sent:
-        """Return what this rank must send to gather parameters, for a window of so many backwards and its step."""
+    def _gathers_floor(self) -> Sent:
+        """Return what this rank must send to gather parameters, for a window and its step."""
         return self._all_once
 
     def _parameter_peaks(self) -> dict[str, Any]:
@@ -127,17 +135,19 @@ class Stage3Meter(StepMeter):
         self._cache = cache
         self.counts_gathers = True
 
-    def step_done(self, budgets: Choice | None) -> None:
-        super().step_done(budgets)
+    def step_done(self, budgets: Choice | None) -> StepReport:
+        report = super().step_done(budgets)
         self._cache.end_window(self.parameter_bytes)  # all that the step has released
         self._scheduler.unsharded.reset_peak()
+        return report
 
-    def _gathers_floor(self, backwards: int) -> Sent:
+    def _gathers_floor(self) -> Sent:
         if not self.counts_gathers:
             return Sent()
         nbytes = between = 0
         for param, sent in self.parameter_bytes.items():
-            gathers, crossings = self._cache.plan.gathers_in(param, backwards)
+            gathers, crossings = self._cache.plan.gathers_in(param._zerosync_record)
+            param._zerosync_record.gathers = 0
             nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
             between += crossings * sent.between
         return Sent(nbytes, between)

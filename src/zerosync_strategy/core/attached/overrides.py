@@ -128,7 +128,8 @@ class EngineOverrides(ModeOverrides):
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
-        state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with self._zerosync_attached.traffic.apart("full weights"):
+            state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
         # DeepSpeed's None, on all ranks but the first, makes save_pretrained() read the module's own there, alone.
         return {} if state is None else state
 

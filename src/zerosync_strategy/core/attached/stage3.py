@@ -23,6 +23,7 @@ from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.report import size_text
 
 
 class Stage3Engine(AttachedEngine):
@@ -50,6 +51,7 @@ class Stage3Engine(AttachedEngine):
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self.scheduler.begun.append(self.reducer.pipeline.begun)
+        self.scheduler.count.sections.append(self.traffic.enter)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.activity)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -99,6 +101,7 @@ class Stage3Engine(AttachedEngine):
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
         self.scheduler.begun.remove(self.reducer.pipeline.begun)
+        self.scheduler.count.sections.remove(self.traffic.enter)
         self._parameters.detach()
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:
@@ -111,6 +114,15 @@ class Stage3Engine(AttachedEngine):
         self.scheduler.shards_written()
         write_gathered_to_shards(self.reducer.params, self.names)
         self.masters.adopt(zero3_optimizer.weights(self.engine.optimizer))
+
+    def _sends_parameters(self) -> str:
+        nbytes, budget = size_text(self.meter.all_parameters_bytes), self.config.param_memory_budget
+        if budget == "all":
+            return f"{nbytes} of parameters once, holding them gathered until the step"
+        held = "none are held" if budget == 0 else f"those are held that fit into {budget!r}"
+        return (
+            f"{nbytes} of parameters for each time that all are gathered (param_memory_budget: {held} until the step)"
+        )
 
     def version(self) -> int:
         return self._parameters.times_written
@@ -129,7 +141,8 @@ class Stage3Engine(AttachedEngine):
             self.scheduler.shards_written()  # by whatever the program has called since the step
         renewed = self.cache.renew_hooks()
         unsharding = self.unshard_on_read.forward(self.cache.holds) if self.unshard_on_read else nullcontext()
-        with self.activity("the forward"), self.scheduler.order.forward(), unsharding:
+        apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.count.without_gradients()
+        with self.activity("the forward"), self.scheduler.order.forward(), apart, unsharding:
             if renewed:
                 self.cache.skip_backward_hooks()
             yield

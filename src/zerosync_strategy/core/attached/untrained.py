@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.gradients.window import WindowState
 
 
 @functools.cache
@@ -25,9 +24,8 @@ def _check() -> None:
     if not dist.is_initialized() or dist.get_rank() != 0:
         return
     for attached in AttachedEngine.all:
-        made = attached.window.backwards
-        # One backward, or gradients that were read or dropped, may have been all that was wanted.
-        if attached.meter.steps == 0 and made > 1 and attached.window.state is WindowState.OPEN:
+        made = attached.window.unused
+        if attached.meter.steps == 0 and made > 1:  # one may have been all that was wanted
             say(
                 f"{made} backwards were made of {type(attached.engine.module).__name__}, and no optimizer step: nothing"
                 " was trained. Call engine.step(), or optimizer.step() under a framework; under Accelerate, a program"

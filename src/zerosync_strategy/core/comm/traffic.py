@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,11 +122,16 @@ class EngineCounter(CollectiveCounter):
     """Counts what one engine sends, of several in this process.
 
     A call counts for the engine whose :meth:`attribute` is the first after it.
+
+    Attributes:
+        section: what is sent from here on is for this, and not for the step; ``None``: for the step.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
         super().__init__(topology)
         self._attributed: dict[str, Traffic] = {}
+        self._apart: dict[str, int] = {}
+        self.section: str | None = None
 
     def start(self) -> EngineCounter:
         super().start()
@@ -134,15 +140,41 @@ class EngineCounter(CollectiveCounter):
 
     def attribute(self) -> None:
         """Count for this engine what the process has sent since the last such call of any engine."""
-        if self.traffic:
+        if not self.traffic:
+            return
+        if self.section is None:
             for kind, traffic in self.traffic.items():
                 self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
-            _reset_unattributed()
+        else:
+            sent = sum(traffic.bytes for traffic in self.traffic.values())
+            self._apart[self.section] = self._apart.get(self.section, 0) + sent
+        _reset_unattributed()
+
+    def enter(self, section: str | None) -> None:
+        """What is sent from here on is for ``section``."""
+        if section != self.section:
+            self.attribute()
+            self.section = section
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[None]:
+        """Around what is not part of a step: what is sent inside counts for the outermost ``section``."""
+        before = self.section
+        self.enter(before or section)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def take(self) -> Mapping[str, Traffic]:
         self.attribute()
         traffic, self._attributed = self._attributed, {}
         return traffic
+
+    def take_apart(self) -> Mapping[str, int]:
+        """Return the bytes that were sent since the last call and not for a step, by section."""
+        apart, self._apart = self._apart, {}
+        return apart
 
 
 def _reset_unattributed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -37,6 +38,34 @@ def _linear(stock: Callable[..., Any]) -> Any:
         return in_zero3(input, weight, bias)
 
     return staticmethod(apply)
+
+
+def give_own(module: Any) -> None:
+    """Give ``module`` its own of these functions, where DeepSpeed has found another's on it and made none.
+
+    Before it looked into ``__dict__``, it took a wrapper that passes attributes on to a module inside of it, as PEFT's
+    ``modules_to_save``, for one that has them: the wrapper's backward would be counted for the module inside.
+    """
+    for name in _NAMES:
+        if name not in vars(module) and (found := getattr(module, name, None)) is not None:
+            setattr(module, name, _bound_to(module, found))
+            module.applied_pre_backward_ref_cnt = 0
+
+
+def _bound_to(module: Any, function: Any) -> Any:
+    """Return ``function``, which DeepSpeed has made for another module, as it would have made it for ``module``."""
+
+    def rebound(method: FunctionType) -> FunctionType:
+        names, cells = method.__code__.co_freevars, method.__closure__ or ()
+        closure = tuple(CellType(module) if name == "module" else cell for name, cell in zip(names, cells, strict=True))
+        return FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, closure)
+
+    members = {
+        name: staticmethod(rebound(member.__func__))
+        for name, member in vars(function).items()
+        if isinstance(member, staticmethod) and isinstance(member.__func__, FunctionType) and name != "apply"
+    }
+    return type(function)(function.__name__, (torch.autograd.Function,), members)
 
 
 def quicken(module: Any) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.compat import allow_any_model
@@ -49,6 +50,19 @@ def prepare_cpu() -> None:
 
         set_accelerator(CPU_Accelerator())
         patches.install(patches.ACCELERATOR)
+
+
+def take_process_group() -> None:
+    """Let DeepSpeed know of a process group that torch has made, before it builds an engine.
+
+    ``zero.Init`` reads the configuration first, and would take this process for the only one.
+    """
+    from deepspeed import comm
+
+    if dist.is_initialized() and not comm.is_initialized():
+        if dist.get_backend() == "gloo":
+            prepare_cpu()
+        comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def leave_out_ranges() -> None:

@@ -149,6 +149,7 @@ class Record:
         unseen: by stream, what the device knows of that and the host does not.
         watched: whoever reshards the values compares them with the shards.
         plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
+        gathers: how often it was gathered for a module of a step since the last step.
         hold: keep it from its first use in a window to the step.
         constant: no optimizer step changes it.
         linear_is_plain: held in every window, so that a linear layer may save it for its backward.
@@ -160,7 +161,7 @@ class Record:
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.writes = self.found = 0
+        self.bits = self.writes = self.found = self.gathers = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False

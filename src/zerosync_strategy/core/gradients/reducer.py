@@ -131,6 +131,15 @@ class Reducer(GradientShards):
     def parameters_floor(self) -> dict[Any, Sent]:
         """Return, by parameter, what one rank must send to give it to all ranks once."""
 
+    def gradients_floor(self) -> Sent:
+        """Return what one rank must send to reduce all gradients once."""
+        floor = Sent()
+        for bucket in self.buckets:
+            floor = floor.plus(
+                self.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
+            )
+        return floor
+
     @abstractmethod
     def states_made(self) -> None:
         """The torch optimizer has made states after its first step."""

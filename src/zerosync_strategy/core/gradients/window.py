@@ -76,6 +76,7 @@ class Window:
 
     Attributes:
         backwards: since the last optimizer step, as all counts; one that runs inside another counts with it.
+        unused: of these, those whose gradients nobody has reduced or dropped.
         reductions: reduction passes over the gradients.
         early_reductions: the reductions that were made while a backward ran.
         seconds: host time in reductions.
@@ -100,7 +101,7 @@ class Window:
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
-        self.backwards = self.reductions = self.early_reductions = self.dropped = 0
+        self.backwards = self.reductions = self.early_reductions = self.dropped = self.unused = 0
         self.seconds = 0.0
         self._stepped = False  # since the last engine.step() has ended
         self._zeroed = True  # zero_grad() has come since the last step
@@ -215,6 +216,7 @@ class Window:
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
+        self.unused += 1
         self.dropped = 0
         self._aborted = None
         self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
@@ -254,6 +256,7 @@ class Window:
                 self.reductions += self._last is not _Last.STREAMED  # else it is part of the same pass
             self._reducer.close()
         self._enter(WindowState.REDUCED)
+        self.unused = 0
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
@@ -302,6 +305,7 @@ class Window:
             return
         self._reducer.drop()
         self._enter(WindowState.OPEN)
+        self.unused = 0
 
     def check_zeroed(self) -> None:
         """Before the step of a program that is not written for DeepSpeed, whose own ``step()`` uses gradients up.
@@ -327,6 +331,7 @@ class Window:
             return
         self.dropped, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self._enter(WindowState.CLOSED)
+        self.unused = 0
         self._last = _Last.UNKNOWN
         self._aborted = reason
         self._reducer.reset()

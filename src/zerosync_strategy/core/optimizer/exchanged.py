@@ -161,7 +161,7 @@ class ExchangedStep(WholeStep):
             )
         self._digests = [self._digest(flat.data) for flat in self._flats]
         for sent in self._sent:
-            self._reducer.sent_floor = self._reducer.sent_floor.plus(sent)
+            self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(sent)
         zero3_optimizer.reassign_shards(optimizer)
 
     @torch.no_grad()

@@ -59,6 +59,9 @@ class ZeroSyncConfig:
         node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
             ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, or those of one host. Exchanges point to point, as with
             gloo, go in two levels: each byte crosses between two nodes once.
+        report_every: log the report of every so many optimizer steps on the first rank, in one line. ``0``: none. The
+            environment variable ``ZEROSYNC_REPORT``, as ``10`` or ``10:steps.log``, goes before it.
+        report_file: add these lines to this file instead.
         elementwise_optimizer: ``False``: an optimizer is tried on small parameters. One that updates each element by
             itself steps ZeRO's flat shards; one that needs whole parameters has them, each on one rank; another one is
             an error. ``True``: it is taken for the first. ``"whole"``: it is taken for the second.
@@ -81,6 +84,8 @@ class ZeroSyncConfig:
     trace_gathers: bool = False
     checkpoint_checksums: bool = True
     node_size: int | str = AUTO
+    report_every: int = 0
+    report_file: str | None = None
     elementwise_optimizer: bool | str = False
 
     def __post_init__(self) -> None:
@@ -119,10 +124,13 @@ class ZeroSyncConfig:
                 f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where no"
                 " gradient stays unreduced. Leave one of them out."
             )
-        if isinstance(self.racecheck, bool) or not isinstance(self.racecheck, int):
-            raise TypeError(f"ZeroSync option 'racecheck' takes a number of optimizer steps, got {self.racecheck!r}.")
-        if self.racecheck < 0:
-            raise ValueError(f"ZeroSync option 'racecheck' takes 0 or more steps, got {self.racecheck!r}.")
+        for name in ("racecheck", "report_every"):
+            if isinstance(steps := getattr(self, name), bool) or not isinstance(steps, int):
+                raise TypeError(f"ZeroSync option {name!r} takes a number of optimizer steps, got {steps!r}.")
+            if steps < 0:
+                raise ValueError(f"ZeroSync option {name!r} takes 0 or more steps, got {steps!r}.")
+        if not isinstance(self.report_file, (str, type(None))):
+            raise TypeError(f"ZeroSync option 'report_file' takes the path of a file, got {self.report_file!r}.")
         if self.node_size != AUTO and (type(self.node_size) is not int or self.node_size < 1):
             raise ValueError(
                 f"ZeroSync option 'node_size' takes \"auto\" or a number of ranks, 1 or more, got {self.node_size!r}."

@@ -100,6 +100,7 @@ class ParameterCache:
         self.release_memo = gathering.release_cache(self._coordinator)
         autograd_functions.use_quick_linear()
         for module in engine.module.modules():
+            autograd_functions.give_own(module)
             autograd_functions.quicken(module)
         if plan.budget != 0 or plan.automatic:
             self._hooks = self._extend_hooks()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -138,3 +138,38 @@ def listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
 def name_of(names: Mapping[int, str], param_id: int) -> str:
     """Return the name of a parameter, for errors."""
     return repr(names.get(param_id, f"parameter {param_id}"))
+
+
+NO_GRADIENTS = "forwards without gradients"
+"""The section of what modules gather where there is no backward to come, as to evaluate."""
+
+
+class GatherCount:
+    """Counts, in the records of parameters, how often modules have them gathered for steps.
+
+    Attributes:
+        sections: called where forwards without gradients begin, and where they end (``None``).
+    """
+
+    def __init__(self) -> None:
+        self.sections: list[Callable[[str | None], None]] = []
+        self._is_for_step = True
+
+    def add(self, params: Iterable[Any]) -> None:
+        """Modules have ``params`` gathered."""
+        if self._is_for_step:
+            for param in params:
+                param._zerosync_record.gathers += 1
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Around a forward without gradients: what modules gather in it is not for a step."""
+        before, self._is_for_step = self._is_for_step, False
+        for enter in self.sections:
+            enter(NO_GRADIENTS)
+        try:
+            yield
+        finally:
+            self._is_for_step = before
+            for enter in self.sections:
+                enter(None if before else NO_GRADIENTS)

@@ -212,17 +212,19 @@ class HoldPlan:
         for copies in self._copies:
             copies.reset_counts()
 
-    def gathers_in(self, param: Any, backwards: int) -> tuple[int, int]:
-        """Return how often a window of so many backwards has to gather ``param``: the one that a step has ended.
+    def gathers_in(self, record: Record) -> tuple[int, int]:
+        """Return how often the window that a step has ended had to gather a parameter, by what its modules asked for.
 
         Returns:
             At all, and from other nodes.
         """
-        host, shards, record = self.host, self.node_shards, param._zerosync_record
+        host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
         if record in self._crossed or (host is not None and host.was_there(param)):
             return 0, 0
-        if record.hold or zero3.is_persistent(param) or (host is not None and host.keeps(param)):
+        if zero3.is_persistent(param):  # DeepSpeed's own step gathers it
             return 1, 1
+        if record.hold or (host is not None and host.keeps(param)):
+            return min(1, asked), min(1, asked)
         if shards is not None and shards.keeps(param):
-            return backwards, 0 if shards.was_there(param) else 1
-        return backwards, backwards
+            return asked, 0 if shards.was_there(param) else min(1, asked)
+        return asked, asked

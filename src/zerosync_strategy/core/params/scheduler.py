@@ -32,7 +32,14 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.digest import GatherDigest
-from zerosync_strategy.core.params.gathers import GatherActivity, ParameterGather, UnshardedBytes, listed, name_of
+from zerosync_strategy.core.params.gathers import (
+    GatherActivity,
+    GatherCount,
+    ParameterGather,
+    UnshardedBytes,
+    listed,
+    name_of,
+)
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
@@ -83,6 +90,7 @@ class GatherScheduler:
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
             every rank before the same gathers.
+        count: of what modules gather for steps.
         host: has parameters that need not be gathered again; ``None``: there are none.
         node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
@@ -115,6 +123,7 @@ class GatherScheduler:
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.begun: list[BegunCollectives] = []
+        self.count = GatherCount()
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
@@ -193,6 +202,7 @@ class GatherScheduler:
     def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
         """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
         for group, of_group in self.in_order(filter(zero3.is_released, params)):
+            self.count.add(of_group)
             missing = of_group if self.host is None else self._load(group, of_group, self.host)
             if self.node_shards is not None and group.nodes is not None:
                 missing = self._gather_within(group, group.nodes, missing, self.node_shards)
