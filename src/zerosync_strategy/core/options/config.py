@@ -131,6 +131,11 @@ class ZeroSyncConfig:
                 raise ValueError(f"ZeroSync option {name!r} takes 0 or more steps, got {steps!r}.")
         if not isinstance(self.report_file, (str, type(None))):
             raise TypeError(f"ZeroSync option 'report_file' takes the path of a file, got {self.report_file!r}.")
+        if self.report_file is not None and not self.report_every:
+            raise ValueError(
+                f"ZeroSync option 'report_file' got {self.report_file!r} with report_every=0, where no step is reported."
+                " Give 'report_every', too."
+            )
         if self.node_size != AUTO and (type(self.node_size) is not int or self.node_size < 1):
             raise ValueError(
                 f"ZeroSync option 'node_size' takes \"auto\" or a number of ranks, 1 or more, got {self.node_size!r}."
