@@ -174,7 +174,12 @@ data = noise(4, WIDTH)
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, stage: int, names: list[str], room: float, grows: int, frozen: bool = False,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: int,
+    names: list[str],
+    room: float,
+    grows: int,
+    frozen: bool = False,
     ranks: int = 2,
 ) -> tuple[float, list[tuple[Any, ...]]]:
     """The error after fourteen steps, and by step what was chosen.

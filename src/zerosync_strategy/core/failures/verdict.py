@@ -25,9 +25,9 @@ _RUNS = 8
 _CHARACTERS = 400
 _NUMBER = re.compile(r"\d+")
 OTHER_BACKWARDS = (
-    "Where backwards reduce (grad_memory_budget, coalesce=False, or one that is known to be the last), all ranks make as"
-    " many in each optimizer step. Let a rank that has nothing left run one of its loss times 0; or leave these options"
-    " out, and set overlap_last=False."
+    "Where backwards reduce (grad_memory_budget, coalesce=False, or one that is known to be the last), all ranks make"
+    " as many in each optimizer step. Let a rank that has nothing left run one of its loss times 0; or leave these"
+    " options out, and set overlap_last=False."
 )
 """What to do about ranks that reduce in different backwards. In the text of a verdict, in place of other advice."""
 
