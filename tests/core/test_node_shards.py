@@ -127,6 +127,26 @@ def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_pa
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.off_device("gloo's watch ends a wait that no rank ends; NCCL's ends the process")
+def test_ranks_with_other_numbers_of_backwards_are_told_what_to_do(stage: int) -> None:
+    """Not that parameters must be held: these reduce in each backward."""
+
+    def run() -> None:
+        engine, _ = attached(stage, NODE)
+        engine.backward(loss_of(engine, 0, rank()))
+        if stage == 3:  # whose forwards gather, on all ranks
+            loss = loss_of(engine, 1, rank())
+        if rank() == 3:
+            engine.backward(loss if stage == 3 else loss_of(engine, 1, rank()))
+        engine.step()
+
+    outcomes = run_ranks(run, world_size=4, env=NODES, expect="any", timeout=100)
+    assert all(each.error == "RankError" for each in outcomes), outcomes
+    assert any("all ranks make as many in each optimizer step" in each.message for each in outcomes)
+    assert not any("param_memory_budget" in each.message for each in outcomes), outcomes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_skips_a_step_that_overflows_on_a_rank(stage: int) -> None:
     def scaled(module: Any, k: int, of_rank: int) -> torch.Tensor:
         loss = 10 * module(inputs(k, of_rank).half()).float().square().mean()
