@@ -129,12 +129,17 @@ def train(rank: int, hosts: list[Host], port: int, rate: float, options: argpars
                 group["lr"] = rate * min(1.0, (step + 1) / options.warm_up)
             dist.barrier()
             time.sleep(QUIET)
-            sent, began = hosts[rank].sent(os.getpid()), time.perf_counter()
+            sent, began, worked = hosts[rank].sent(os.getpid()), time.perf_counter(), time.process_time()
             loss = system.step(batch)
             dist.barrier()
-            seconds = time.perf_counter() - began
+            seconds, worked = time.perf_counter() - began, time.process_time() - worked
             time.sleep(QUIET)
-            measured = {"seconds": seconds, "loss": loss, "sent": hosts[rank].sent(os.getpid()) - sent}
+            measured = {
+                "seconds": seconds,
+                "processor": worked,
+                "loss": loss,
+                "sent": hosts[rank].sent(os.getpid()) - sent,
+            }
             if name != "ddp":
                 report = system.zerosync.report
                 measured |= {
@@ -260,6 +265,7 @@ def _summarise(rate: float, results: list[dict[str, Any]], options: argparse.Nam
             "sent": sent,
             "loss": own[-1]["loss"],
             "median_seconds": statistics.median(each["seconds"] for each in own[first:]),
+            "processor_seconds": statistics.median(each["processor"] for each in own[first:]),
             "mean_sent": statistics.mean(sent[first:]),
         }
         if name != "ddp":
@@ -298,8 +304,8 @@ def _page(results: dict[str, Any]) -> str:
         "",
         "| learning rate | system | bytes of a step, of the minimum | largest step | gather, of full | patch, of the"
         " weights | bytes on the"
-        " wire, of full | ms per step | of full's time | same bits as full |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        " wire, of full | ms per step | of full's time | ms of a processor per step | same bits as full |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for run in results["runs"]:
         for name, system in run["systems"].items():
@@ -310,7 +316,7 @@ def _page(results: dict[str, Any]) -> str:
                 + (f"{system['gather']:.3f} | " if name in ("changes", "auto") else "| ")
                 + (f"{statistics.mean(system['patches']):.4f} | " if system.get("patches") else "| ")
                 + f"{system['sent_of_full']:.3f} | {1e3 * system['median_seconds']:.0f} | "
-                + f"{system['time_of_full']:.3f} | "
+                + f"{system['time_of_full']:.3f} | {1e3 * system['processor_seconds']:.0f} | "
                 + (("yes" if run["identical"] else "NO") if zero else "")
                 + " |"
             )

@@ -363,7 +363,7 @@ _MIXING = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: the factors
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
     nbytes = rows.shape[1] * rows.element_size()
-    if nbytes % 8 == 0 and rows.is_contiguous():
+    if nbytes and nbytes % 8 == 0 and rows.is_contiguous():
         return rows.view(torch.int64)
     padded = torch.zeros(len(rows), -(-nbytes // 8) * 8, dtype=torch.uint8, device=rows.device)
     padded[:, :nbytes].copy_(rows.contiguous().view(torch.uint8))

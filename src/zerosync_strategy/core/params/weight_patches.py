@@ -177,8 +177,8 @@ class WeightPatch:
             name = data[at : at + of_name].decode()
             shape = struct.unpack_from(f"<{dims}Q", data, at + of_name)
             body = memoryview(data)[at + of_name + 8 * dims :]
-            if magic != _MAGIC or len(body) != nbytes:
-                raise ValueError("another length")
+            if magic != _MAGIC or len(body) != nbytes or not (dtype < len(_DTYPES) and kind <= _DENSE):
+                raise ValueError("another length or kind")
             if kind == _FULL:
                 values = torch.frombuffer(bytearray(body), dtype=_DTYPES[dtype])
                 return cls(name, shape, _DTYPES[dtype], None, result, None, values)
