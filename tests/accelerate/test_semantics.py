@@ -10,7 +10,7 @@ import torch
 from tests.accelerate.runs import DECAY, Run, start
 from tests.harness.experts import gathered_anew, routed_network
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters, of_trained
-from tests.harness.problem import WORLD, Data, adamw, backward_of, loss_of, oracle, sgd
+from tests.harness.problem import WORLD, Data, adafactor, adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy.core.comm import messages
@@ -530,3 +530,25 @@ def test_a_mean_over_items(stage: int) -> None:
         expected.step()
     for parameters in run_ranks(job):
         assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
+    def job() -> float:
+        run = start(stage, batches=6, accumulate=2, optimizer=adafactor)
+        plain = oracle(adafactor)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(plain.optimizer, DECAY)
+        for index, batch in enumerate(run.loader):
+            with run.accelerator.accumulate(run.model):
+                run.accelerator.backward(loss_of(run.model, batch))
+                run.optimizer.step()
+                run.scheduler.step()
+                run.optimizer.zero_grad()
+            backward_of(plain, index, 2)
+            if index % 2:
+                plain.step()
+                for _ in range(WORLD):
+                    scheduler.step()
+        return distance(run.parameters(), full_parameters(plain.module))
+
+    assert run_ranks(job, timeout=100) == [0.0, 0.0]

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
 from tests.harness.oracle import NORM, distance, full_parameters, of_trained
-from tests.harness.problem import adamw, oracle
+from tests.harness.problem import adafactor, adamw, oracle
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 
@@ -171,3 +171,23 @@ def test_schedulers_and_closures(stage: int) -> None:
         return distance(full_parameters(model.module), full_parameters(plain.module)), same_rate
 
     assert run_ranks(run, timeout=60) == [(0.0, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
+    def run() -> float:
+        fabric = make_fabric(stage)
+        model, optimizer = trained(fabric, adafactor)
+        plain = oracle(adafactor)
+        for step in range(3):
+            batches = range(2 * step, 2 * step + 2)
+            for loss in losses(fabric, model, batches, 2):
+                fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(plain, batches, 2)
+            plain.step(0.5)
+        return distance(full_parameters(model.module), full_parameters(plain.module))
+
+    assert run_ranks(run, timeout=100) == [0.0, 0.0]

@@ -46,6 +46,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Needs whole parameters."""
+    return torch.optim.Adafactor(parameters, lr=0.02)
+
+
 def loss_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return nn.functional.mse_loss(net(batch[0]).float(), batch[1].float())
 

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
-from tests.harness.problem import WORLD, loss_of, network, oracle
+from tests.harness.problem import WORLD, adafactor, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, accumulate, assert_one_reduction_per_step, fit, strategy
 
 pytestmark = pytest.mark.parametrize("stage", [2, 3])
-
-
-def adafactor(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(params, lr=0.02)
 
 
 def muon(module: Any) -> torch.optim.Optimizer:
