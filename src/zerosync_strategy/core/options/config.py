@@ -133,7 +133,7 @@ class ZeroSyncConfig:
             raise TypeError(f"ZeroSync option 'report_file' takes the path of a file, got {self.report_file!r}.")
         if self.report_file is not None and not self.report_every:
             raise ValueError(
-                f"ZeroSync option 'report_file' got {self.report_file!r} with report_every=0, where no step is reported."
+                f"ZeroSync option 'report_file' got {self.report_file!r} with report_every=0, which reports no step."
                 " Give 'report_every', too."
             )
         if self.node_size != AUTO and (type(self.node_size) is not int or self.node_size < 1):
