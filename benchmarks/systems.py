@@ -294,7 +294,7 @@ def make_system(name: str, model: str, accumulate: int) -> System:
         options["grad_memory_budget"] = {"device": 0, "node": "all"}
     if variant.endswith(("-node", "-node-params")):
         options |= {"param_memory_budget": {"device": 0, "node": "all"}} if stage == 3 else {}
-    if variant.endswith("-each"):
+    if "-each" in variant:
         options["grad_memory_budget"] = 0
     if variant.endswith("-flat"):
         options["node_size"] = 1
