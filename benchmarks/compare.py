@@ -51,8 +51,9 @@ SYSTEMS = (
 )
 BUDGET_CURVE = tuple(f"zerosync-2@{percent}" for percent in (0, 20, 40, 60, 80, "all"))
 ON_NODES = (
-    *("zerosync-2-flat", "zerosync-2-node", "zerosync-3-flat", "zerosync-3-node", "zerosync-3-each"),
-    *("fsdp2-3-hybrid", "stock-3-hpz"),
+    *("zerosync-2-flat", "zerosync-2-node", "zerosync-3-flat", "zerosync-3-each-flat"),
+    *("zerosync-3-node", "zerosync-3-each"),
+    *("zerosync-3-node-params", "fsdp2-3-hybrid", "fsdp2-3-hybrid-scatter", "stock-3-hpz"),
 )
 TOLERANCE = 0.02  # of how far training has moved a parameter
 # Read when torch and DeepSpeed are imported. No name server answers in a namespace, and none is needed.

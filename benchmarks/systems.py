@@ -244,11 +244,12 @@ class FSDP2(_Torch):
 
     Args:
         per_node: ranks among which parameters are sharded, with a replica on each node (HSDP); 0: among all.
+        accumulates_shards: gradients are reduced within the node in every backward, and between nodes in the last.
     """
 
-    def __init__(self, model: str, stage: int, per_node: int = 0) -> None:
+    def __init__(self, model: str, stage: int, per_node: int = 0, accumulates_shards: bool = False) -> None:
         self.module: Any = make_model(model)
-        self.stage = stage
+        self.stage, self.accumulates_shards = stage, accumulates_shards
         ranks = dist.get_world_size()
         shape, names = ((ranks // per_node, per_node), ("replicate", "shard")) if per_node else ((ranks,), ("shard",))
         shard(self.module, init_device_mesh("cpu", shape, mesh_dim_names=names), stage)
@@ -257,7 +258,10 @@ class FSDP2(_Torch):
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            self.module.set_requires_gradient_sync(last)
+            if self.accumulates_shards:
+                self.module.set_requires_all_reduce(last)
+            else:
+                self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last or self.stage == 3)
             self.backward(self.module, batch, len(batches))
         self.finish()
@@ -268,8 +272,8 @@ def make_system(name: str, model: str, accumulate: int) -> System:
 
     ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none. ``zerosync-3@25`` has such a
     parameter budget, and releases what is beyond it at once; ``zerosync-3@auto900MiB`` chooses it within that limit.
-    ``-node`` keeps gradients and parameters in node shards, and nothing else; ``-each`` keeps nothing, and reduces in
-    every backward; ``-flat`` sends as if each rank were a node.
+    ``-node`` keeps gradients and parameters in node shards, and nothing else, ``-node-params`` gradients in full;
+    ``-each`` keeps nothing, and reduces in every backward; ``-flat`` sends as if each rank were a node.
     """
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
@@ -279,7 +283,7 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     stage = int(variant[0])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "fsdp2":
-        return FSDP2(model, stage, per_node if variant.endswith("-hybrid") else 0)
+        return FSDP2(model, stage, per_node if "-hybrid" in variant else 0, variant.endswith("-scatter"))
     if kind == "stock":
         of_node = {"zero_hpz_partition_size": per_node} if variant.endswith("-hpz") else {}
         return Stock(model, stage, accumulate, **of_node)
@@ -288,8 +292,9 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     options: dict[str, Any] = {"param_memory_budget": "all"} if variant.endswith("-held") else {}
     if variant.endswith("-node"):
         options["grad_memory_budget"] = {"device": 0, "node": "all"}
+    if variant.endswith(("-node", "-node-params")):
         options |= {"param_memory_budget": {"device": 0, "node": "all"}} if stage == 3 else {}
-    if variant.endswith("-each"):
+    if "-each" in variant:
         options["grad_memory_budget"] = 0
     if variant.endswith("-flat"):
         options["node_size"] = 1
