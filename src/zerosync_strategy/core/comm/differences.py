@@ -65,10 +65,12 @@ class Plan(NamedTuple):
         return None
 
 
-def choose_plan(numel: int, counts: Sequence[float]) -> Plan:
+def choose_plan(numel: int, counts: Sequence[float], per_escape: int = 2) -> Plan:
     """Return the plan with the fewest bytes for rows of ``numel`` numbers.
 
     Args:
+        per_escape: bits that an escape counts for beside those of its code: finding and moving it takes time. The
+            default is about what a core of a CPU takes for it, on a link of 1 Gbit/s.
         counts: of each of :data:`BITS`, for how many numbers of a row there is to be room that do not fit in them.
     """
     room = {bits: _rounded(min(count, numel)) for bits, count in zip(BITS, counts, strict=True)}
@@ -76,7 +78,7 @@ def choose_plan(numel: int, counts: Sequence[float]) -> Plan:
     for chosen in itertools.chain.from_iterable(itertools.combinations(BITS, size) for size in range(1, 5)):
         rooms = [_rounded(numel), *(room[bits] for bits in chosen)]
         plans.append(Plan(numel, tuple(zip((*chosen, _RAW), rooms, strict=True))))
-    return min(plans, key=lambda plan: plan.nbytes)
+    return min(plans, key=lambda plan: 8 * plan.nbytes + per_escape * sum(room for _, room in plan.levels[1:]))
 
 
 def _rounded(numel: float) -> int:

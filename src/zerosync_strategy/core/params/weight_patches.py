@@ -211,7 +211,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def _coded(numbers: torch.Tensor) -> bytes:
     zeros = torch.zeros_like(numbers)
-    plan = choose_plan(len(numbers), count(numbers, zeros).tolist())
+    plan = choose_plan(len(numbers), count(numbers, zeros).tolist(), per_escape=0)
     out = torch.zeros(plan.nbytes, dtype=torch.uint8)
     encode(numbers, zeros, plan, out)
     levels = b"".join(_LEVEL.pack(bits, room) for bits, room in plan.levels)
