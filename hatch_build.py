@@ -1,4 +1,4 @@
-"""What a built package says of itself: description and addresses, from the one address in ``pyproject.toml``."""
+"""What a built package says of itself: its description and addresses, from the one address in ``pyproject.toml``."""
 
 import runpy
 from pathlib import Path
