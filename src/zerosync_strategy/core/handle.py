@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.announcement import ATTACHED, note, say
 from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.overrides import EngineOverrides, attach_engine
@@ -34,6 +35,7 @@ from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.version import __version__
 
 # Blocks of the DeepSpeed configuration that say what is sent.
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
@@ -58,7 +60,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             options are not alike.
         ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
     """
-    if isinstance(engine, EngineOverrides):
+    if isinstance(engine, EngineOverrides) and engine._zerosync.may_be_replaced:
+        engine._zerosync.detach()
+    elif isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
     require_supported(engine)
     if config is None:
@@ -82,10 +86,20 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
     try:
-        return ZeroSync(engine, config)
+        zerosync = ZeroSync(engine, config)
     except BaseException:
         patches.remove_user(engine)
         raise
+    _announce(zerosync)
+    return zerosync
+
+
+def _announce(zerosync: ZeroSync) -> None:
+    stage, ranks = zero.stage(zerosync.engine), dist.get_world_size(zero.data_parallel_group(zerosync.engine.optimizer))
+    what = f"{ATTACHED} {type(zerosync.engine.module).__name__}, ZeRO-{stage} on {ranks} ranks"
+    note(what)
+    if dist.get_rank() == 0:
+        say(f"{__version__} {what}")
 
 
 def _parameters_problem(engine: Any) -> str:
@@ -118,6 +132,7 @@ class ZeroSync:
         config: the options in force.
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
+        may_be_replaced: the program has not asked for it, and its own :func:`attach` is to be the one that holds.
         losses_divided_by: returns by what the framework that calls ``engine.backward()`` divides each loss.
         counter: counts the collectives for the report, apart from those of other engines in this process.
     """
@@ -129,6 +144,7 @@ class ZeroSync:
         self.window = self._attached.window
         self.parameters = self._attached.reducer.params
         self.counter = self._attached.traffic
+        self.may_be_replaced = False
         self.losses_divided_by: Callable[[], float] = _one
         engine._zerosync = engine.optimizer._zerosync = self
 

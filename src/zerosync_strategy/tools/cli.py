@@ -1,4 +1,4 @@
-"""The command ``zerosync``. Its subcommands need the extra ``cli``; ``--version`` needs nothing."""
+"""The command ``zerosync``. ``run``, ``enable``, ``disable`` and ``--version`` need no extra, the others ``cli``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"zerosync {__version__}")
         return
+    if arguments[:1] in (["run"], ["enable"], ["disable"]):
+        from zerosync_strategy.tools import run
+
+        run.main(arguments)
     try:
         from zerosync_strategy.tools.commands import app
     except ImportError as missing:

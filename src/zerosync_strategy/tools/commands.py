@@ -22,6 +22,7 @@ from zerosync_strategy.version import __version__
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Gradient synchronisation for DeepSpeed ZeRO.",
+    epilog="zerosync run COMMAND, zerosync enable and zerosync disable: see zerosync run --help",
 )  # fmt: skip
 Latency = Annotated[str, typer.Option(metavar="TIME", help="of a small message, such as 20us")]
 Speed = Annotated[str, typer.Option(metavar="SPEED", help="such as 400Gbit/s or 300GB/s")]

@@ -46,6 +46,7 @@ class EngineOverrides(ModeOverrides):
     """Overrides of ``DeepSpeedEngine``."""
 
     _zerosync_attached: AttachedEngine
+    _zerosync: Any  # the handle
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.forward():

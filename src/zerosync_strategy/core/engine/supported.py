@@ -43,6 +43,22 @@ def internals_of(engine: Any) -> tuple[Internal, ...]:
     return (*contract.ALL_STAGES, *contract.REFUSED, *of_stage, *offloaded)
 
 
+def trains(engine: Any) -> bool:
+    """Return whether ``engine`` has an optimizer."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)
+
+
+def without_zero(engine: Any) -> str:
+    """Return how ``engine`` is parallel where it is not by ZeRO; empty where it is."""
+    from deepspeed.runtime.engine import PipelineModule
+
+    if isinstance(engine.module, PipelineModule):
+        return "with pipeline parallelism"
+    return "" if engine.zero_optimization_stage() in (1, 2, 3) else "without ZeRO (stage 0)"
+
+
 def check_release() -> None:
     """Check that the installed DeepSpeed is not too old.
 

@@ -121,13 +121,26 @@ def use_current_names(backend: Any) -> Callable[[], None]:
     return functools.partial(vars(backend).update, stock)
 
 
+_building = 0  # nested, as a frontend's own do
+
+
 @contextmanager
 def building_engine() -> Iterator[None]:
     """While a frontend builds an engine, before :func:`use_current_names`: no warning."""
-    with warnings.catch_warnings():
-        names = "(all_gather_into|reduce_scatter)_tensor"
-        warnings.filterwarnings("ignore", f".*torch.distributed.{names}. is deprecated", FutureWarning)
-        yield
+    global _building
+    _building += 1
+    try:
+        with warnings.catch_warnings():
+            names = "(all_gather_into|reduce_scatter)_tensor"
+            warnings.filterwarnings("ignore", f".*torch.distributed.{names}. is deprecated", FutureWarning)
+            yield
+    finally:
+        _building -= 1
+
+
+def is_building_engine() -> bool:
+    """Return whether a frontend builds an engine, to which it attaches by itself if it is to train."""
+    return _building > 0
 
 
 def messenger() -> Any:

@@ -1,0 +1,115 @@
+"""What happens once a program has imported Accelerate or DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from zerosync_strategy.core.announcement import note
+from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.engine.contract import ContractError
+from zerosync_strategy.core.options.config import BLOCK
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+class Asked(Protocol):
+    """What was asked for: ``always``, or where the DeepSpeed configuration has a ``"zerosync"`` block."""
+
+    always: bool
+
+
+def loaded(name: str, asked: Asked) -> None:
+    """The program has imported ``name``: let its trainings be ZeroSync's."""
+    if name == "deepspeed":
+        if asked.always and "RANK" in os.environ:  # a rank, not its launcher, and before it joins the others
+            _prepare()
+        patches.replace(patches.INITIALIZE, functools.partial(_initialize, asked=asked))
+    else:
+        _install(asked)
+
+
+def _install(asked: Asked) -> None:
+    try:
+        from zerosync_strategy.accelerate import install
+    except (ContractError, ImportError) as error:  # a program that trains without DeepSpeed needs no word of it
+        patches.replace(patches.ACCELERATE_PLUGIN, functools.partial(_refuse, asked=asked, error=error))
+    else:
+        install.install(always=asked.always)
+
+
+def _refuse(stock: Callable[..., None], asked: Asked, error: Exception) -> Callable[..., None]:
+    """Let a DeepSpeed configuration that is to train with ZeroSync raise ``error``."""
+
+    @functools.wraps(stock)
+    def post_init(self: Any) -> None:
+        stock(self)
+        if asked.always or BLOCK in self.deepspeed_config:
+            raise error
+
+    return post_init
+
+
+def _initialize(stock: Callable[..., Any], asked: Asked) -> Callable[..., Any]:
+    """Attach to the engines that a program makes itself. A framework's are its frontend's."""
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        from zerosync_strategy.core.engine import supported, zero
+
+        if zero.is_building_engine():
+            return stock(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        _prepare()
+        result = stock(*args, **kwargs)
+        engine = result[0]
+        block = BLOCK in zero.user_config(engine)
+        if not block and (not asked.always or _left_alone(engine, caller)):
+            return result
+        if caller in _LIGHTNING:
+            raise ValueError(
+                f"Lightning's own DeepSpeedStrategy got a DeepSpeed configuration with a {BLOCK!r} block, and would"
+                " train without ZeroSync. Give strategy=ZeroSyncStrategy(config=...), or under Fabric"
+                " ZeroSyncFabricStrategy(config=...)."
+            )
+        if supported.trains(
+            engine
+        ):  # not an engine for evaluation alone, of which a trainer gives the same configuration
+            _attach(engine)
+        return result
+
+    return initialize
+
+
+def _prepare() -> None:
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    from zerosync_strategy.core.engine.cpu import prepare_cpu
+
+    if get_accelerator().device_name() == "cpu" and not comm.is_initialized():
+        prepare_cpu()
+
+
+def _left_alone(engine: Any, caller: str) -> bool:
+    """Return whether an engine without a block is one that ZeroSync has no business with, and say so at the end."""
+    from zerosync_strategy.core.engine import supported
+
+    if caller in _LIGHTNING:
+        note("Lightning's own DeepSpeedStrategy trained without ZeroSync; give strategy=ZeroSyncStrategy() instead")
+    elif not supported.trains(engine):
+        note("an engine without an optimizer was made, which trains nothing")
+    elif problem := supported.without_zero(engine):
+        note(f"an engine {problem} was left as it is")
+    else:
+        return False
+    return True
+
+
+def _attach(engine: Any) -> None:
+    from zerosync_strategy.core.handle import attach
+
+    attach(engine).may_be_replaced = True

@@ -1,0 +1,1 @@
+"""For type checkers. At run time this folder is a place in ``sys.path``, not a package."""

@@ -1,0 +1,56 @@
+"""Waits for a program to import Accelerate or DeepSpeed. Runs at the start of every Python process.
+
+It imports ``sys`` alone, and nothing of ``zerosync_strategy`` before the program has imported one of the two.
+"""
+
+import sys
+
+
+class _Finder:
+    """The first finder of ``sys.meta_path``. It finds nothing itself.
+
+    Attributes:
+        always: every DeepSpeed configuration trains with ZeroSync, with a ``"zerosync"`` block or without.
+    """
+
+    def __init__(self):
+        self.always = False
+        self._awaited = {"accelerate", "deepspeed"}
+        self._finding = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._awaited or self._finding:
+            return None
+        self._finding = True
+        try:
+            specs = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+            spec = next(filter(None, specs), None)
+        finally:
+            self._finding = False
+        execute = getattr(getattr(spec, "loader", None), "exec_module", None)
+        if execute is not None:
+
+            def exec_module(module):
+                execute(module)
+                if name in self._awaited:
+                    self._awaited.discard(name)
+                    self._loaded(name)
+
+            spec.loader.exec_module = exec_module  # of this loader, which loads this module alone
+        return spec
+
+    def _loaded(self, name):
+        try:
+            from zerosync_strategy.hook import loaded
+        except ImportError:
+            return  # this Python has another environment
+        loaded.loaded(name, self)
+
+
+def install(always):
+    """Begin to wait; what was asked for with ``always`` stays so."""
+    finder = next((each for each in sys.meta_path if isinstance(each, _Finder)), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    finder.always |= always
