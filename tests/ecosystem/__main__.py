@@ -6,12 +6,20 @@ Exits 1 if a program fails, if its weights differ, or if an environment cannot b
 """
 
 import argparse
+import datetime
 import subprocess
 import sys
 
 from tests.ecosystem import runs, trainers
 from tests.ecosystem.environment import FOLDER, ROOT, Environment, InstallError
+from tests.matrix.table import Table
 
+TRAINERS = Table(
+    "<!-- trainers: made by `make trainers` -->",
+    "<!-- end of the trainers -->",
+    ["command", "releases", "moved", "stage 2", "stage 3", "date"],
+    [":---", ":---", "---:", "---:", "---:", ":---"],
+)
 MATERIAL = ROOT / "tests" / "ecosystem" / "material.py"
 
 
@@ -37,7 +45,8 @@ def run(row: trainers.Row, only: str) -> int:
     except InstallError as error:
         print(f"cannot be installed: {error}", flush=True)
         return 1
-    print(*map(" ".join, zip(row.shown, environment.versions(row.shown), strict=True)), sep=", ", flush=True)
+    versions = [f"{name} {found}" for name, found in zip(row.shown, environment.versions(row.shown), strict=True)]
+    print(*versions, sep=", ", flush=True)
     material = folder / "material"
     subprocess.run([environment.python, str(MATERIAL), str(material)], env=environment.variables, check=True)
     problems = 0
@@ -45,6 +54,8 @@ def run(row: trainers.Row, only: str) -> int:
         if only in program.name:
             outcome = runs.run(program, material, folder / "runs" / program.name.replace(" ", "-"), environment.variables)
             print(program.name, *outcome.cells, sep=" | ", flush=True)
+            cells = [f"`{program.name}`", ", ".join(versions), *outcome.cells, datetime.date.today().isoformat()]
+            TRAINERS.update({cells[0]: cells[1:]}, [f"`{p.name}`" for r in trainers.ROWS for p in r.programs])
             problems += outcome.problems
     return problems
 

@@ -31,6 +31,13 @@ for name in sys.argv[1:]:
 """
 
 
+_DECLARED = """
+import torch as _torch
+for _name in ("nms", "qnms"):
+    _torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
 class InstallError(RuntimeError):
     """An environment could not be made; the text is the end of pip's."""
 
@@ -88,6 +95,13 @@ class Environment:
         if packages:
             self._pip("--constraint", str(constraints), *packages)
         self._add_commands()
+        self._declare_operators()
+
+    def _declare_operators(self) -> None:
+        """Let a torchvision that was built for CUDA be imported over a torch for the CPU, where its operators are not."""
+        for start in self.folder.glob("lib/*/site-packages/torchvision/__init__.py"):
+            if subprocess.run([self.python, "-c", "import torchvision"], capture_output=True).returncode:
+                start.write_text(_DECLARED + start.read_text())
 
     def _add_commands(self) -> None:
         """Commands such as torchrun name the interpreter that installed them: here they name that of the row."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 STAGES = (2, 3)
+ATTACHED = re.compile(r"^ZeroSync: \S+ attached to", re.MULTILINE)
 SECONDS = 900
 # Weights of two runs are the same if they differ by less than this part of what training changed.
 SAME = 0.01
@@ -82,7 +83,7 @@ class Outcome:
             f"{found:.0e}" if self.good(stage) else f"**{found:.0e}**" if isinstance(found, float) else found
             for stage, found in self.stages.items()
         ]
-        return [f"{self.moved:.0e}", *texts]
+        return [f"{self.moved:.0e}", *(text.replace("|", "/") for text in texts)]
 
 
 def run(program: Program, material: Path, folder: Path, variables: Mapping[str, str]) -> Outcome:
@@ -129,6 +130,8 @@ def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:
         return f"did not end in {SECONDS} s"
     if code:
         return last_error(log.read_text())
+    if case.stage and not ATTACHED.search(log.read_text()):
+        return "ZeroSync was not attached"
     return "" if weight_files(case.out) else "saved no weights"
 
 

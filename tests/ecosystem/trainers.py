@@ -102,6 +102,16 @@ RANKS = 2
 LORA = ["q_proj", "v_proj"]
 
 
+def batch(case: Case) -> int:
+    """The micro-batch of a rank: without DeepSpeed, one process takes that of all."""
+    return 2 if case.stage else 2 * RANKS
+
+
+def torchrun(case: Case, *variables: str) -> list[str]:
+    """The variables that let a trainer start torchrun."""
+    return list(variables) if case.stage else []
+
+
 def llamafactory(method: str, adapter: bool = False) -> Program:
     def command(case: Case) -> list[str]:
         columns = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -111,7 +121,7 @@ def llamafactory(method: str, adapter: bool = False) -> Program:
             "model_name_or_path": str(case.material / "model"), "stage": method, "do_train": True,
             "finetuning_type": "lora" if adapter else "full", "dataset_dir": str(case.folder), "dataset": "tiny",
             "template": "chatml", "cutoff_len": 128, "output_dir": str(case.out), "max_steps": STEPS,
-            "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
+            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
             "report_to": "none", "logging_steps": 1, "preprocessing_num_workers": 1, "save_strategy": "no",
         }  # fmt: skip
         if adapter:
@@ -119,7 +129,7 @@ def llamafactory(method: str, adapter: bool = False) -> Program:
         if case.stage:
             settings["deepspeed"] = deepspeed(case)
         file = case.write("training.yaml", settings)
-        return ["FORCE_TORCHRUN=1", f"NPROC_PER_NODE={RANKS}", "llamafactory-cli", "train", file]
+        return [*torchrun(case, "FORCE_TORCHRUN=1", f"NPROC_PER_NODE={RANKS}"), "llamafactory-cli", "train", file]
 
     return Program(f"llamafactory-cli train, {method}{', LoRA' * adapter}", command)
 
@@ -150,7 +160,7 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
             "model": case.material / "model", "model_type": "llama", "template": "chatml",
             "dataset": case.material / data / "train.jsonl", "tuner_type": "lora" if adapter else "full",
             "torch_dtype": "float32", "output_dir": case.out, "add_version": "false", "max_steps": STEPS,
-            "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
+            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
             "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS, "report_to": "none",
             "dataloader_num_workers": 0, "max_length": 128, **options,
         }  # fmt: skip
@@ -159,7 +169,7 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
         if case.stage:
             settings["deepspeed"] = deepspeed(case)
         given = [word for name, value in settings.items() for word in (f"--{name}", *str(value).split(" "))]
-        return [f"NPROC_PER_NODE={RANKS}", "swift", method, *given]
+        return [*torchrun(case, f"NPROC_PER_NODE={RANKS}"), "swift", method, *given]
 
     return Program(f"swift {method}{', LoRA' * adapter}", command)
 
@@ -169,7 +179,7 @@ def axolotl(adapter: bool = False) -> Program:
         rows = {"path": str(case.material / "conversations"), "type": "chat_template", "split": "train"}
         settings: dict[str, object] = {
             "base_model": str(case.material / "model"), "datasets": [rows], "dataset_prepared_path": str(case.folder / "data"),
-            "output_dir": str(case.out), "sequence_len": 128, "max_steps": STEPS, "micro_batch_size": 2,
+            "output_dir": str(case.out), "sequence_len": 128, "max_steps": STEPS, "micro_batch_size": batch(case),
             "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "optimizer": "adamw_torch",
             "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False, "flash_attention": False,
             "sdp_attention": True, "logging_steps": 1, "save_strategy": "no", "num_epochs": 1, "dataset_num_proc": 1,
@@ -180,7 +190,7 @@ def axolotl(adapter: bool = False) -> Program:
         if case.stage:
             settings["deepspeed"] = deepspeed(case)
         file = case.write("training.yaml", settings)
-        return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={RANKS}"]
+        return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={RANKS if case.stage else 1}"]
 
     return Program(f"axolotl train{', LoRA' * adapter}", command)
 
@@ -208,7 +218,7 @@ ROWS = [
         ("axolotl==0.19.0",),
         (axolotl(), axolotl(adapter=True)),
         without=(
-            "bitsandbytes", "triton", "xformers", "flash-linear-attention", "fla-core", "torchao", "nvidia", "gradio",
+            "triton", "xformers", "flash-linear-attention", "fla-core", "torchao", "nvidia", "gradio",
             "modal", "s3fs", "gcsfs", "adlfs", "ocifs", "trackio", "openenv", "lm_eval", "wandb",
         ),
         shown=("axolotl", "peft", "deepspeed", "accelerate", "transformers"),
