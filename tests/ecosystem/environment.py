@@ -95,13 +95,17 @@ class Environment:
         if packages:
             self._pip("--constraint", str(constraints), *packages)
         self._add_commands()
-        self._declare_operators()
+        self._without_cuda()
 
-    def _declare_operators(self) -> None:
-        """Let a torchvision that was built for CUDA be imported over a torch for the CPU, where its operators are not."""
-        for start in self.folder.glob("lib/*/site-packages/torchvision/__init__.py"):
-            if subprocess.run([self.python, "-c", "import torchvision"], capture_output=True).returncode:
-                start.write_text(_DECLARED + start.read_text())
+    def _without_cuda(self) -> None:
+        """Let builds for CUDA be imported over a torch for the CPU: torchvision and torchaudio without their operators."""
+        for package in self.folder.glob("lib/*/site-packages/torch[va]*/__init__.py"):
+            name = package.parent.name
+            if subprocess.run([self.python, "-c", f"import {name}"], capture_output=True).returncode:
+                for library in package.parent.glob("**/*.so"):
+                    library.unlink()
+                if name == "torchvision":
+                    package.write_text(_DECLARED + package.read_text())
 
     def _add_commands(self) -> None:
         """Commands such as torchrun name the interpreter that installed them: here they name that of the row."""

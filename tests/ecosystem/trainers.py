@@ -203,7 +203,7 @@ ROWS = [
         (
             llamafactory("sft"), llamafactory("sft", adapter=True), llamafactory_v1(), llamafactory_v1(adapter=True),
         ),
-        without=("torchaudio", "gradio"),
+        without=("gradio",),
         shown=("llamafactory", "peft", "deepspeed", "accelerate", "transformers"),
     ),
     Row(
