@@ -15,6 +15,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from zerosync_strategy.accelerate import contract, trainer
+from zerosync_strategy.accelerate.stepping import AUTO, STEP_ON
 from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
@@ -29,15 +30,16 @@ class AccelerateConfig(ZeroSyncConfig):
     Args:
         step_on: ``"optimizer"``: the optimizer step is taken in ``optimizer.step()``, after any number of backwards, as
             in PyTorch. ``"backward"``: in ``accelerator.backward()`` whenever Accelerate synchronises gradients, and
-            ``zero_grad()`` does nothing, as Accelerate does it for DeepSpeed.
+            ``zero_grad()`` does nothing, as Accelerate does it for DeepSpeed. ``"auto"``: as ``"optimizer"``, unless
+            the program shows before its first step that it relies on ``"backward"``; where it may, that is an error.
     """
 
-    step_on: str = "optimizer"
+    step_on: str = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step_on not in ("optimizer", "backward"):
-            raise ValueError(f"ZeroSync option 'step_on' takes 'optimizer' or 'backward', got {self.step_on!r}.")
+        if self.step_on not in STEP_ON:
+            raise ValueError(f"ZeroSync option 'step_on' takes one of {', '.join(STEP_ON)}, got {self.step_on!r}.")
 
 
 class ZeroSyncPlugin(DeepSpeedPlugin):

@@ -18,7 +18,8 @@ from accelerate.state import GradientState
 from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
-from zerosync_strategy.accelerate.plugin import AccelerateConfig, ZeroSyncPlugin
+from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
+from zerosync_strategy.accelerate.stepping import AUTO, StepPlace
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine import patches
@@ -74,18 +75,20 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
     if zerosync is None:
         return result
     engine = zerosync.engine
-    vars(accelerator).setdefault("_zerosyncs", []).append(zerosync)
+    place = StepPlace(zerosync, getattr(zerosync.config, "step_on", AUTO))
+    zerosync.norm_is_read = place.norm_is_read
+    vars(accelerator).setdefault("_zerosyncs", {})[zerosync] = place
     if deepcompile:
         kwargs = accelerator.state.dynamo_plugin.to_kwargs()
         engine.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)
     if accelerator.deepspeed_engine_wrapped.engine is engine:
-        accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync)
+        accelerator.deepspeed_engine_wrapped = ZeroSyncEngineWrapper(zerosync, place)
     if not isinstance(accelerator, _AcceleratorOverrides):
         frontend.interpose(accelerator, _AcceleratorOverrides)
     for item in result:
         if isinstance(item, DeepSpeedOptimizerWrapper):
             frontend.interpose(item, _OptimizerOverrides)
-            item.zerosync = zerosync
+            item.zerosync, item.place = zerosync, place
     return result
 
 
@@ -117,11 +120,13 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
 
     Attributes:
         zerosync: the handle of the engine.
+        place: where the program steps.
     """
 
-    def __init__(self, zerosync: ZeroSync) -> None:
+    def __init__(self, zerosync: ZeroSync, place: StepPlace) -> None:
         super().__init__(zerosync.engine)
         self.zerosync = zerosync
+        self.place = place
         self.gradient_state = GradientState()
         self._accumulates = False  # a backward without synchronisation was seen: then one with it is the last
 
@@ -129,13 +134,15 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         self, loss: torch.Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any
     ) -> None:
         """One backward of the window; with ``scale_wrt_gas``, of the loss over the steps of accumulation."""
+        self.place.backward_begins(sync_gradients)
         if scale_wrt_gas:
             loss = loss / self.gradient_state.num_steps
         self._accumulates |= not sync_gradients
         if self._accumulates and sync_gradients:
             self.zerosync.window.expect_last()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        if sync_gradients and _steps_on_backward(self.zerosync):
+        self.place.backward_ended(sync_gradients)
+        if sync_gradients and self.place.on_backward:
             self.engine.step()
 
     def clip_grad_norm(
@@ -154,7 +161,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
                 f"Under ZeRO, clip_grad_norm_() clips all parameters of the optimizer together, but {len(missing)} of"
                 f" {len(self.zerosync.parameters)} were not among those given. Pass model.parameters()."
             )
-        if _steps_on_backward(self.zerosync):
+        if self.place.on_backward:
             if max_norm not in (self.engine.gradient_clipping(), math.inf):
                 raise ValueError(
                     f"clip_grad_norm_() got max_norm={max_norm!r}, but with step_on='backward' the step is already"
@@ -172,7 +179,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         Raises:
             ValueError: there are none: in mid-accumulation, or with ``step_on="backward"``.
         """
-        if not self.gradient_state.sync_gradients or _steps_on_backward(self.zerosync):
+        if not self.gradient_state.sync_gradients or self.place.on_backward:
             raise ValueError(
                 "clip_grad_value_() clips the gradients of the coming step, averaged over the ranks, and there are none"
                 " in mid-accumulation, or with step_on='backward'. Call it where accelerator.sync_gradients is true,"
@@ -186,6 +193,7 @@ class _OptimizerOverrides:
     """Overrides of a prepared optimizer."""
 
     zerosync: ZeroSync
+    place: StepPlace
     optimizer: Any
     gradient_state: GradientState
 
@@ -194,6 +202,7 @@ class _OptimizerOverrides:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.place.program_steps()
         # Without a gradient there is nothing to step, as in PyTorch.
         if self.gradient_state.sync_gradients and self.zerosync.has_backward:
             self.zerosync.window.check_zeroed()
@@ -201,7 +210,7 @@ class _OptimizerOverrides:
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self.gradient_state.sync_gradients and not _steps_on_backward(self.zerosync):
+        if self.gradient_state.sync_gradients and not self.place.on_backward:
             self.optimizer.zero_grad()
 
 
@@ -210,7 +219,18 @@ class _AcceleratorOverrides:
 
     deepspeed_engine_wrapped: Any
     deepspeed_plugin: ZeroSyncPlugin
-    _zerosyncs: list[ZeroSync]
+    gradient_state: GradientState
+    _zerosyncs: dict[ZeroSync, StepPlace]
+
+    @property
+    def sync_gradients(self) -> bool:
+        return super().sync_gradients  # type: ignore[misc]
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        for place in self._zerosyncs.values():
+            place.program_synchronises()
+        self.gradient_state.sync_gradients = value
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -242,6 +262,8 @@ class _AcceleratorOverrides:
         return released
 
     def end_training(self) -> None:
+        for place in self._zerosyncs.values():
+            place.check_end(self.gradient_state.num_steps)
         for zerosync in self._zerosyncs:
             zerosync.abort("training ended before the step that would have used them")
             zerosync.end_racecheck("training ended")
@@ -250,7 +272,3 @@ class _AcceleratorOverrides:
         plugin = self.deepspeed_plugin
         super().end_training()  # type: ignore[misc]
         patches.remove_user(plugin)
-
-
-def _steps_on_backward(zerosync: ZeroSync) -> bool:
-    return isinstance(zerosync.config, AccelerateConfig) and zerosync.config.step_on == "backward"

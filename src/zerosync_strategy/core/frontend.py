@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
@@ -149,6 +150,12 @@ def handle_of(value: Any) -> ZeroSync | None:
     """Return the handle of an attached engine, or of its optimizer; ``None`` for anything else."""
     found = getattr(value, "_zerosync", None)
     return found if isinstance(found, ZeroSync) else None
+
+
+def say_on_first_rank(text: str) -> None:
+    """Log what every user of the run may want to know."""
+    if dist.get_rank() == 0:
+        say(text)
 
 
 def activity(what: str) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from zerosync_strategy.core.announcement import ATTACHED, note, say
 from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.overrides import EngineOverrides, attach_engine
+from zerosync_strategy.core.attached.untrained import watch_end
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -90,6 +91,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     except BaseException:
         patches.remove_user(engine)
         raise
+    watch_end()
     _announce(zerosync)
     return zerosync
 
@@ -114,6 +116,10 @@ def _one() -> float:
     return 1
 
 
+def _nothing() -> None:
+    pass
+
+
 def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     """Return what the ranks' collectives follow from."""
     configured = zero.user_config(engine)
@@ -133,6 +139,7 @@ class ZeroSync:
         window: the window of the coming optimizer step.
         parameters: those that the optimizer trains.
         may_be_replaced: the program has not asked for it, and its own :func:`attach` is to be the one that holds.
+        norm_is_read: is called when the program asks the engine for the norm of its last step.
         losses_divided_by: returns by what the framework that calls ``engine.backward()`` divides each loss.
         counter: counts the collectives for the report, apart from those of other engines in this process.
     """
@@ -145,6 +152,7 @@ class ZeroSync:
         self.parameters = self._attached.reducer.params
         self.counter = self._attached.traffic
         self.may_be_replaced = False
+        self.norm_is_read: Callable[[], None] = _nothing
         self.losses_divided_by: Callable[[], float] = _one
         engine._zerosync = engine.optimizer._zerosync = self
 

@@ -85,6 +85,10 @@ class EngineOverrides(ModeOverrides):
         self._zerosync_attached.window.end_engine_step()
         return result
 
+    def get_global_grad_norm(self) -> Any:
+        self._zerosync.norm_is_read()
+        return super().get_global_grad_norm()  # type: ignore[misc]
+
     def zero_grad(self) -> None:
         self._zerosync_attached.zero_grad()
         super().zero_grad()  # type: ignore[misc]
