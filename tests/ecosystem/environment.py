@@ -98,7 +98,7 @@ class Environment:
         self._without_cuda()
 
     def _without_cuda(self) -> None:
-        """Let builds for CUDA be imported over a torch for the CPU: torchvision and torchaudio without their operators."""
+        """Let torchvision and torchaudio that were built for CUDA be imported over a torch for the CPU."""
         for package in self.folder.glob("lib/*/site-packages/torch[va]*/__init__.py"):
             name = package.parent.name
             if subprocess.run([self.python, "-c", f"import {name}"], capture_output=True).returncode:

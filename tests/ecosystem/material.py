@@ -14,10 +14,47 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-WORDS = (
-    "a gradient is summed over ranks once and then each shard takes its own step while the rest of it waits for "
-    "no one because every window closes where the program says so and not before or after that"
-).split()
+WORDS = [
+    "a",
+    "gradient",
+    "is",
+    "summed",
+    "over",
+    "ranks",
+    "once",
+    "and",
+    "then",
+    "each",
+    "shard",
+    "takes",
+    "its",
+    "own",
+    "step",
+    "while",
+    "the",
+    "rest",
+    "of",
+    "it",
+    "waits",
+    "for",
+    "no",
+    "one",
+    "because",
+    "every",
+    "window",
+    "closes",
+    "where",
+    "the",
+    "program",
+    "says",
+    "so",
+    "and",
+    "not",
+    "before",
+    "or",
+    "after",
+    "that",
+]
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

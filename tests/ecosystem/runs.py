@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 STAGES = (2, 3)
-ATTACHED = re.compile(r"^ZeroSync: \S+ attached to", re.MULTILINE)
+NOT_ATTACHED = "there was nothing to attach to"  # by zerosync run
 SECONDS = 900
 # Weights of two runs are the same if they differ by less than this part of what training changed.
 SAME = 0.01
@@ -50,7 +50,7 @@ class Case:
 class Program:
     """What is run for each stage.
 
-    ``command`` writes the configuration of a case and gives its command line, which variables may precede, as in a shell.
+    ``command`` writes the configuration of a case and gives its command line. Variables may precede it, as in a shell.
     """
 
     name: str
@@ -130,7 +130,7 @@ def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:
         return f"did not end in {SECONDS} s"
     if code:
         return last_error(log.read_text())
-    if case.stage and not ATTACHED.search(log.read_text()):
+    if case.stage and NOT_ATTACHED in log.read_text():
         return "ZeroSync was not attached"
     return "" if weight_files(case.out) else "saved no weights"
 
@@ -147,7 +147,9 @@ def quiet(folder: Path) -> dict[str, str]:
 def last_error(text: str) -> str:
     """The line that says what was raised first, without the name of the rank."""
     lines = [re.sub(r"^\[\w+\]: ?", "", line).strip() for line in text.splitlines()]
-    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line]
+    named = [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line
+    ]
     return (named or lines or ["nothing was printed"])[0][:200]
 
 

@@ -54,7 +54,7 @@ def launch(case: Case) -> str:
     )  # fmt: skip
 
 
-# Where a rank computes with its own part of the batch, or draws by its own numbers: one process is not the same program.
+# A rank computes with its own part of the batch, or draws by its own numbers: one process would be another program.
 RANKS_DIFFER = ("kto", "grpo")
 
 
@@ -121,7 +121,8 @@ def llamafactory(method: str, adapter: bool = False) -> Program:
             "model_name_or_path": str(case.material / "model"), "stage": method, "do_train": True,
             "finetuning_type": "lora" if adapter else "full", "dataset_dir": str(case.folder), "dataset": "tiny",
             "template": "chatml", "cutoff_len": 128, "output_dir": str(case.out), "max_steps": STEPS,
-            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
+            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION,
+            "learning_rate": RATE,
             "report_to": "none", "logging_steps": 1, "preprocessing_num_workers": 1, "save_strategy": "no",
         }  # fmt: skip
         if adapter:
@@ -138,7 +139,8 @@ def llamafactory_v1(adapter: bool = False) -> Program:
     def command(case: Case) -> list[str]:
         rows = {"path": str(case.material / "instructions" / "train.jsonl"), "source": "local", "converter": "alpaca"}
         settings: dict[str, object] = {
-            "model": str(case.material / "model"), "template": "chatml", "train_dataset": case.write("data.yaml", {"tiny": rows}),
+            "model": str(case.material / "model"), "template": "chatml",
+            "train_dataset": case.write("data.yaml", {"tiny": rows}),
             "output_dir": str(case.out), "micro_batch_size": 2, "global_batch_size": 2 * RANKS * ACCUMULATION,
             "cutoff_len": 128, "max_steps": STEPS, "learning_rate": RATE, "bf16": False, "batching_workers": 0,
             "enable_activation_checkpointing": False,
@@ -160,7 +162,8 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
             "model": case.material / "model", "model_type": "llama", "template": "chatml",
             "dataset": case.material / data / "train.jsonl", "tuner_type": "lora" if adapter else "full",
             "torch_dtype": "float32", "output_dir": case.out, "add_version": "false", "max_steps": STEPS,
-            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
+            "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION,
+            "learning_rate": RATE,
             "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS, "report_to": "none",
             "dataloader_num_workers": 0, "max_length": 128, **options,
         }  # fmt: skip
@@ -178,7 +181,8 @@ def axolotl(adapter: bool = False) -> Program:
     def command(case: Case) -> list[str]:
         rows = {"path": str(case.material / "conversations"), "type": "chat_template", "split": "train"}
         settings: dict[str, object] = {
-            "base_model": str(case.material / "model"), "datasets": [rows], "dataset_prepared_path": str(case.folder / "data"),
+            "base_model": str(case.material / "model"), "datasets": [rows],
+            "dataset_prepared_path": str(case.folder / "data"),
             "output_dir": str(case.out), "sequence_len": 128, "max_steps": STEPS, "micro_batch_size": batch(case),
             "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "optimizer": "adamw_torch",
             "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False, "flash_attention": False,
@@ -190,7 +194,15 @@ def axolotl(adapter: bool = False) -> Program:
         if case.stage:
             settings["deepspeed"] = deepspeed(case)
         file = case.write("training.yaml", settings)
-        return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={RANKS if case.stage else 1}"]
+        return [
+            "axolotl",
+            "train",
+            file,
+            "--launcher",
+            "torchrun",
+            "--",
+            f"--nproc_per_node={RANKS if case.stage else 1}",
+        ]
 
     return Program(f"axolotl train{', LoRA' * adapter}", command)
 
@@ -219,7 +231,7 @@ ROWS = [
         (axolotl(), axolotl(adapter=True)),
         without=(
             "triton", "xformers", "flash-linear-attention", "fla-core", "torchao", "nvidia", "gradio",
-            "modal", "s3fs", "gcsfs", "adlfs", "ocifs", "trackio", "openenv", "lm_eval", "wandb",
+            "modal", "s3fs", "gcsfs", "adlfs", "ocifs", "trackio", "openenv", "lm_eval",
         ),
         shown=("axolotl", "peft", "deepspeed", "accelerate", "transformers"),
     ),

@@ -12,7 +12,9 @@ from tests.ecosystem.projects.data import loader
 class Aligner(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6))
+        self.net = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(256, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6)
+        )
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         images, wanted = batch

@@ -15,7 +15,7 @@ def fit(options: dict[str, Any]) -> None:
     steps = np.arange(40)
     frame = pd.concat(
         pd.DataFrame({"time": steps, "series": str(n), "value": np.sin(steps / (2 + n)) + 0.1 * n}) for n in range(4)
-    )
+    ).reset_index(drop=True)
     data = TimeSeriesDataSet(
         frame, time_idx="time", target="value", group_ids=["series"], max_encoder_length=8, max_prediction_length=4,
         static_categoricals=["series"], time_varying_known_reals=["time"], time_varying_unknown_reals=["value"],

@@ -26,9 +26,11 @@ ROWS = [
     Project("pytorch-metric-learning", ("pytorch-metric-learning==2.9.0",), "metric_learning"),
     Project("finetuning-scheduler", ("finetuning-scheduler==2.14.1",), "finetuning"),
     Project("torch-geometric", ("torch-geometric==2.8.1",), "graphs"),
-    Project("segmentation-models-pytorch", ("segmentation-models-pytorch==0.6.0", "torchvision"), "segmentation_models"),
+    Project(
+        "segmentation-models-pytorch", ("segmentation-models-pytorch==0.6.0", "torchvision"), "segmentation_models"
+    ),
     Project("monai", ("monai==1.6.1",), "medical_images"),
     Project("kornia", ("kornia==0.9.0",), "differentiable_vision"),
     Project("chemprop", ("chemprop==2.3.1",), "molecules"),
-    Project("gluonts", ("gluonts==0.17.0",), "deep_ar"),
+    Project("gluonts", ("gluonts==0.17.0",), "estimators"),
 ]
