@@ -169,10 +169,10 @@ def beginning(like: Mapping[str, torch.Tensor], material: Path) -> dict[str, tor
     """What weights of these names were before training; adapters begin with nothing added, B of the product at zero."""
     if any("lora_" in name for name in like):
         return {name: value * ("lora_A" in name) for name, value in like.items()}
-    for model in ("model", "reward"):
-        found = weights(material / model)
-        if found.keys() == like.keys():
-            return found
+    for model in ("model", "reward"):  # the base of one is saved without the prefix
+        found = {name.removeprefix("model."): value for name, value in weights(material / model).items()}
+        if all(name.removeprefix("model.") in found for name in like):
+            return {name: found[name.removeprefix("model.")] for name in like}
     raise ValueError(f"no model begins with {sorted(like)[:3]}")
 
 

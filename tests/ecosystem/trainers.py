@@ -1,9 +1,11 @@
 """The rows of trainers: what is installed, and the commands that their users give."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.ecosystem.runs import Case, Program
 
+SCRIPTS = Path(__file__).parent / "scripts"
 STEPS, ACCUMULATION, RATE = 4, 2, 1e-3
 
 
@@ -207,6 +209,23 @@ def axolotl(adapter: bool = False) -> Program:
     return Program(f"axolotl train{', LoRA' * adapter}", command)
 
 
+def embeddings() -> Program:
+    def command(case: Case) -> list[str]:
+        settings: dict[str, object] = {
+            "model": case.material / "model", "pairs": case.material / "instructions" / "train.jsonl",
+            "output_dir": case.out, "max_steps": STEPS, "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "report_to": "none",
+            "save_strategy": "no", "logging_steps": 1,
+        }  # fmt: skip
+        if case.stage:
+            settings["deepspeed"] = deepspeed(case)
+        given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        # The loss looks at the pairs of a rank, so one process would be another program.
+        return ["torchrun", f"--nproc_per_node={RANKS}", str(SCRIPTS / "embeddings.py"), *given]
+
+    return Program("torchrun embeddings.py", command)
+
+
 ROWS = [
     TRL,
     Row(
@@ -234,5 +253,11 @@ ROWS = [
             "modal", "s3fs", "gcsfs", "adlfs", "ocifs", "trackio", "openenv", "lm_eval",
         ),
         shown=("axolotl", "peft", "deepspeed", "accelerate", "transformers"),
+    ),
+    Row(
+        "sentence-transformers",
+        ("sentence-transformers==6.2.0", "datasets"),
+        (embeddings(),),
+        shown=("sentence-transformers", "deepspeed", "accelerate", "transformers"),
     ),
 ]  # fmt: skip

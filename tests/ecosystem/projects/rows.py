@@ -33,4 +33,9 @@ ROWS = [
     Project("kornia", ("kornia==0.9.0",), "differentiable_vision"),
     Project("chemprop", ("chemprop==2.3.1",), "molecules"),
     Project("gluonts", ("gluonts==0.17.0",), "estimators"),
+    Project("pytorch-tabular", ("pytorch-tabular==1.2.0",), "tabular", without=("kaleido", "wandb", "tensorboard")),
+    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting", without=("ray", "optuna")),
+    Project(
+        "darts", ("darts==0.48.1",), "time_series", without=("statsforecast", "shap", "xgboost", "nfoursid", "pyod")
+    ),
 ]

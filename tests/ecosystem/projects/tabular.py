@@ -17,15 +17,24 @@ def fit(options: dict[str, Any]) -> None:
     numbers = np.random.default_rng(0)
     frame = pd.DataFrame({"one": numbers.normal(size=96), "two": numbers.normal(size=96), "kind": list("abc") * 32})
     frame["target"] = frame["one"] * 2 + (frame["kind"] == "a")
+    training = TrainerConfig(
+        batch_size=4,
+        max_epochs=None,
+        max_steps=options["max_steps"],
+        accelerator="cpu",
+        devices=options["devices"],
+        accumulate_grad_batches=options["accumulate_grad_batches"],
+        early_stopping=None,
+        checkpoints=None,
+        load_best=False,
+        progress_bar="none",
+        trainer_kwargs={"strategy": name, "enable_model_summary": False},
+    )
     model = TabularModel(
         data_config=DataConfig(target=["target"], continuous_cols=["one", "two"], categorical_cols=["kind"]),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="16-8", use_batch_norm=False, dropout=0.0),
         optimizer_config=OptimizerConfig(optimizer="SGD"),
-        trainer_config=TrainerConfig(
-            batch_size=4, max_epochs=None, max_steps=options["max_steps"], accelerator="cpu",
-            devices=options["devices"], accumulate_grad_batches=options["accumulate_grad_batches"], early_stopping=None, checkpoints=None,
-            load_best=False, progress_bar="none", trainer_kwargs={"strategy": name, "enable_model_summary": False},
-        ),
+        trainer_config=training,
         verbose=False,
-    )  # fmt: skip
+    )
     model.fit(train=frame, validation=frame, callbacks=options["callbacks"])
