@@ -27,7 +27,7 @@ class Classifier(LightningModule):
 def fit(options: dict[str, Any]) -> None:
     schedule = {
         0: {"params": ["net.2.weight", "net.2.bias"], "max_transition_epoch": 2},
-        1: {"params": ["net.0.weight"], "max_transition_epoch": -1},
+        1: {"params": ["net.0.weight"], "max_transition_epoch": 8},
     }
     options["callbacks"].append(FinetuningScheduler(ft_schedule=schedule, epoch_transitions_only=True))
     options |= {"enable_checkpointing": True, "max_epochs": 10}

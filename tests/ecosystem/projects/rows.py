@@ -33,8 +33,15 @@ ROWS = [
     Project("kornia", ("kornia==0.9.0",), "differentiable_vision"),
     Project("chemprop", ("chemprop==2.3.1",), "molecules"),
     Project("gluonts", ("gluonts==0.17.0",), "estimators"),
-    Project("pytorch-tabular", ("pytorch-tabular==1.2.0",), "tabular", without=("kaleido", "wandb", "tensorboard")),
-    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting", without=("ray", "optuna")),
+    Project(
+        "pytorch-tabular",
+        ("pytorch-tabular==1.2.0", "requests"),
+        "tabular",
+        without=("kaleido", "wandb", "tensorboard"),
+    ),
+    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting"),
+    Project("mlcolvar", ("mlcolvar==1.3.1",), "collective_variables"),
+    Project("torch-uncertainty", ("torch-uncertainty==0.13.0", "torchvision"), "uncertainty"),
     Project(
         "darts", ("darts==0.48.1",), "time_series", without=("statsforecast", "shap", "xgboost", "nfoursid", "pyod")
     ),

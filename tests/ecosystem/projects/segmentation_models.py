@@ -8,6 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from tests.ecosystem.projects.data import loader
 
+PLAIN = "ddp_find_unused_parameters_true"  # the last stage of the encoder is not used
+
 
 class Segmenter(LightningModule):
     def __init__(self) -> None:
