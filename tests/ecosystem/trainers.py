@@ -163,7 +163,8 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
         settings: dict[str, object] = {
             "model": case.material / "model", "model_type": "llama", "template": "chatml",
             "dataset": case.material / data / "train.jsonl", "tuner_type": "lora" if adapter else "full",
-            "torch_dtype": "float32", "fp16": "false", "bf16": "false", "output_dir": case.out, "add_version": "false", "max_steps": STEPS,
+            "torch_dtype": "float32", "fp16": "false", "bf16": "false",
+            "output_dir": case.out, "add_version": "false", "max_steps": STEPS,
             "per_device_train_batch_size": batch(case), "gradient_accumulation_steps": ACCUMULATION,
             "learning_rate": RATE,
             "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS, "report_to": "none",
