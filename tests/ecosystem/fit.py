@@ -27,7 +27,7 @@ def main() -> None:
         try:
             outcome = run_ranks(train, project, name, world_size=RANKS, timeout=SECONDS)[0]
         except RanksError as error:
-            found[name] = str(error).splitlines()[0]
+            found[name] = str(error).splitlines()[0].partition("failed first: ")[2] or "did not end in time"
             print(error, file=sys.stderr)
             if name == "plain":
                 break

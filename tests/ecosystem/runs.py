@@ -83,7 +83,7 @@ class Outcome:
             f"{found:.0e}" if self.good(stage) else f"**{found:.0e}**" if isinstance(found, float) else found
             for stage, found in self.stages.items()
         ]
-        return [f"{self.moved:.0e}", *(text.replace("|", "/") for text in texts)]
+        return [f"{self.moved:.0e}", *(re.sub(r"/\S*/", "", text.replace("|", ",")) for text in texts)]
 
 
 def run(program: Program, material: Path, folder: Path, variables: Mapping[str, str]) -> Outcome:
