@@ -33,7 +33,7 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix trainers projects smoke canary dist docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
@@ -46,6 +46,7 @@ help:
 	@echo "make check   install, then lint and check types only"
 	@echo "make equal   install, then compare what is trained and sent with another revision (BASE=$(BASE))"
 	@echo "make matrix  test with several releases of DeepSpeed and the others (ROWS='\"newest\" ...'), for docs/compatibility.md"
+	@echo "make trainers, make projects  train with programs of others in environments of their own, for docs/compatibility.md (ROWS=...)"
 	@echo "make smoke   install, then run a few tests with the oldest releases"
 	@echo "make canary  test with the newest release of everything, and say what is newer than constraints.txt"
 	@echo "make dist    install, then build and check the wheel and the source distribution in dist/"
@@ -107,6 +108,9 @@ equal: $(STAMP)
 
 matrix: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.matrix --workers $(WORKERS) $(ROWS)
+
+trainers projects: $(STAMP)
+	$(RUN) "$(BIN)/python" -m tests.ecosystem $@ $(ROWS)
 
 smoke: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.matrix --smoke --workers $(WORKERS)

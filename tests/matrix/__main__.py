@@ -16,9 +16,9 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.matrix import table
 from tests.matrix.environment import PACKAGES, ROOT, Environment, InstallError
 from tests.matrix.rows import ALL, ROWS, SMOKE, Row
+from tests.matrix.table import MATRIX
 
 FOLDER = ROOT / ".matrix" / "row"
 
@@ -42,7 +42,7 @@ def main() -> int:
     for row in [by_name[name] for name in options.rows] or ROWS:
         result = run(row, row.tests, options.workers)
         problems += result.problems
-        table.update({row.name: result.cells}, list(by_name))  # at once: the whole takes hours
+        MATRIX.update({row.name: result.cells}, list(by_name))  # at once: the whole takes hours
     return min(problems, 1)
 
 

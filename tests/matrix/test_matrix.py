@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import table
 from tests.matrix.__main__ import changes, counts_in
 from tests.matrix.environment import PACKAGES, ROOT, Environment, InstallError
 from tests.matrix.rows import ROWS, Row
+from tests.matrix.table import MATRIX as table
 from zerosync_strategy.core.engine import contract
 
 
@@ -28,8 +28,8 @@ def test_lower_bounds_are_what_a_row_runs() -> None:
 
 def test_a_row_takes_its_place_and_leaves_the_others(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
-    file.write_text(f"before\n\n{table.BEGIN}\n\n{table.END}\n\nafter\n")
-    cells = {name: [name[0]] * (len(table.HEADER) - 1) for name in ("one", "two", "three")}
+    file.write_text(f"before\n\n{table.begin}\n\n{table.end}\n\nafter\n")
+    cells = {name: [name[0]] * (len(table.header) - 1) for name in ("one", "two", "three")}
     for names in (["two"], ["three", "one"], ["two"]):
         table.update({name: cells[name] for name in names}, ["one", "two", "three"], file)
     assert list(table.read(file.read_text()).items()) == list(cells.items())

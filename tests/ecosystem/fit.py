@@ -1,0 +1,100 @@
+"""Train a Lightning project's own model under DDP and on ZeroSync; print how far their weights are apart.
+
+python -m tests.ecosystem.fit PROJECT, in the environment of a row. ``projects/PROJECT.py`` has ``fit(options)``, which
+makes a model and data of its project and trains it with a Trainer of these options. Ranks are forked from this process,
+which has imported it.
+"""
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from tests.harness.ranks import RanksError, run_ranks
+
+RANKS, STEPS, ACCUMULATION, SECONDS = 2, 4, 2, 300
+
+
+def main() -> None:
+    project = importlib.import_module(f"tests.ecosystem.projects.{sys.argv[1]}")
+    found: dict[str, Any] = {}
+    before = after = {}
+    for name in ("plain", "2", "3"):
+        try:
+            outcome = run_ranks(train, project, name, world_size=RANKS, timeout=SECONDS)[0]
+        except RanksError as error:
+            found[name] = str(error).splitlines()[0].partition("failed first: ")[2] or "did not end in time"
+            print(error, file=sys.stderr)
+            if name == "plain":
+                break
+            continue
+        if name == "plain":
+            before, after = outcome
+            found[name] = distance(after, before)
+        else:
+            found[name] = distance(after, outcome[1])
+    print(json.dumps(found))
+
+
+def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """As one rank: train once, with DDP or a stage of ZeroSync; the full parameters before and after."""
+    warnings.simplefilter("ignore")
+    library = importlib.import_module(getattr(project, "LIBRARY", "lightning.pytorch"))
+    seen = watcher(library.Callback)
+    strategy: Any = getattr(project, "PLAIN", "ddp")
+    if name != "plain":
+        from zerosync_strategy import ZeroSyncStrategy
+
+        strategy = ZeroSyncStrategy(stage=int(name))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    library.seed_everything(1, verbose=False)
+    project.fit(
+        {
+            "accelerator": "cpu", "devices": RANKS, "strategy": strategy, "max_steps": STEPS, "max_epochs": -1,
+            "accumulate_grad_batches": ACCUMULATION, "logger": False, "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [seen],
+        }
+    )  # fmt: skip
+    if seen.steps != STEPS:
+        raise AssertionError(f"{seen.steps} optimizer steps instead of {STEPS}")
+    return seen.before, seen.after
+
+
+def watcher(base: type) -> Any:
+    """A callback that keeps the full parameters where training begins and ends."""
+
+    class Watcher(base):  # type: ignore[misc]
+        before: dict[str, torch.Tensor]
+        after: dict[str, torch.Tensor]
+        steps = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.before = full(pl_module)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.after, self.steps = full(pl_module), trainer.global_step
+
+    return Watcher()
+
+
+def full(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that a model has, whole, in double precision."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    found = dict(module.named_parameters())
+    with GatheredParameters(list(found.values())):
+        return {name: parameter.detach().double().clone() for name, parameter in found.items()}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    if one.keys() != other.keys():
+        return float("inf")
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+if __name__ == "__main__":
+    main()
