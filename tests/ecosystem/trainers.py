@@ -71,6 +71,8 @@ def trl(method: str, data: str, model: str = "model", adapter: bool = False, **o
         }  # fmt: skip
         if not case.stage and method not in RANKS_DIFFER:
             settings["per_device_train_batch_size"] = 4
+        if not case.stage and method in RANKS_DIFFER:
+            settings["use_cpu"] = True  # or Accelerate makes no process group
         if method == "grpo":
             settings["reward_model_name_or_path"] = str(case.material / "reward")
         if adapter:
@@ -143,7 +145,7 @@ def llamafactory_v1(adapter: bool = False) -> Program:
         settings: dict[str, object] = {
             "model": str(case.material / "model"), "template": "chatml",
             "train_dataset": case.write("data.yaml", {"tiny": rows}),
-            "output_dir": str(case.out), "micro_batch_size": 2, "global_batch_size": 2 * RANKS * ACCUMULATION,
+            "output_dir": str(case.out), "micro_batch_size": batch(case), "global_batch_size": 2 * RANKS * ACCUMULATION,
             "cutoff_len": 128, "max_steps": STEPS, "learning_rate": RATE, "bf16": False, "batching_workers": 0,
             "enable_activation_checkpointing": False,
         }  # fmt: skip
@@ -152,7 +154,13 @@ def llamafactory_v1(adapter: bool = False) -> Program:
         if case.stage:
             settings["dist_config"] = {"name": "deepspeed", "config_file": deepspeed(case, bf16={"enabled": False})}
         file = case.write("training.yaml", settings)
-        return ["USE_V1=1", "FORCE_TORCHRUN=1", f"NPROC_PER_NODE={RANKS}", "llamafactory-cli", "sft", file]
+        return [
+            "USE_V1=1",
+            *torchrun(case, "FORCE_TORCHRUN=1", f"NPROC_PER_NODE={RANKS}"),
+            "llamafactory-cli",
+            "sft",
+            file,
+        ]
 
     return Program(f"USE_V1=1 llamafactory-cli sft{', LoRA' * adapter}", command)
 
@@ -218,8 +226,8 @@ def embeddings() -> Program:
             "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "report_to": "none",
             "save_strategy": "no", "logging_steps": 1,
         }  # fmt: skip
-        if case.stage:
-            settings["deepspeed"] = deepspeed(case)
+        # Without DeepSpeed, Accelerate makes no process group on a CPU unless it is told to use it.
+        settings |= {"deepspeed": deepspeed(case)} if case.stage else {"use_cpu": True}
         given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         # The loss looks at the pairs of a rank, so one process would be another program.
         return ["torchrun", f"--nproc_per_node={RANKS}", str(SCRIPTS / "embeddings.py"), *given]
