@@ -28,7 +28,7 @@ class Row:
     shown: tuple[str, ...] = ("deepspeed", "accelerate", "transformers")
 
 
-def deepspeed(case: Case, **more: object) -> str:
+def deepspeed(case: Case) -> str:
     """A DeepSpeed configuration as for the Hugging Face Trainer."""
     return case.write(
         "deepspeed.json",
@@ -38,7 +38,6 @@ def deepspeed(case: Case, **more: object) -> str:
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "zerosync": {},
-            **more,
         },
     )
 
@@ -71,6 +70,8 @@ def trl(method: str, data: str, model: str = "model", adapter: bool = False, **o
         }  # fmt: skip
         if not case.stage and method not in RANKS_DIFFER:
             settings["per_device_train_batch_size"] = 4
+        if not case.stage and method in RANKS_DIFFER:
+            settings["use_cpu"] = True  # or Accelerate makes no process group
         if method == "grpo":
             settings["reward_model_name_or_path"] = str(case.material / "reward")
         if adapter:
@@ -137,26 +138,6 @@ def llamafactory(method: str, adapter: bool = False) -> Program:
     return Program(f"llamafactory-cli train, {method}{', LoRA' * adapter}", command)
 
 
-def llamafactory_v1(adapter: bool = False) -> Program:
-    def command(case: Case) -> list[str]:
-        rows = {"path": str(case.material / "instructions" / "train.jsonl"), "source": "local", "converter": "alpaca"}
-        settings: dict[str, object] = {
-            "model": str(case.material / "model"), "template": "chatml",
-            "train_dataset": case.write("data.yaml", {"tiny": rows}),
-            "output_dir": str(case.out), "micro_batch_size": 2, "global_batch_size": 2 * RANKS * ACCUMULATION,
-            "cutoff_len": 128, "max_steps": STEPS, "learning_rate": RATE, "bf16": False, "batching_workers": 0,
-            "enable_activation_checkpointing": False,
-        }  # fmt: skip
-        if adapter:
-            settings["peft_config"] = {"name": "lora", "r": 4, "lora_alpha": 8, "target_modules": LORA}
-        if case.stage:
-            settings["dist_config"] = {"name": "deepspeed", "config_file": deepspeed(case, bf16={"enabled": False})}
-        file = case.write("training.yaml", settings)
-        return ["USE_V1=1", "FORCE_TORCHRUN=1", f"NPROC_PER_NODE={RANKS}", "llamafactory-cli", "sft", file]
-
-    return Program(f"USE_V1=1 llamafactory-cli sft{', LoRA' * adapter}", command)
-
-
 def swift(method: str, adapter: bool = False, **options: object) -> Program:
     def command(case: Case) -> list[str]:
         data = "preferences" if method == "rlhf" else "conversations"
@@ -218,8 +199,8 @@ def embeddings() -> Program:
             "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "report_to": "none",
             "save_strategy": "no", "logging_steps": 1,
         }  # fmt: skip
-        if case.stage:
-            settings["deepspeed"] = deepspeed(case)
+        # Without DeepSpeed, Accelerate makes no process group on a CPU unless it is told to use it.
+        settings |= {"deepspeed": deepspeed(case)} if case.stage else {"use_cpu": True}
         given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         # The loss looks at the pairs of a rank, so one process would be another program.
         return ["torchrun", f"--nproc_per_node={RANKS}", str(SCRIPTS / "embeddings.py"), *given]
@@ -233,7 +214,7 @@ ROWS = [
         "LLaMA-Factory",
         ("llamafactory==0.9.5", "deepspeed==0.18.4"),
         (
-            llamafactory("sft"), llamafactory("sft", adapter=True), llamafactory_v1(), llamafactory_v1(adapter=True),
+            llamafactory("sft"), llamafactory("sft", adapter=True),
         ),
         without=("gradio",),
         shown=("llamafactory", "peft", "deepspeed", "accelerate", "transformers"),

@@ -24,7 +24,6 @@ ROWS = [
     Project("lightly", ("lightly==1.6.0", "torchvision"), "self_supervised"),
     Project("pytorch-forecasting", ("pytorch-forecasting==1.8.0",), "forecasting"),
     Project("pytorch-metric-learning", ("pytorch-metric-learning==2.9.0",), "metric_learning"),
-    Project("finetuning-scheduler", ("finetuning-scheduler==2.14.1",), "finetuning"),
     Project("torch-geometric", ("torch-geometric==2.8.1",), "graphs"),
     Project(
         "segmentation-models-pytorch", ("segmentation-models-pytorch==0.6.0", "torchvision"), "segmentation_models"
@@ -33,16 +32,4 @@ ROWS = [
     Project("kornia", ("kornia==0.9.0",), "differentiable_vision"),
     Project("chemprop", ("chemprop==2.3.1",), "molecules"),
     Project("gluonts", ("gluonts==0.17.0",), "estimators"),
-    Project(
-        "pytorch-tabular",
-        ("pytorch-tabular==1.2.0", "requests"),
-        "tabular",
-        without=("kaleido", "wandb", "tensorboard"),
-    ),
-    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting"),
-    Project("mlcolvar", ("mlcolvar==1.3.1",), "collective_variables"),
-    Project("torch-uncertainty", ("torch-uncertainty==0.13.0", "torchvision"), "uncertainty"),
-    Project(
-        "darts", ("darts==0.48.1",), "time_series", without=("statsforecast", "shap", "xgboost", "nfoursid", "pyod")
-    ),
 ]
