@@ -124,6 +124,7 @@ LEVELS: list[tuple[int, Any, Any, tuple[int, int], tuple[int, int]]] = [
     (2, None, 0, (1, 1), (SIZE, 0)),
     (2, NODE, 0, (1, 1), (SIZE // 2 + LAYER, 0)),
     (2, {"device": 0, "node": 0}, 0, (BACKWARDS, 1), (LAYER, 0)),
+    (2, {"device": 0, "node": SIZE // 4}, 0, (-1, 1), (SIZE // 4 + LAYER, 0)),
     (2, SIZE // 2 + SIZE // 4, 0, (1, 1), (SIZE // 2 + SIZE // 4 + LAYER, 0)),
     (3, None, "all", (1, 1), (SIZE, 0)),
     (3, None, 0, (1, BACKWARDS), (SIZE, 0)),
