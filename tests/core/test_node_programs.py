@@ -332,10 +332,11 @@ CASES = (
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("stage", "budget"), [(1, MIXED), (2, NODE), (3, NODE), (3, MIXED)])
-def test_programs(stage: int, budget: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES[:7], CASES[7:]], ids=["first", "second"])
+def test_programs(stage: int, budget: Any, cases: Any, tmp_path: Path) -> None:
     def run() -> dict[str, list[float]]:
         start()
-        return {case.__name__: list(case(stage, budget, tmp_path)) for case in CASES}
+        return {case.__name__: list(case(stage, budget, tmp_path)) for case in cases}
 
     for found in run_ranks(run, world_size=RANKS, env=NODES, timeout=380):
         assert {name: errors for name, errors in found.items() if any(errors)} == {}

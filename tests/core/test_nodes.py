@@ -124,6 +124,7 @@ LEVELS: list[tuple[int, Any, Any, tuple[int, int], tuple[int, int]]] = [
     (2, None, 0, (1, 1), (SIZE, 0)),
     (2, NODE, 0, (1, 1), (SIZE // 2 + LAYER, 0)),
     (2, {"device": 0, "node": 0}, 0, (BACKWARDS, 1), (LAYER, 0)),
+    (2, {"device": 0, "node": SIZE // 4}, 0, (-1, 1), (SIZE // 4 + LAYER, 0)),
     (2, SIZE // 2 + SIZE // 4, 0, (1, 1), (SIZE // 2 + SIZE // 4 + LAYER, 0)),
     (3, None, "all", (1, 1), (SIZE, 0)),
     (3, None, 0, (1, BACKWARDS), (SIZE, 0)),
@@ -242,14 +243,23 @@ def test_half_precision(stage: int) -> None:
 
 
 def test_shards_of_nodes_are_either_deepspeeds_or_ours() -> None:
-    def run() -> None:
-        module = layers()
-        engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), 3, {"zero_hpz_partition_size": 2})
+    def run() -> tuple[float, int]:
+        module, plain = layers(), layers()
+        hpz = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+        engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), 3, hpz)
         with pytest.raises(ValueError, match=r"partition_size' = 2, .* Leave that out, and give node_size=2"):
             attach(engine, param_memory_budget=NODE)
-        attach(engine, param_memory_budget="1KiB")  # they are not of those that are kept
+        zerosync = attach(engine, param_memory_budget=SIZE // 2)  # of which DeepSpeed's take nothing
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
+        for k in range(6):
+            engine.backward(engine(inputs(k, rank())).square().mean())
+            oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().mean())
+            if k % 2:
+                engine.step()
+                oracle.step()
+        return distance(full_parameters(module), full_parameters(plain)), zerosync.report.peak_held_bytes
 
-    run_ranks(run, world_size=4, env=node(2))
+    assert run_ranks(run, world_size=4, env=node(2)) == [(0.0, SIZE // 2)] * 4
 
 
 def test_ranks_run_other_modules_and_wait_for_one_another_between() -> None:

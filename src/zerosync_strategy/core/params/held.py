@@ -125,8 +125,13 @@ class HoldPlan:
 
     def wanted_in_shards(self) -> int:
         """Return the bytes of the node shards, within the budget, of all parameters that are worth one."""
+        return sum(map(self._shard_bytes, self._saving()))
+
+    def _shard_bytes(self, param: Any) -> int:
+        """Return the bytes of the node shard, within the budget, that ``param`` may have; 0: it has none."""
         shards = self.node_shards
-        return sum(map(shards.bytes_of, self._saving())) if shards is not None and shards.shared else 0
+        may_have = shards is not None and shards.shared and self._gathers_plainly(param)
+        return shards.bytes_of(param) if may_have and shards is not None else 0
 
     def _saving(self) -> list[Any]:
         """Return the parameters that are gathered more than once, those that save most first."""
@@ -161,11 +166,11 @@ class HoldPlan:
         shards = self.node_shards
         if shards is None or not shards.shared:
             return fitting(params, budget)
-        in_shards = sum(map(shards.bytes_of, params))
+        in_shards = sum(map(self._shard_bytes, params))
         shards.limit = min(in_shards, budget)
         if in_shards > budget:
             return []
-        return fitting(params, budget - in_shards, lambda param: zero3.full_bytes(param) - shards.bytes_of(param))
+        return fitting(params, budget - in_shards, lambda param: zero3.full_bytes(param) - self._shard_bytes(param))
 
     # ---- what is held --------------------------------------------------------------------------------------------
 

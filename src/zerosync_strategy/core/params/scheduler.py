@@ -451,4 +451,6 @@ def _all_gather(
     own = rows[dist.get_rank(process_group)]
     if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
         own.copy_(source)
+    if nodes is not None and len(rows) < nodes.size * nodes.count:
+        nodes = None  # DeepSpeed's hpZ gathers within a node itself
     return all_gather(rows, process_group, tag) if nodes is None else nodes.all_gather(rows, tag, "")
