@@ -147,7 +147,7 @@ ALL_STAGES = (
     *rows("window", _STAGE3, "count_used_parameters_in_backward(parameters)"),
     *rows("window", "engine", """
         +backward(loss) +step +zero_grad() allreduce_gradients _backward_prologue() +is_gradient_accumulation_boundary()
-        +no_sync() +destroy() zero_ignore_unused_parameters() get_global_grad_norm()
+        +no_sync() +destroy() zero_ignore_unused_parameters() +get_global_grad_norm()
     """),
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
     *rows("window", "engine config", "_param_dict"),
