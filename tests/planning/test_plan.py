@@ -28,7 +28,16 @@ from zerosync_strategy.tools.doctor.findings import Level
 from zerosync_strategy.tools.links import Links
 from zerosync_strategy.tools.plan import models, output, replay, training
 from zerosync_strategy.tools.plan.check import Run, compare, read_run
-from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
+from zerosync_strategy.tools.plan.jobs import (
+    CHANGES,
+    NODE_SHARDS,
+    STOCK,
+    ZEROSYNC,
+    Cluster,
+    OptionSet,
+    Workload,
+    usual_sets,
+)
 from zerosync_strategy.tools.plan.memory import Ledger
 from zerosync_strategy.tools.plan.plan import KERNELS, Outcome, Plan, PlanError, plan
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
@@ -205,6 +214,20 @@ def outcome(name: str, memory: int, sent: int) -> Outcome:
     options = OptionSet(STOCK if name == "stock" else ZEROSYNC, 3, {"param_memory_budget": name})
     sending = Crossing(sent, 0, Span(1.0, 1.0), in_turn=sent)
     return Outcome(options, {"isend": (1, sent)}, peak, peak, sending, Span(2.0, 2.0), Bounds(2.0, 3.0))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_assumed_share_of_changes(backend: str) -> None:
+    """Of the gather of parameters alone; the option is in the configuration, and not in the replay."""
+    sets = [each for each in usual_sets((2,), stock=False, dtype="bf16") if each.options in ({}, {CHANGES: "auto"})]
+    workload = dataclasses.replace(WORKLOAD, dtype="bf16", micro_batches=1)
+    made = plan(workload, Cluster(4, 4, backend=backend), sets)
+    full, changes = made.outcomes
+    assert full.bytes_sent - changes.bytes_sent == pytest.approx(0.7 * 2 * made.parameters * 3 / 4, rel=0.01)
+    assert changes.configuration["zerosync"] == {CHANGES: "auto"}
+    assert changes.options.name == "zerosync 2, gather_changes=auto (30% of the gather assumed)"
+    assert made.recommended is changes
+    assert all(CHANGES not in each.options for each in usual_sets((1, 2, 3), dtype="fp32"))
 
 
 def test_the_front_and_what_is_recommended() -> None:

@@ -351,13 +351,15 @@ def digest(rows: torch.Tensor) -> torch.Tensor:
     Each 8 bytes count times an odd number that stands for their place, modulo 2**64: a change within 8 of them always
     changes the digest, and any other one but for a chance of about 2**-64.
     """
+    if not rows.shape[1]:
+        return torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     words = _words(rows)
     while words.shape[1] > 1:
         size = _HOST_PIECE // 4 if words.device.type == "cpu" else _DEVICE_PIECE // 4
         factors = torch.arange(min(size, words.shape[1]), device=words.device).mul_(_MIXING).bitwise_or_(1)
         parts = words.split(size, dim=1)
         words = torch.stack([(part * factors[: part.shape[1]]).sum(1) for part in parts], dim=1)
-    return words[:, 0] if words.shape[1] else words.new_zeros(len(words))
+    return words[:, 0]
 
 
 _MIXING = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: the factors of near places have little in common
@@ -365,7 +367,7 @@ _MIXING = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: the factors
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
     nbytes = rows.shape[1] * rows.element_size()
-    if nbytes and nbytes % 8 == 0 and rows.is_contiguous():
+    if nbytes % 8 == 0 and rows.is_contiguous():
         return rows.view(torch.int64)
     padded = torch.zeros(len(rows), -(-nbytes // 8) * 8, dtype=torch.uint8, device=rows.device)
     padded[:, :nbytes].copy_(rows.contiguous().view(torch.uint8))
