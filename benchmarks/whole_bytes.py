@@ -100,13 +100,13 @@ def main() -> None:
     lines, results = [], []
     context = multiprocessing.get_context("fork")  # of a process that has imported everything
     for stage, matrices, world_size in itertools.product(options.stages, options.matrices, options.world_sizes):
+        found: dict[str, Any] = {}
         for rank in (0, world_size - 1):
-            found = {}
-            for optimizer in ("AdamW", "Muon"):
+            for optimizer in ("AdamW", "Muon") if not found else ("Muon",):  # AdamW's is the same on all ranks
                 with context.Pool(1) as pool:
                     case = (optimizer, stage, matrices, world_size, rank, options.dtype)
                     found[optimizer] = pool.apply(measure, case)
-            results.append({"stage": stage, "matrices": matrices, "W": world_size, "rank": rank} | found)
+            results.append({"stage": stage, "matrices": matrices, "W": world_size, "rank": rank, **found})
             muon = found["Muon"]
             lines.append(
                 f"| {stage} | {matrices} | {world_size} | {rank} | {found['AdamW']['ratio']:.4f} | {muon['ratio']:.4f}"
