@@ -47,7 +47,9 @@ def measure(optimizer: str, stage: int, matrices: int, world_size: int, rank: in
         config={
             "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}, "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": numel // 8},
+            "zero_optimization": {
+                "stage": stage, "reduce_bucket_size": numel // 8, "stage3_prefetch_bucket_size": numel // 8,
+            },
         },
     )  # fmt: skip
     zerosync = attach(engine, **({"param_memory_budget": "all"} if stage == 3 else {}))
