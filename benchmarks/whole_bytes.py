@@ -47,7 +47,9 @@ def measure(optimizer: str, stage: int, matrices: int, world_size: int, rank: in
         config={
             "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}, "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": numel // 8},
+            "zero_optimization": {
+                "stage": stage, "reduce_bucket_size": numel // 8, "stage3_prefetch_bucket_size": numel // 8,
+            },
         },
     )  # fmt: skip
     zerosync = attach(engine, **({"param_memory_budget": "all"} if stage == 3 else {}))
@@ -100,13 +102,13 @@ def main() -> None:
     lines, results = [], []
     context = multiprocessing.get_context("fork")  # of a process that has imported everything
     for stage, matrices, world_size in itertools.product(options.stages, options.matrices, options.world_sizes):
+        found: dict[str, Any] = {}
         for rank in (0, world_size - 1):
-            found = {}
-            for optimizer in ("AdamW", "Muon"):
+            for optimizer in ("AdamW", "Muon") if not found else ("Muon",):  # AdamW's is the same on all ranks
                 with context.Pool(1) as pool:
                     case = (optimizer, stage, matrices, world_size, rank, options.dtype)
                     found[optimizer] = pool.apply(measure, case)
-            results.append({"stage": stage, "matrices": matrices, "W": world_size, "rank": rank} | found)
+            results.append({"stage": stage, "matrices": matrices, "W": world_size, "rank": rank, **found})
             muon = found["Muon"]
             lines.append(
                 f"| {stage} | {matrices} | {world_size} | {rank} | {found['AdamW']['ratio']:.4f} | {muon['ratio']:.4f}"

@@ -16,7 +16,7 @@ TOPIC = Topic("configuration")
 _SMALLEST = {"train_micro_batch_size_per_gpu": 1}
 _READ_ELSEWHERE = {BLOCK, "sequence_parallel_size"}
 _PERSISTENT = 100_000  # DeepSpeed's default, in elements
-_WHOLE_PARAMETERS = ("lamb", "onebitlamb", "muon", "adafactor", "lars", "shampoo", "lbfgs")
+_FOR_FLAT_SHARDS = ("lamb", "onebitlamb", "muon")  # made by DeepSpeed, and compute with whole parameters
 _UNUSED = ("overlap_comm", "contiguous_gradients", "reduce_scatter")
 _REFUSED = {"zenflow": "ZenFlow", "mics_shard_size": "MiCS", "zero_quantized_gradients": "quantized gradients"}
 
@@ -104,10 +104,10 @@ def _precision(config: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[F
 
 def _optimizer(config: Mapping[str, Any], zero: Mapping[str, Any], framework: str) -> Iterator[Finding]:
     kind = str((config.get("optimizer") or {}).get("type", ""))
-    if kind.lower() in _WHOLE_PARAMETERS:
+    if kind.lower() in _FOR_FLAT_SHARDS:
         yield TOPIC.error(
-            f"'optimizer.type' is {kind!r}, which computes with whole parameters; ZeRO gives it flat shards",
-            "Use AdamW, SGD or another that works element by element.",
+            f"'optimizer.type' is {kind!r}, which computes with whole parameters; DeepSpeed's own steps flat shards",
+            "Leave it out, and give deepspeed.initialize() an optimizer of the program's, such as torch.optim.Muon.",
         )
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     if offloaded and not kind and not framework and config.get("zero_force_ds_cpu_optimizer", True):
