@@ -1,4 +1,4 @@
-"""R6: what is gathered after a step by its changes has the bits of what is gathered in full."""
+"""R7: what is gathered after a step by its changes has the bits of what is gathered in full."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""The gather of updated parameters of 16 bits as what has changed in them, bit for bit (R6).
+"""The gather of updated parameters of 16 bits as what has changed in them, bit for bit (R7).
 
 On stages 1 and 2 every rank has the parameters as they were before the step, so a rank need only send how its own have
 changed (``comm/differences.py``). All rows of a gather have one size, which all ranks must know before any of them

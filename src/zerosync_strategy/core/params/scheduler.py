@@ -31,15 +31,9 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.digest import GatherDigest
-from zerosync_strategy.core.params.gathers import (
-    GatherActivity,
-    GatherCount,
-    ParameterGather,
-    UnshardedBytes,
-    listed,
-    name_of,
-)
+from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
@@ -416,7 +410,7 @@ class GatherScheduler:
 
     def name(self, param_id: int) -> str:
         """Return the name of a parameter, for errors."""
-        return name_of(self.names, param_id)
+        return gathers.name_of(self.names, param_id)
 
     def activity(self, group: GatherGroup, params: list[Any], reader: str = "") -> object:
         """Return what a rank does that gathers ``params``; its text is made when something fails."""
@@ -426,7 +420,7 @@ class GatherScheduler:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
         for digest in self._digests:
             if (found := digest.departure()) is not None:
-                now, then = (listed(self.names, ids) for ids in found)
+                now, then = (gathers.listed(self.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
         return ""
 
