@@ -143,11 +143,6 @@ class SecondOrder(Module):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Shapes(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
-
-
 class OneForeignParameter(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
@@ -222,7 +217,6 @@ def manual(module: Module) -> Module:
             MisconfigurationException,
             "optimizer 0 .* LBFGS computes with all parameters at once.* Use AdamW",
         ),
-        (Shapes, {}, MisconfigurationException, "optimizer 0 .* Adafactor computes with the shape.* Use AdamW"),
         (
             OneForeignParameter,
             {},

@@ -58,9 +58,10 @@ def take_process_group() -> None:
     ``zero.Init`` reads the configuration first, and would take this process for the only one.
     """
     from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
 
     if dist.is_initialized() and not comm.is_initialized():
-        if dist.get_backend() == "gloo":
+        if dist.get_backend() == "gloo" or get_accelerator().device_name() == "cpu":
             prepare_cpu()
         comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
