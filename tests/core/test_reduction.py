@@ -14,7 +14,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import buckets, pipeline, reducer
+from zerosync_strategy.core.gradients import buckets, reducer
 from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -397,7 +397,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
     def run() -> tuple[int, int]:
         begun: list[Any] = []
         most = 0
-        stock = pipeline.reduce_scatter
+        stock = buckets.reduce_scatter
 
         def reduce_scatter(*args: Any) -> Any:
             nonlocal most
@@ -406,7 +406,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
             return flight
 
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "reduce_scatter", reduce_scatter)
+            patch.setattr(buckets, "reduce_scatter", reduce_scatter)
             engine = make_engine(stage, zero={"reduce_bucket_size": LAYER // 12})
             train(engine, attach(engine), 2)
         return most, len(begun)

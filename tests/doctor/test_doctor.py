@@ -137,8 +137,8 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_tested_releases_are_those_of_the_table() -> None:
-    header = table.HEADER[1:]
-    rows = list(table.read(table.FILE.read_text()).values())
+    header = table.MATRIX.header[1:]
+    rows = list(table.MATRIX.read(table.FILE.read_text()).values())
     for column, package in enumerate(header):
         if package.lower() not in installation.TESTED:
             continue

@@ -386,7 +386,7 @@ def own_batch() -> tuple[nn.Module, Any]:
 def test_the_batch_that_is_shown_is_the_models_own() -> None:
     done = command(f"{__name__}:own_batch", "--stage", "2", "--no-stock", "--ranks", "2", "--batch", "5x8")
     assert "1 micro-batch(es) of 3x8 (the model's own; --batch is not used)" in done.stdout, done.stdout + done.stderr
-    assert done.stderr.splitlines()[:3] == [f"{index} of 2 replays" for index in range(3)], done.stderr
+    assert done.stderr.splitlines()[:3] == [f"{index} of 3 replays" for index in range(3)], done.stderr
 
 
 def test_a_plan_is_a_table_a_picture_and_a_configuration(tmp_path: Path) -> None:

@@ -110,16 +110,16 @@ def test_copies_on_the_host_are_ordered_by_the_gather_streams(monkeypatch: pytes
 
 # Each rule, how it is switched off, where that shows, and in which words.
 RULES = {
-    "B1, producers": ("record_grad_ready", 2, SCENARIOS["not coalesced"], "race", "pipeline.py"),
-    "B1, producers, stage 3": ("record_grad_ready", 3, SCENARIOS["not coalesced"], "race", "pipeline.py"),
+    "B1, producers": ("record_grad_ready", 2, SCENARIOS["not coalesced"], "race", "reduce_scatter"),
+    "B1, producers, stage 3": ("record_grad_ready", 3, SCENARIOS["not coalesced"], "race", "reduce_scatter"),
     "B1, compiled regions": (
         "record_grad_ready",
         2,
         {"ours": {"coalesce": False}, "compiled": True},
         "race",
-        "pipeline.py",
+        "reduce_scatter",
     ),
-    "B1, experts": ("record_grad_ready", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "pipeline.py"),
+    "B1, experts": ("record_grad_ready", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reduce_scatter"),
     "B3": ("wait_for_reductions", 2, SCENARIOS["coalesced"], "race", "step"),
     "L1, gradients": ("record_stream_for_reduction", 2, SCENARIOS["bf16"], "reuse", "flat.py"),
     "L2": ("wait_for_allocation", 2, SCENARIOS["coalesced"], "reuse", "flat.py"),
