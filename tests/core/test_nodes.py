@@ -16,6 +16,7 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.masters import Masters
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import SIMULATED, run_ranks
+from tests.harness.releases import needs_fp16
 from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
@@ -314,3 +315,76 @@ def test_a_rank_that_fails_ends_the_others(stage: int) -> None:
     *others, failed = run_ranks(run, world_size=4, env=node(2), expect="any", timeout=60)
     assert failed.error == "ValueError"
     assert all(each.error is None and "lost the other ranks in the reduction" in each.value for each in others), others
+
+
+PRECISIONS = ["bf16", pytest.param("fp16", marks=needs_fp16())]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("nodes", "size"), SHAPES)
+def test_whole_numbers_of_16_bits_are_exact(nodes: int, size: int, precision: str) -> None:
+    """To the bit, on any processor: all sums, and all parts of them that nodes send, are whole numbers below 256."""
+    ranks = nodes * size
+
+    def factors(k: int, of_rank: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(10 * k + of_rank)
+        return [ranks * torch.randint(-2, 3, (WIDTH, WIDTH), generator=draw).float() for _ in range(LAYERS)]
+
+    def run() -> None:
+        for stage in (1, 2, 3):
+            module = layers()
+            for param in module.parameters():
+                nn.init.zeros_(param)
+            config = {precision: {"enabled": True} | ({"loss_scale": 1} if precision == "fp16" else {})}
+            sharded = {"stage3_param_persistence_threshold": 0}
+            engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=1.0), stage, sharded, **config)
+            zerosync = attach(engine, grad_memory_budget=NODE, **({"param_memory_budget": NODE} if stage == 3 else {}))
+            expected = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
+            identity = torch.eye(WIDTH, dtype=next(module.parameters()).dtype)
+            for k in range(3 * BACKWARDS):
+                given = factors(k, rank())
+                loss = sum(
+                    (layer(identity) * factor.T.to(identity.dtype)).sum()
+                    for layer, factor in zip(engine.module, given, strict=True)
+                )
+                engine.backward(loss)
+                for of_rank in range(ranks):
+                    for each, factor in zip(expected, factors(k, of_rank), strict=True):
+                        each -= factor / ranks
+                if (k + 1) % BACKWARDS == 0:
+                    engine.step()
+            report = zerosync.report
+            assert 0 < report.bytes_sent_between_nodes <= report.floor_bytes_between_nodes + 80, report
+            for value, each in zip(full_parameters(module).values(), expected, strict=True):
+                assert each.abs().max() > 10
+                assert torch.equal(value.float(), each), (stage, precision)
+            engine.destroy()
+
+    run_ranks(run, world_size=ranks, env=node(size))
+
+
+def test_one_level_sends_what_it_sends_without_nodes() -> None:
+    """One node, one rank on each, nodes of unlike sizes: the same calls and bytes, though node shards are asked for."""
+
+    def run() -> Any:
+        sent = []
+        for stage in (2, 3):
+            for options in ({}, {"node_size": 1}, {"node_size": 3}):
+                module = layers()
+                engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), stage)
+                zerosync = attach(engine, grad_memory_budget=NODE, **options)
+                for _ in range(2):
+                    for k in range(BACKWARDS):
+                        engine.backward(engine(inputs(k, rank())).square().mean())
+                    engine.step()
+                report = zerosync.report
+                sent.append({kind: (each.calls, each.bytes) for kind, each in report.collectives.items()})
+                sent.append((report.bytes_sent, report.floor_bytes, report.reductions, report.peak_node_bytes))
+                engine.destroy()
+        return sent
+
+    alone, uneven = run_ranks(run, world_size=3, env=node(3)), run_ranks(run, world_size=3, env=node(2))
+    for sent in (*alone, *uneven):
+        for stage in (sent[:6], sent[6:]):
+            assert stage[0:2] == stage[2:4] == stage[4:6], stage
+    assert alone == uneven
