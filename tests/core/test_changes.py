@@ -117,6 +117,7 @@ DAMAGE: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.off_device("one rank ends, and the other waits for it, as on NCCL until its watchdog")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_what_was_damaged_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gather = buckets.all_gather
