@@ -16,7 +16,7 @@ from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
-from zerosync_strategy.core.attached.whole import WholeStage3Engine, WholeStage12Engine
+from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3_optimizer
 from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -207,7 +207,19 @@ class Stage12Overrides(OptimizerOverrides):
         return self._zerosync_attached.reducer.norm()
 
 
-class WholeStage12Overrides(Stage12Overrides):
+class WholeOverrides(OptimizerOverrides):
+    """What both stages' overrides have in common where each parameter has an owner."""
+
+    _zerosync_attached: WholeEngine
+
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
+        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)  # type: ignore[misc]
+
+
+class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2 where each parameter has an owner."""
 
     _zerosync_attached: WholeStage12Engine
@@ -223,12 +235,6 @@ class WholeStage12Overrides(Stage12Overrides):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._zerosync_attached.save(lambda: super(WholeStage12Overrides, self).state_dict(*args, **kwargs))
-
-    def load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
-        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)
 
     def _restore_from_bit16_weights(self) -> None:
         self._zerosync_attached.adopt_edits()
@@ -294,7 +300,7 @@ class Stage3Overrides(OptimizerOverrides):
             zero3_optimizer.take_master_weights(self, param)
 
 
-class WholeStage3Overrides(Stage3Overrides):
+class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     """Overrides of the optimizer of ZeRO-3 where each parameter has an owner."""
 
     _zerosync_attached: WholeStage3Engine
@@ -310,12 +316,6 @@ class WholeStage3Overrides(Stage3Overrides):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._zerosync_attached.save(super().state_dict(*args, **kwargs))  # type: ignore[misc]
-
-    def load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
-        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)  # type: ignore[misc]
 
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +29,10 @@ class WholeEngine(AttachedEngine):
             f"detach() found the optimizer {type(zero.stepping_optimizer(self.engine)).__name__}, which needs whole"
             " parameters: DeepSpeed would step flat shards. Leave the engine attached, or build it anew."
         )
+
+    @abstractmethod
+    def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
+        """Return what DeepSpeed is to load in place of ``saved``, of which this rank's own is read."""
 
     def _own_rank(self) -> int:
         return dist.get_rank(zero.data_parallel_group(self.engine.optimizer))
@@ -67,7 +72,6 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
         return zero12.with_saved(state, zero12.saved_masters(state), states)
 
     def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
-        """Return what DeepSpeed is to load in place of ``saved``, of which this rank's own is read."""
         state, own = list(saved), self._own_rank()
         masters = self.frozen.own_masters(zero12.saved_masters(state[own]))
         states = zero12.saved_states(state[own])
@@ -96,7 +100,6 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
         return zero3_optimizer.with_saved_states(state, states)
 
     def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
-        """Return what DeepSpeed is to load in place of ``saved``, of which this rank's own is read."""
         state, own = list(saved), self._own_rank()
         if optimizer_states:
             states = self.frozen.by_number(zero3_optimizer.saved_states(state[own]), self.names)
