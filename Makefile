@@ -70,13 +70,13 @@ numeric: $(STAMP)
 	$(RUN) $(PROCESSOR) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(NUMERIC)
 
 # On the simulated device, by NCCL's rules. The part is what CI runs.
-SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate)
+SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate test_nodes_frameworks.py)
 SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py)
 
 gpu-sim: SIMULATE := $(SIMULATED)
 gpu-sim-part: SIMULATE := $(SIMULATED_PART)
 gpu-sim gpu-sim-part: $(STAMP)
-	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated $(PYTEST_ARGS) $(SIMULATE)
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated --timeout 900 $(PYTEST_ARGS) $(SIMULATE)
 
 # With the environment that is there; nothing is installed, for there may be no network.
 gpu:

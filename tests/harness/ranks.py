@@ -33,7 +33,7 @@ DUMP_GRACE = 1.0  # to write the stacks
 POLL = 0.01
 KILLED = "RankKilled"  # the error of a rank that this module ended
 SIMULATED = "ZEROSYNC_TEST_SIMULATED"  # in the environment, and not empty: ranks run on the simulated device
-SIMULATED_SLOWER = 2  # times the timeout of ranks: each operation is a call into Python there, each message a file
+SIMULATED_SLOWER = 4  # times the timeout of ranks: each operation is a call into Python there, each message a file
 ON_CPU = {SIMULATED: ""}  # the environment of programs to compare with, which DDP's own C++ reduces
 DIED = "RankDied"  # the error of a rank that ended without saying why
 
