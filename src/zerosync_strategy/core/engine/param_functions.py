@@ -53,6 +53,8 @@ def intercept(param: Any) -> None:
     @for_training
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = [param] if param_list is None else param_list
+        if not async_op:
+            _gather_in_buckets(params)  # all but what no attached engine has: a step gathers persistent ones so
         with zero3.as_it_is():
             handles = _gather_all(stock[0], params, async_op, hierarchy)
         for gathered in params:
@@ -141,11 +143,7 @@ def intercept_contexts() -> None:
 def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
-        by_owner: dict[Any, list[Any]] = {}
-        for record in _records(context.params if context.enabled else ()):
-            by_owner.setdefault(record.owner, []).append(record.param)
-        for owner, params in by_owner.items():
-            owner.gather_for_context(params)
+        _gather_in_buckets(context.params if context.enabled else ())
         stock(context)
         for record in _records(context.params if context.enabled else ()):
             record.claim(Claim.CONTEXT)
@@ -165,6 +163,15 @@ def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
                 record.drop(Claim.CONTEXT)
 
     return leave
+
+
+def _gather_in_buckets(params: Iterable[Any]) -> None:
+    """Gather those of ``params`` that attached engines have, as their modules would. Collective."""
+    by_owner: dict[Any, list[Any]] = {}
+    for record in _records(params):
+        by_owner.setdefault(record.owner, []).append(record.param)
+    for owner, of_owner in by_owner.items():
+        owner.gather_and_wait(of_owner)
 
 
 def _records(params: Iterable[Any]) -> list[Record]:

@@ -333,8 +333,8 @@ class GatherScheduler:
             if gather is not None and zero3.is_gathered(param):
                 gather.join()
 
-    def gather_for_context(self, params: Iterable[Any]) -> None:
-        """Gather ``params`` for a ``GatheredParameters`` context. Collective.
+    def gather_and_wait(self, params: Iterable[Any]) -> None:
+        """Gather ``params`` for a ``GatheredParameters`` context, or where a step ends. Collective.
 
         DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
 
