@@ -39,6 +39,25 @@ def test_accumulation_steps_of_the_engine(stage: int) -> None:
     assert run_ranks(run) == [(0.0, 1)] * 2
 
 
+def test_a_second_engine_over_the_same_parameters() -> None:
+    """On ZeRO-3 both would gather and release; once the first is detached, the other one attaches."""
+
+    def run() -> str:
+        engines.start()
+        module = network()
+        first, second = (
+            engines.make_engine(module, torch.optim.SGD(part.parameters(), lr=0.1), 3) for part in (module, module[-1])
+        )
+        zerosync = attach(first)
+        with pytest.raises(ValueError, match="another attached engine gathers") as found:
+            attach(second)
+        zerosync.detach()
+        attach(second).detach()
+        return str(found.value)
+
+    assert all("'0.weight'" in error for error in run_ranks(run))
+
+
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_detach_leaves_no_trace(stage: int) -> None:

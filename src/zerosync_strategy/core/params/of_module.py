@@ -71,12 +71,13 @@ class ModuleParameters:
             is_constant: whether no optimizer trains a parameter.
 
         Raises:
-            ValueError: the budget is automatic, and the module has another engine.
+            ValueError: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
         if config.eager_frames:
             compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
         found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
         if found is None:
+            _require_one_coordinator(engine)
             found = cls(engine, config, streams, messages, topology, is_constant)
         elif config.parameters.automatic or found.cache.plan.automatic:
             raise ValueError(
@@ -112,3 +113,18 @@ class ModuleParameters:
         self.times_written += 1
         self.scheduler.shards_written()
         self.values.stepped()
+
+
+def _require_one_coordinator(engine: Any) -> None:
+    """Check that no attached engine with hooks of its own gathers parameters of ``engine``.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, param in engine.module.named_parameters():
+        if "_zerosync_record" in param.__dict__:
+            raise ValueError(
+                f"attach() got an engine of ZeRO-3 with a parameter, {name!r}, that another attached engine gathers and"
+                " releases, too. Give one engine one optimizer for all parameters of the module; or train with several"
+                " optimizers under Lightning, whose engines share; or detach() the other engine first."
+            )
