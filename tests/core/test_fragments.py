@@ -22,7 +22,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import make_engine, rank, start
 from tests.harness.networks import two_layers
 from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from tests.harness.ranks import run_ranks
@@ -206,3 +206,38 @@ def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bo
 
     for read, error in run_ranks(run):
         assert max(read, error) <= (0.03 if half else 0.0)  # in bf16, AdamW moves what is lost by a learning rate
+
+
+@STAGES
+def test_a_shard_that_is_not_full(stage: int) -> None:
+    """Of ten elements on four ranks, the last has one; of one, three ranks have none."""
+
+    def run() -> float:
+        start()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 1))
+        plain = copy.deepcopy(net)
+        engine = make_engine(net, adamw(net), stage, SHARDED if stage == 3 else None)
+        zerosync, oracle = attach(engine), Oracle(plain, adamw(plain), 4)
+        inputs = noise(4, 10)
+        for k in range(3):
+            engine.backward(engine(inputs(k, rank())).square().mean())
+            oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().mean())
+            zerosync.reduce()
+            for param in net.parameters():
+                safe_set_full_grad(param, safe_get_full_grad(param) * 0.5)
+            engine.step()
+            averages = oracle.gradients()
+            oracle.ranks = [[average * 0.5 for average in averages] for _ in range(4)]
+            oracle.step()
+            for param, same in zip(net.parameters(), plain.parameters(), strict=True):
+                value, state = value_of(same) + 1, oracle.state_of(same, "exp_avg") * 0.5
+                same.data.copy_(value)
+                oracle.optimizer.state[same]["exp_avg"].copy_(state)
+                safe_set_full_fp32_param(param, value)
+                safe_set_full_optimizer_state(param, state, "exp_avg")
+        with pytest.raises(ValueError, match=r"of shape \(3,\) for a parameter of shape \(1,\)"):
+            safe_set_full_fp32_param(net[0].bias, torch.ones(3))
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run, world_size=4) == [0.0] * 4

@@ -17,7 +17,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
-from zerosync_strategy.core.engine import zero, zero3_optimizer
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -271,7 +271,8 @@ class Stage3Overrides(OptimizerOverrides):
         if zero3_optimizer.scales_gradients(self):
             super().unscale_and_clip_grads(*args)  # type: ignore[misc]
 
-    # What DeepSpeed's functions safe_get_... and safe_set_... call.
+    # What DeepSpeed's functions safe_get_... and safe_set_... call. Those that set a full tensor fail in DeepSpeed on a
+    # rank whose shard is not full.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:
         self._zerosync_attached.pending.check_reduced("safe_get_local_grad()")
@@ -283,14 +284,14 @@ class Stage3Overrides(OptimizerOverrides):
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
-        super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+        super().set_local_grad_for_param(zero3.shard_of(param, value), param)  # type: ignore[misc]
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
         self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)  # type: ignore[misc]
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 

@@ -6,6 +6,7 @@ optimizer, which ``overrides.py`` has.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -73,17 +74,35 @@ def _intercept(param: Any, hooks: Any) -> None:
             raise contract.changed("access to shards", f"parameters lack {', '.join(sorted(missing))}")
         attributes["_zerosync_stock"] = stock = {name: attributes[name] for name in _STAGE_1_2}
 
+        def set_gradient(value: torch.Tensor) -> None:
+            require_numel(value, param.shape)
+            hooks.set_full_gradient(param, value)
+
         def set_value(value: torch.Tensor, optim_state_key: str | None = None) -> None:
+            require_numel(value, param.shape)
             hooks.set_full_master(param, value, optim_state_key)
             if optim_state_key is None:
                 with torch.no_grad():
                     param.copy_(value.view_as(param))  # a step starts from the parameters as it finds them
 
         attributes[_GET] = lambda: hooks.full_gradient(param, stock[_GET])
-        attributes[_SET] = lambda value: hooks.set_full_gradient(param, value)
+        attributes[_SET] = set_gradient
         attributes[_GET_VALUE] = lambda optim_state_key=None: hooks.full_master(param, optim_state_key)
         attributes[_SET_VALUE] = set_value
     attributes[_MARK] = True
+
+
+def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Check that ``value`` has an element for each of a parameter of this ``shape``.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if value.numel() != math.prod(shape):
+        raise ValueError(
+            f"One of DeepSpeed's safe_set_full_...() got a value of shape {tuple(value.shape)} for a parameter of shape"
+            f" {tuple(shape)}. Give one of that shape."
+        )
 
 
 def release(params: Iterable[Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine.fragments import require_numel
 
 
 def is_sharded(param: Any) -> bool:
@@ -170,6 +171,19 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
         return None
     values = param.data if full is None else full
     return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)
+
+
+def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``full``, which is of the shape of ``param``: flat, and padded with zeros.
+
+    Raises:
+        ValueError: it has another number of elements.
+    """
+    require_numel(full, full_shape(param))
+    size = shard_numel(param)
+    start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
+    shard = full.reshape(-1)[start : start + size]
+    return torch.nn.functional.pad(shard, (0, size - shard.numel()))
 
 
 def has_plain_shard(param: Any) -> bool:
