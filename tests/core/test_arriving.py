@@ -1,6 +1,7 @@
 """U5: with `overlap_gather`, whoever reads a parameter after a step waits for it, and for nothing else."""
 
 import copy
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.harness import engines
 from tests.harness.engines import attached_of, rank
 from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
@@ -203,6 +204,7 @@ def test_compiled_code_reads_what_is_there(whole: bool) -> None:
             oracle.step()
         return distance(full_parameters(net), full_parameters(plain)), counters["stats"]["unique_graphs"]
 
+    compiles = whole and SIMULATED not in os.environ  # there, what is compiled runs as it is written
     for error, graphs in run_ranks(run):
         assert error == 0.0
-        assert graphs == 1 or not whole
+        assert graphs == 1 or not compiles

@@ -189,6 +189,7 @@ class GatherScheduler:
                 group = param._zerosync_record.group
                 with self._on(group):
                     copies.renew(param)
+                    self.streams.record_write()  # readers outside of gathers wait for it, too
                 self.streams.record_stream_for_gathers(param.data, group.stream)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
