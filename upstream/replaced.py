@@ -165,9 +165,7 @@ def rows_that_go(names: Iterable[str]) -> list[Internal]:
     (project,) = {project_of(name) for name in names}
     of = users(project)
     return [
-        row
-        for row in rows(project)
-        if row.name in of and all(is_within(place, replaced) for place in of[row.name])
+        row for row in rows(project) if row.name in of and all(is_within(place, replaced) for place in of[row.name])
     ]
 
 
