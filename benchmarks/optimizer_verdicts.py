@@ -2,9 +2,9 @@
 
     python benchmarks/optimizer_verdicts.py --output benchmarks/results/<date>-optimizer-verdicts.md
 
-Each class is made with its defaults, and a learning rate where it has none, for two matrices and a vector, or for the
-matrices alone. It has a process of its own and ``--seconds`` of processor time. A package that is not installed is left
-out.
+Each class is made with its defaults, and a learning rate or a number of steps where it has none, for two matrices and a
+vector, of which Muon has the matrices, or for the matrices alone, or for a module. It has a process of its own and
+``--seconds`` of processor time. A package that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import multiprocessing
 import resource
 import signal
@@ -34,7 +35,7 @@ from zerosync_strategy.core.optimizer import problems
 from zerosync_strategy.core.optimizer.probe import probe
 
 PACKAGES = ("torch.optim", "transformers.optimization", "timm.optim", "pytorch_optimizer", "torchao.optim")
-SHAPES = ((24, 16), (16, 24), (24,))
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"lr": 1e-3}, {"num_iterations": 100})
 
 
 def classes(package: str) -> Iterator[type]:
@@ -56,12 +57,15 @@ def made(cls: Any) -> Any:
         Exception: its own, where it cannot be made so.
     """
     failed: Exception | None = None
-    for shapes in (SHAPES, SHAPES[:2]):
-        for options in ({}, {"lr": 1e-3}):
-            try:
-                return cls([torch.nn.Parameter(torch.ones(shape)) for shape in shapes], **options)
-            except Exception as error:
-                failed = failed or error
+    module = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Linear(24, 16, bias=False))
+    matrices = [param for param in module.parameters() if param.dim() == 2]
+    others = [param for param in module.parameters() if param.dim() < 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    for given, options in itertools.product(([*matrices, *others], matrices, groups, module), OPTIONS):
+        try:
+            return cls(given, **options)
+        except Exception as error:
+            failed = failed or error
     assert failed is not None
     raise failed
 
@@ -97,6 +101,7 @@ def verdict_within(cls: type, seconds: int) -> tuple[str, str, str]:
     try:
         if ours.poll(10 * seconds):
             return ours.recv()
+        return "no verdict", "", f"its trial has no end within {10 * seconds} s: use elementwise_optimizer"
     except EOFError:  # it has ended without an answer
         process.join()
         if process.exitcode != -signal.SIGXCPU:
