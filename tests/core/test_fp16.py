@@ -32,7 +32,7 @@ def device() -> Any:
 
 
 def scaled_loss(module: Any, k: int, of_rank: int, overflows: bool) -> torch.Tensor:
-    loss = LOSS * loss_of(lambda x: module(x.half()).float(), k, of_rank)
+    loss = LOSS * loss_of(lambda x: module(x.to(next(module.parameters()).dtype)).float(), k, of_rank)
     if overflows and k == OVERFLOWS and of_rank == 1:
         loss = loss + 100 * getattr(module, "module", module)[2].bias[:1].float().sum()  # 819,200 with the scale
     return loss

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from typer.testing import CliRunner
 
+from tests.harness import optimizers
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -69,12 +70,12 @@ def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: st
     return found
 
 
-def trained(options: OptionSet) -> dict[str, list[int]]:
+def trained(options: OptionSet, make: Any = lambda module: torch.optim.AdamW(module.parameters())) -> Any:
     """What rank 0 of two that really train sends in the last of three steps."""
     module, batch = models.build(WORKLOAD)
     is_stock, backwards = options.system == STOCK, WORKLOAD.micro_batches
     engine = make_engine(
-        module, torch.optim.AdamW(module.parameters()), options.stage, ZERO,
+        module, make(module), options.stage, ZERO,
         gradient_accumulation_steps=backwards if is_stock else 1,
     )  # fmt: skip
     if not is_stock:
@@ -230,6 +231,37 @@ def test_the_assumed_share_of_changes(backend: str) -> None:
     assert all(CHANGES not in each.options for each in usual_sets((1, 2, 3), dtype="fp32"))
 
 
+def matrices() -> tuple[nn.Module, Any]:
+    return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]), (torch.zeros(2048, 128),)
+
+
+def mixed(module: nn.Module) -> torch.optim.Optimizer:
+    return optimizers.mixed(module)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_whole_parameters_cost(stage: int) -> None:
+    """A replay sends what a run sends, and has on rank 0 of 8 what it owns: two of 16 matrices, and their momenta."""
+    options = OptionSet(ZEROSYNC, stage)
+    ran, _ = run_ranks(lambda: trained(options, optimizers.mixed), timeout=200)
+    workload = dataclasses.replace(WORKLOAD, optimizer=f"{__name__}:mixed")
+    assert replayed(workload, options)["collectives"] == ran
+    workload = Workload(f"{__name__}:matrices", optimizer="Muon")
+    found = replayed(workload, options, 8, "nccl")
+    assert found["peak"]["optimizer"] == (2 * stage) * 128**2 * 4  # on stage 3, shards of the master weights beside
+
+
+def test_rows_without_whole_parameters_are_left_out() -> None:
+    workload = Workload(f"{__name__}:matrices", optimizer="Muon")
+    sets = [OptionSet(STOCK, 2), OptionSet(ZEROSYNC, 2), OptionSet(ZEROSYNC, 2, {CHANGES: "auto"})]
+    made = plan(workload, Cluster(4, 4), sets)
+    assert [each.options for each in made.outcomes] == [OptionSet(ZEROSYNC, 2)]
+    assert made.left_out == (sets[0].name, sets[2].name)
+    assert made.over_floor(made.outcomes[0]) == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(PlanError, match="Muon needs whole parameters, and has none in stock 2"):
+        plan(workload, Cluster(4, 4), sets[:1])
+
+
 def test_the_front_and_what_is_recommended() -> None:
     outcomes = (outcome("a", 10, 100), outcome("b", 20, 50), outcome("c", 30, 60), outcome("d", 40, 10),
                 outcome("stock", 1, 1))  # fmt: skip
@@ -347,6 +379,7 @@ def test_what_cannot_be_planned_is_named() -> None:
     for change, found in (
         ({"model": "nowhere_at_all:build"}, "nowhere_at_all"), ({"model": f"{__name__}:nothing"}, "'nothing'"),
         ({"model": "layer=2,hidden=8"}, "'layer=2'"), ({"optimizer": "Adamw"}, "'Adamw' is no class of torch.optim"),
+        ({"optimizer": "Muon"}, "'Muon'.* 2D parameters.*package.module:function"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=found):
             of(**change)

@@ -152,7 +152,7 @@ def plan(
     batch: Annotated[str, typer.Option(help="shape of a micro-batch of one rank")] = "1x2048",
     micro_batches: Annotated[int, typer.Option(help="backwards per optimizer step")] = 1,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="a class of torch.optim")] = "AdamW",
+    optimizer: Annotated[str, typer.Option(help="of torch.optim, or package.module:function of the module")] = "AdamW",
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="of one rank, such as 80GB")] = None,
     stock: Annotated[bool, typer.Option(help="stock DeepSpeed beside; on many ranks the slowest to replay")] = True,
     within: Speed = "2400Gbit/s",

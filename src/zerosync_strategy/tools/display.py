@@ -74,6 +74,8 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     least = (f"{value / 1e9:.3f}" for value in (floor.sent, floor.within, floor.between))
     table.add_row("", "least: each gradient once, and each trained parameter", *least)
     _print(out, table)
+    if plan.left_out:
+        out.print(f"left out, for {work.optimizer} needs whole parameters: {'; '.join(plan.left_out)}", markup=False)
     if plan.measured is not None:
         out.print(f"seconds: of the rank's own work, measured by {plan.measured}, and of the links", markup=False)
     out.print(

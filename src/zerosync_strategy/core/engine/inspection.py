@@ -78,9 +78,11 @@ def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
         gradients = list(zero3_optimizer.gradient_shards(optimizer).values())
     else:
         own, masters, gradients = [], optimizer.single_partition_of_fp32_groups, []
-    states = (value for state in zero.stepping_optimizer(engine).state.values() for value in state.values())
+    stepping = zero.stepping_optimizer(engine)
+    states = (value for state in stepping.state.values() for value in state.values())
+    stepped = (param.data for group in stepping.param_groups for param in group["params"])  # whole ones on ZeRO-3
     return {
-        "optimizer": [*(master.data for master in masters), *filter(torch.is_tensor, states)],
+        "optimizer": [*(master.data for master in masters), *stepped, *filter(torch.is_tensor, states)],
         "parameters": [*(param.data for param in module.parameters()), *module.buffers(), *own],
         "gradients": gradients,
     }

@@ -26,6 +26,10 @@ class UsageError(ValueError):
     """What was asked for is not there: a model, a size of it, an optimizer. No fault of a replay."""
 
 
+class LeftOut(ValueError):
+    """An option set does not train under this optimizer, which needs whole parameters."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One optimizer step of a model on one rank.
@@ -35,7 +39,7 @@ class Workload:
         batch: shape of one micro-batch of one rank: of token numbers ``(samples, length)``, or of a float input.
         micro_batches: backwards per optimizer step.
         dtype: ``"fp32"`` or ``"bf16"``.
-        optimizer: a class of ``torch.optim``.
+        optimizer: a class of ``torch.optim``, or ``"package.module:function"``, which makes one of the module.
         deepspeed: DeepSpeed's configuration beside what the other fields say; its stage is replaced.
     """
 

@@ -20,6 +20,7 @@ _BY_FILE = (
     ("/zerosync_strategy/core/params/host_cache.py", "host"),
     ("/zerosync_strategy/core/params/", "gathered"),
     ("/zerosync_strategy/core/comm/", "buckets"),
+    ("/zerosync_strategy/core/optimizer/exchanged.py", "buckets"),
     ("/deepspeed/runtime/zero/partition", "gathered"),
     ("/deepspeed/runtime/zero/linear.py", "activations"),
     ("/deepspeed/runtime/zero/", "buckets"),

@@ -28,13 +28,26 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
     if "=" in text:
         made: Any = _Decoder(**_sizes(text))
     elif ":" in text and not Path(text).exists():
-        made = _imported(text)
+        made = imported("model", text)()
     else:
         made = _of_transformers(Path(text))
     module, batch = made if isinstance(made, tuple) else (made, None)
     if workload.dtype == "bf16":
         module = module.to(torch.bfloat16)
     return module, _batch_for(module, workload) if batch is None else _cast(batch, workload)
+
+
+def imported(what: str, text: str) -> Any:
+    """Return the function that is named ``"package.module:function"``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    module, _, name = text.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise UsageError(f"{what} {text!r}: {problem}. Give package.module:function, found from here.") from problem
 
 
 def loss_of(module: Any, batch: Any) -> torch.Tensor:
@@ -51,15 +64,6 @@ def shape_of(batch: Any) -> list[int]:
     """Return the shape of the first tensor of a micro-batch; empty where there is none."""
     values = batch.values() if isinstance(batch, Mapping) else batch
     return next((list(value.shape) for value in values if isinstance(value, torch.Tensor)), [])
-
-
-def _imported(text: str) -> Any:
-    module, _, name = text.partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise UsageError(f"model {text!r}: {problem}. Give package.module:function, found from here.") from problem
-    return function()
 
 
 def _of_transformers(path: Path) -> nn.Module:

@@ -85,6 +85,7 @@ class Plan:
         floor: what a rank must send in a step: each gradient once, and each parameter that is trained.
         compute: as it was given: seconds of a micro-batch's computation, 0 where it is not known, or ``"measure"``.
         measured: how the time of a rank's own work was measured, in words; ``None`` where it was given.
+        left_out: names of option sets that do not train under the optimizer, because it needs whole parameters.
     """
 
     workload: Workload
@@ -95,6 +96,7 @@ class Plan:
     compute: float | str
     outcomes: tuple[Outcome, ...]
     measured: str | None = None
+    left_out: tuple[str, ...] = ()
 
     def fits(self, outcome: Outcome) -> int | None:
         """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
@@ -138,7 +140,7 @@ class Plan:
             for each in self.outcomes
         ]  # fmt: skip
         of_plan = {name: dataclasses.asdict(getattr(self, name)) for name in ("workload", "cluster", "floor")}
-        fields = {name: getattr(self, name) for name in ("parameters", "batch", "compute", "measured")}
+        fields = {name: getattr(self, name) for name in ("parameters", "batch", "compute", "measured", "left_out")}
         found = {"version": __version__, **of_plan, **fields}
         return json.dumps({**found, "outcomes": outcomes}, indent=1)
 
@@ -167,19 +169,28 @@ def plan(
         threads: of torch, of each rank that is measured.
 
     Raises:
-        PlanError: a replay failed or ran into the timeout.
+        PlanError: a replay failed or ran into the timeout, or none of the sets trains under the optimizer.
         ValueError: ``compute`` is neither, or the workload names a model or an optimizer that is not there.
     """
     if isinstance(compute, str) and compute != MEASURE:
         raise ValueError(f"compute takes seconds or {MEASURE!r}, got {compute!r}.")
     sets = tuple(jobs.usual_sets(cluster=cluster, dtype=workload.dtype) if sets is None else sets)
     at_once = min(at_once or cluster.per_node, cluster.ranks) if compute == MEASURE else 0
-    replayed = tuple(map(_without_changes, sets))
-    job = Job(workload, cluster, replayed, processes or os.cpu_count() or 1, at_once, threads)
+    job = Job(workload, cluster, sets, processes or os.cpu_count() or 1, at_once, threads)
     found = _replay(job, timeout, progress)
+    left_out = tuple(options.name for index, options in enumerate(sets) if found[REPLAY, index].get("left_out"))
+    if len(left_out) == len(sets):
+        raise PlanError(
+            f"The optimizer {workload.optimizer} needs whole parameters, and has none in {', '.join(left_out)}. Plan"
+            " ZeroSync's stages without gather_changes."
+        )
+    first: dict[str, Any] = {}
     outcomes = []
     for index, options in enumerate(sets):
         each = found[REPLAY, index]
+        if options.name in left_out:
+            continue
+        first = first or each
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
         if options.options.get(jobs.CHANGES):
             _gather_changes(collectives, each["parameters"], cluster)
@@ -196,16 +207,9 @@ def plan(
         time = bounds(sent, work)
         outcomes.append(Outcome(options, collectives, each["peak"], resident, sent, work, time))
     measured = f"{at_once} rank(s) at once, {threads} thread(s) each, on {jobs.cores()} core(s)" if at_once else None
-    first = found[REPLAY, 0]
     least = floor(first["nbytes_once"], cluster)
     batch = tuple(first["batch"])
-    return Plan(workload, cluster, first["parameters"], batch, least, compute, tuple(outcomes), measured)
-
-
-def _without_changes(options: OptionSet) -> OptionSet:
-    """Return the options as they are replayed: what a step changes needs its arithmetic, and the other ranks'."""
-    kept = {name: value for name, value in options.options.items() if name != jobs.CHANGES}
-    return dataclasses.replace(options, options=kept)
+    return Plan(workload, cluster, first["parameters"], batch, least, compute, tuple(outcomes), measured, left_out)
 
 
 def _gather_changes(collectives: dict[str, tuple[int, int]], parameters: int, cluster: Cluster) -> None:

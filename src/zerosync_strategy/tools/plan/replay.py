@@ -28,7 +28,17 @@ import torch.distributed as dist
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.inspection import resident
 from zerosync_strategy.core.runlog import DataGauge, import_all, map_large_blocks
-from zerosync_strategy.tools.plan.jobs import PREFIX, REPLAY, TIMED, Cluster, Job, OptionSet, UsageError, Workload
+from zerosync_strategy.tools.plan.jobs import (
+    PREFIX,
+    REPLAY,
+    TIMED,
+    Cluster,
+    Job,
+    LeftOut,
+    OptionSet,
+    UsageError,
+    Workload,
+)
 from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
 from zerosync_strategy.tools.plan.training import LevelCounter, Training, join
@@ -107,6 +117,8 @@ def _together(job: Job, index: int, out: IO[str]) -> None:
 
 
 def _failed(problem: BaseException) -> dict[str, Any]:
+    if isinstance(problem, LeftOut):
+        return {"left_out": True}
     is_usage = isinstance(problem, UsageError)
     said = str(problem) if is_usage else f"{type(problem).__name__}: {problem}"
     return {"error": said, "usage": is_usage, "traceback": traceback.format_exc()}

@@ -11,9 +11,20 @@ from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.handle import attach
+from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.budgets import AUTO
-from zerosync_strategy.tools.plan.jobs import BETWEEN, STOCK, WITHIN, Cluster, OptionSet, UsageError, Workload
-from zerosync_strategy.tools.plan.models import build, loss_of, shape_of
+from zerosync_strategy.tools.plan.jobs import (
+    BETWEEN,
+    CHANGES,
+    STOCK,
+    WITHIN,
+    Cluster,
+    LeftOut,
+    OptionSet,
+    UsageError,
+    Workload,
+)
+from zerosync_strategy.tools.plan.models import build, imported, loss_of, shape_of
 
 
 def join(cluster: Cluster) -> None:
@@ -62,20 +73,23 @@ class Training:
         module, engine, zerosync: ``zerosync`` is ``None`` for stock DeepSpeed.
         parameters: number of elements of the model.
         batch: shape of a micro-batch.
-        options: of ZeroSync, in force.
+        options: of ZeroSync, in force. What a step changes needs its arithmetic, and the other ranks': it is left out.
         nbytes_once: bytes of each gradient, as it is reduced, and of each parameter that is trained.
+
+    Raises:
+        LeftOut: its optimizer needs whole parameters, which these options do not give it.
     """
 
     def __init__(self, workload: Workload, options: OptionSet, cluster: Cluster, backwards: int) -> None:
         import deepspeed
 
-        optimizer: Any = getattr(torch.optim, workload.optimizer, None)
-        is_one = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-        if not is_one:
-            raise UsageError(f"optimizer {workload.optimizer!r} is no class of torch.optim, such as AdamW or SGD.")
         self.backwards = backwards
         self.module, self._batch = build(workload)
         self.batch = shape_of(self._batch)
+        optimizer = _optimizer(workload.optimizer, self.module)
+        shards_alone = options.system == STOCK or options.options.get(CHANGES)
+        if shards_alone and needs_whole_parameters(optimizer, options.options.get("elementwise_optimizer", False)):
+            raise LeftOut
         params = list(self.module.parameters())
         self.parameters = sum(param.numel() for param in params)
         nbytes = sum(param.numel() * param.element_size() for param in params)
@@ -84,11 +98,11 @@ class Training:
         in_parameters = sum(param.numel() * param.element_size() for param in trained)
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
-            optimizer=optimizer(params, lr=1e-4),
+            optimizer=optimizer,
             config=_configuration(workload, options, backwards),
             dist_init_required=False,
         )
-        self.options = dict(options.options)
+        self.options = {name: value for name, value in options.options.items() if name != CHANGES}
         match self.options.get("param_memory_budget"):
             case float(part):
                 self.options["param_memory_budget"] = int(part * nbytes)
@@ -124,6 +138,23 @@ class Training:
         self.engine.step()
         if self.engine.skipped_steps != before:
             raise RuntimeError("a step was skipped: gradients are not finite. Plan with a batch of usual values.")
+
+
+def _optimizer(name: str, module: torch.nn.Module) -> Any:
+    if ":" in name:
+        return imported("optimizer", name)(module)
+    cls: Any = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(
+            f"optimizer {name!r} is no class of torch.optim, such as AdamW or SGD. Others are package.module:function,"
+            " which is given the module."
+        )
+    try:
+        return cls(module.parameters(), lr=1e-4)  # type: ignore[call-arg]
+    except ValueError as problem:
+        raise UsageError(
+            f"optimizer {name!r}: {problem}. Give package.module:function, which makes one of the module."
+        ) from problem
 
 
 def _configuration(workload: Workload, options: OptionSet, backwards: int) -> dict[str, Any]:
