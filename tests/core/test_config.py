@@ -46,6 +46,11 @@ def test_values_that_contradict() -> None:
         ZeroSyncConfig(reduction="sorted")
     with pytest.raises(ValueError, match="'unshard_streams' takes 'per_group' or 'shared', got 'one'"):
         ZeroSyncConfig(unshard_streams="one")
+    with pytest.raises(TypeError, match=r"'step_cost' takes a function .* got 3"):
+        ZeroSyncConfig(step_cost=3)
+    with pytest.raises(ValueError, match=r"'step_cost' got 'math:nothing': .*nothing"):
+        ZeroSyncConfig(step_cost="math:nothing")
+    assert ZeroSyncConfig(step_cost="math:prod").cost_function is math.prod
     with pytest.raises(ValueError, match="'grad_memory_budget' got 0 with coalesce=False"):
         ZeroSyncConfig(coalesce=False, grad_memory_budget=0)
     with pytest.raises(ValueError, match=r"'grad_memory_budget' takes .* or None, .*, got '1XB'"):

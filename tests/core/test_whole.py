@@ -12,11 +12,12 @@ from torch import nn
 
 from tests.harness.data import noise
 from tests.harness.engines import configuration, make_engine, rank, start
-from tests.harness.optimizers import adafactor, mixed, muon
+from tests.harness.optimizers import Mixed, adafactor, mixed, muon
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.owners import assign_owners
+from zerosync_strategy.core.failures.errors import CheckpointError
 
 WIDTHS = (7, 9, 11, 5, 6, 6)
 OPTIMIZERS = {"muon": muon, "adafactor": adafactor, "mixed": mixed}
@@ -101,6 +102,39 @@ def test_owners_are_balanced() -> None:
         for owner, numel in zip(owners, numels, strict=True):
             held[owner] += numel
         assert max(held.values()) <= sum(numels) / world_size + max(numels)
+
+
+def matrices_alone(_: tuple[int, ...], options: Any) -> float:
+    return 1.0 if options["whole"] else 0.0
+
+
+def rank_dependent(shape: tuple[int, ...], _: Any) -> float:
+    return float(shape[rank() % len(shape)])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_users_own_cost(stage: int) -> None:
+    """Four matrices beside an embedding that costs nothing: two on each rank, and by Newton-Schulz all on one."""
+
+    def run() -> list[int]:
+        found = []
+        for cost in (matrices_alone, "tests.core.test_whole:matrices_alone", None):
+            net = nn.Sequential(nn.Embedding(50, 5), *[nn.Linear(5, 5, bias=False) for _ in range(4)])
+            optimizer = Mixed([
+                {"params": [each.weight for each in net[1:]], "whole": True}, {"params": net[0].parameters()},
+            ])  # fmt: skip
+            engine = make_engine(net, optimizer, stage)
+            attach(engine, step_cost=cost)
+            found.append(sum(param.shape == (5, 5) for param in optimizer.param_groups[0]["params"]))
+        for cost, what in ((rank_dependent, "other costs on other ranks"), (lambda *_: -1, r"returned -1\.0")):
+            engine = make_engine(net := network(), mixed(net), stage)
+            with pytest.raises(ValueError, match=what):
+                attach(engine, step_cost=cost)
+        return found
+
+    by_rank = run_ranks(run)
+    assert [list(each) for each in zip(*by_rank, strict=True)][:2] == [[2, 2], [2, 2]]
+    assert sorted(found[2] for found in by_rank) == [0, 4]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -194,7 +228,7 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
             engine.save_checkpoint(str(tmp_path / str(stage)))
             whole = make_engine(net := network(), torch.optim.AdamW(net.parameters()), stage)
             attach(whole, elementwise_optimizer="whole")
-            with pytest.raises(Exception, match="states of an optimizer that steps other parameters on this rank"):
+            with pytest.raises(CheckpointError, match=r"other parameters, or flat shards.*Nothing was loaded"):
                 whole.load_checkpoint(str(tmp_path / str(stage)))
             whole.load_checkpoint(str(tmp_path / str(stage)), load_optimizer_states=False)
 

@@ -1,6 +1,7 @@
 """A run in three parts on two, four and three ranks, its oracle, and DeepSpeed's converter of checkpoints."""
 
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,12 +36,14 @@ def batch(step: int, backward: int, rank: int) -> torch.Tensor:
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * backward + rank))
 
 
-def plain_torch() -> list[dict[str, torch.Tensor]]:
+def plain_torch(
+    make: Callable[[Net], torch.optim.Optimizer] = Net.optimizer, worlds: Sequence[int] = WORLDS
+) -> list[dict[str, torch.Tensor]]:
     """The parameters at the end of each run."""
     ended = []
     net = started(Net())
-    optimizer = net.optimizer()
-    for run, world in enumerate(WORLDS):
+    optimizer = make(net)
+    for run, world in enumerate(worlds):
         oracle = Oracle(net, optimizer, world)
         for step in range(run * STEPS, (run + 1) * STEPS):
             for backward in range(2):

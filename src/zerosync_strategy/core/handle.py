@@ -26,7 +26,7 @@ from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.problems import (
     dtype_problem,
     foreign_problem,
-    kind_problem,
+    kind_of,
     mark_used,
     renormed_problem,
     shared_memory_problem,
@@ -77,7 +77,8 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             " attach(engine, coalesce=False)."
         )
     optimizer = zero.stepping_optimizer(engine)
-    if problem := kind_problem(optimizer, config.elementwise_optimizer) or _parameters_problem(engine):
+    kind = kind_of(optimizer, config.elementwise_optimizer)
+    if problem := kind.problem or _parameters_problem(engine):
         raise ValueError(f"attach() found that {problem}")
     with rank_status().activity("attach()", lambda: "before the first optimizer step"):
         everyone = zero.data_parallel_group(engine.optimizer)
@@ -88,7 +89,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
     try:
-        zerosync = ZeroSync(engine, config)
+        zerosync = ZeroSync(engine, config, kind.needs_whole)
     except BaseException:
         patches.remove_user(engine)
         raise
@@ -125,7 +126,11 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     """Return what the ranks' collectives follow from."""
     configured = zero.user_config(engine)
     facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
-    facts |= {f"ZeroSync's {name!r}": repr(value) for name, value in vars(config).items()}
+    facts |= {
+        f"ZeroSync's {name!r}": getattr(value, "__qualname__", "") or repr(value)
+        for name, value in vars(config).items()
+        if name in config.option_names()
+    }
     if zero.stage(engine) == 3:  # gathers are in the order of these
         facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
     return facts | model_facts(engine.module)
@@ -145,10 +150,10 @@ class ZeroSync:
         counter: counts the collectives for the report, apart from those of other engines in this process.
     """
 
-    def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
+    def __init__(self, engine: Any, config: ZeroSyncConfig, needs_whole: bool) -> None:
         self.engine = engine
         self.config = config
-        self._attached = attach_engine(engine, config)
+        self._attached = attach_engine(engine, config, needs_whole)
         self.window = self._attached.window
         self.parameters = self._attached.reducer.params
         self.counter = self._attached.traffic
@@ -415,6 +420,29 @@ class ZeroSync:
         self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
         load_full_state(self.engine, state)
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()`` as plain torch has it: on the first rank, on the CPU. Collective.
+
+        For optimizers that need whole parameters. Elsewhere, it is empty.
+
+        Raises:
+            ValueError: the optimizer steps flat shards, or groups of ranks have different parameters.
+        """
+        attached = self._while_attached("full_optimizer_state()")
+        with attached.traffic.apart("full optimizer states"), attached.activity("full_optimizer_state()"):
+            return attached.full_optimizer_state()
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Let the optimizer have a ``state_dict()`` of plain torch, without weights. Nothing is sent.
+
+        Args:
+            state: the same on every rank, as from ``torch.load(path, mmap=True)``: each takes what it owns.
+
+        Raises:
+            ValueError: as :meth:`full_optimizer_state`, or its groups have other numbers of parameters.
+        """
+        self._while_attached("load_full_optimizer_state()").load_full_optimizer_state(state)
 
     def detach(self) -> None:
         """Give the engine back as it was.

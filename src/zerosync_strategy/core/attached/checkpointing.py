@@ -69,14 +69,18 @@ def loading(
     source = Source(
         Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
-        same_ranks=optimizer_states,
+        same_ranks=optimizer_states and not attached.loads_any_ranks,
         latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
         weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
-        files=lambda directory, tag: checkpoint_files.files_to_load(engine, directory, tag, optimizer_states),
+        files=lambda directory, tag: checkpoint_files.files_to_load(
+            engine, directory, tag, optimizer_states, 0 if attached.loads_any_ranks else None
+        ),
     )  # fmt: skip
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
         tag = verify(source)
+        if optimizer_states and tag is not None:
+            attached.examine(Path(path), tag)
     # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
     attached.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
@@ -88,6 +92,7 @@ def loading(
     except Exception as error:
         failed.append(error)
     finally:
+        attached.saved = None
         attached.parameters_written(by_step=False)
 
     def loaded() -> tuple[str, None]:
@@ -103,7 +108,8 @@ def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, o
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
     if checkpoint_files.loads_universal(attached.engine):
         trained = [param for each in AttachedEngine.all for param in each.reducer.params]
-        checkpoint_files.restore_rest(attached.engine, trained, model_file, strict, optimizer_state)
+        is_universal = optimizer_state and attached.saved is None
+        checkpoint_files.restore_rest(attached.engine, trained, model_file, strict, is_universal)
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:

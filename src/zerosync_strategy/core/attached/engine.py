@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
@@ -53,6 +55,7 @@ class AttachedEngine(ABC):
         frozen: which parameters are not stepped.
         budgets: those that set themselves.
         scheduler: of the gathers of ZeRO-3.
+        saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         race_check: the engine's part in the check of this process.
         gradient_ready: the window's own, so that a gradient costs no call more.
 
@@ -66,6 +69,7 @@ class AttachedEngine(ABC):
     meter: StepMeter
     budgets: FixedBudgets | AutomaticBudgets
     scheduler: GatherScheduler | None = None
+    saved: SavedShards | None = None
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         self.check_options(engine, config)
@@ -345,9 +349,36 @@ class AttachedEngine(ABC):
     def in_stock_layout(self) -> None:
         """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
 
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the torch optimizer's state as plain torch has it; see :meth:`ZeroSync.full_optimizer_state`."""
+        raise self._has_no_full_state("full_optimizer_state()", "safe_get_full_optimizer_state()")
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`full_optimizer_state` has returned."""
+        raise self._has_no_full_state("load_full_optimizer_state()", "safe_set_full_optimizer_state()")
+
+    def _has_no_full_state(self, call: str, instead: str) -> ValueError:
+        name = type(zero.stepping_optimizer(self.engine)).__name__
+        return ValueError(
+            f"{call} is for optimizers that need whole parameters, found {name}, whose states are ZeRO's flat shards."
+            f" Use DeepSpeed's {instead} for each, or load_checkpoint()."
+        )
+
+    @property
+    def loads_any_ranks(self) -> bool:
+        """Whether checkpoints load whatever number of ranks has saved them."""
+        return False
+
     def before_save(self) -> None:
         """A checkpoint is about to be saved."""
         self.wait_for_parameters()
+
+    def examine(self, directory: Path, tag: str) -> None:
+        """A verified checkpoint is about to be loaded, with the optimizer's states. May be collective.
+
+        Raises:
+            CheckpointError: on every rank: this optimizer cannot have it.
+        """
 
     def release_held(self) -> None:
         """A checkpoint is about to read or write shards: release what is gathered of them."""

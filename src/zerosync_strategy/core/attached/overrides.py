@@ -18,7 +18,6 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -126,6 +125,10 @@ class EngineOverrides(ModeOverrides):
             checkpointing.take_client_state(self._zerosync_attached, loaded[1], states)
         return loaded
 
+    def load_universal_checkpoint(self) -> bool:
+        """Let DeepSpeed load what is by names, too, in the way of a universal checkpoint."""
+        return self._zerosync_attached.saved is not None or super().load_universal_checkpoint()  # type: ignore[misc]
+
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
         with self._zerosync_attached.traffic.apart("full weights"):
@@ -212,11 +215,21 @@ class WholeOverrides(OptimizerOverrides):
 
     _zerosync_attached: WholeEngine
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._zerosync_attached.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))  # type: ignore[misc]
+
     def load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        saved = self._zerosync_attached.loaded(state_dict_list, load_optimizer_states)
-        return super().load_state_dict(saved, load_optimizer_states, *args, **kwargs)  # type: ignore[misc]
+        self, state_dict_list: Any, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False,
+        checkpoint_folder: Any = None, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        attached = self._zerosync_attached
+        by_name = attached.saved is not None
+        state = attached.loaded(state_dict_list, load_optimizer_states)
+        how = (load_optimizer_states, load_from_fp32_weights or by_name, None)
+        result = super().load_state_dict(state, *how, *args, **kwargs)  # type: ignore[misc]
+        if by_name:
+            attached.frozen.give()
+        return result
 
 
 class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
@@ -233,8 +246,8 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
     def _link_all_hp_params(self) -> None:
         """Does nothing: as above. What they know of ours stays."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._zerosync_attached.save(lambda: super(WholeStage12Overrides, self).state_dict(*args, **kwargs))
+    def update_lp_params(self) -> None:
+        """Does nothing: parameters that owners have read are with all ranks."""
 
     def _restore_from_bit16_weights(self) -> None:
         self._zerosync_attached.adopt_edits()
@@ -315,9 +328,6 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: and keeps them."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._zerosync_attached.save(super().state_dict(*args, **kwargs))  # type: ignore[misc]
-
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)  # type: ignore[misc]
@@ -340,13 +350,15 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         super().set_local_hp_param(value, param)
 
 
-def attach_engine(engine: Any, config: ZeroSyncConfig) -> AttachedEngine:
+def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
     """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them.
+
+    Args:
+        whole: its optimizer needs whole parameters.
 
     Raises:
         ValueError: as :class:`AttachedEngine`.
     """
-    whole = needs_whole_parameters(zero.stepping_optimizer(engine), config.elementwise_optimizer)
     of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]]
     if zero.stage(engine) == 3:
         of_stage = (WholeStage3Engine, WholeStage3Overrides) if whole else (Stage3Engine, Stage3Overrides)

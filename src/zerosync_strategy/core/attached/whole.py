@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,12 @@ import torch.distributed as dist
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
-from zerosync_strategy.core.engine import checkpoint_files, zero, zero3_optimizer, zero12
+from zerosync_strategy.core.checkpoints.manifests import DamageError
+from zerosync_strategy.core.comm.collectives import largest
+from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero, zero3_optimizer, zero12
+from zerosync_strategy.core.engine.saved_shards import SavedShards
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import NOTHING_LOADED
 from zerosync_strategy.core.gradients.owned import OwnedReducer
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStep
 from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStep, WholeStep
@@ -30,12 +36,96 @@ class WholeEngine(AttachedEngine):
             " parameters: DeepSpeed would step flat shards. Leave the engine attached, or build it anew."
         )
 
-    @abstractmethod
-    def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
-        """Return what DeepSpeed is to load in place of ``saved``, of which this rank's own is read."""
+    def full_optimizer_state(self) -> dict[str, Any]:
+        self._refuse_groups("full_optimizer_state()")
+        self.wait_for_parameters()
+        return self.frozen.full_state()
 
-    def _own_rank(self) -> int:
-        return dist.get_rank(zero.data_parallel_group(self.engine.optimizer))
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        self._refuse_groups("load_full_optimizer_state()")
+        self.frozen.load_full_state(state)
+
+    def _refuse_groups(self, call: str) -> None:
+        if self.shards_over_groups:
+            raise ValueError(
+                f"{call} found parameters that shard_over() gives to groups of ranks, which have others under one"
+                " number. Use save_checkpoint() and load_checkpoint()."
+            )
+
+    # ---- checkpoints: states by name -------------------------------------------------------------------------------
+
+    @property
+    def loads_any_ranks(self) -> bool:
+        return checkpoint_files.is_readable(self.engine) and not self.shards_over_groups
+
+    def examine(self, directory: Path, tag: str) -> None:
+        if not self.loads_any_ranks:
+            return
+        what, own = f"read the checkpoint in {directory}", self.frozen.names(self.names)
+        group = zero.data_parallel_group(self.engine.optimizer)
+
+        def look() -> tuple[str, tuple[SavedShards, bool]]:
+            saved = SavedShards(self.engine, directory, tag)
+            return "", (saved, saved.ranks != dist.get_world_size(group) or saved.names(dist.get_rank(group)) != own)
+
+        saved, is_other = together(what, look, lambda: NOTHING_LOADED)
+        if largest([is_other], group)[0]:
+            self.saved = together(what, lambda: ("", self._of_these_parameters(saved, own)), lambda: NOTHING_LOADED)
+
+    def _of_these_parameters(self, saved: SavedShards, own: list[list[str]]) -> SavedShards:
+        """Return ``saved``, which had other owners.
+
+        Raises:
+            DamageError: it is of other parameters than this optimizer's, of which this rank has its ``own``.
+        """
+        groups = saved.groups()
+        known = set(self.names.values())
+        missing = [name for mine, theirs in zip(own, groups, strict=False) for name in mine if name not in theirs]
+        unknown = [str(name) for theirs in groups for name in theirs if name not in known]
+        if missing or unknown or len(groups) != len(own):
+            raise DamageError(
+                f"it has states of an optimizer that steps other parameters, or flat shards, in {len(groups)} group(s):"
+                f" there is no {zero.listed(missing or unknown)} in both. Load it with the optimizer and the option"
+                " elementwise_optimizer with which it was saved, or its weights alone, with load_optimizer_states=False"
+            )
+        return saved
+
+    def save(self, stock: Callable[[], saved_shards.State]) -> saved_shards.State:
+        """Return the state of the optimizer for a checkpoint: master weights in DeepSpeed's layout, states by name."""
+        state = stock()
+        return saved_shards.replaced(state, self.frozen.by_name(saved_shards.torch_state(state), self.names))
+
+    def loaded(self, of_ranks: Sequence[Any], optimizer_states: bool) -> list[Any]:
+        """Return what DeepSpeed is to load in place of ``of_ranks``, of which this rank's own is read."""
+        group = zero.data_parallel_group(self.engine.optimizer)
+        rank, masters = dist.get_rank(group), None
+        if self.saved is None:
+            state = of_ranks[rank]
+            states, masters = saved_shards.torch_state(state), self._own_masters(state)
+        else:
+            state, states = self.saved.state(0), self.saved.torch_state(self.frozen.names(self.names))
+            self._read_masters(self.saved)
+            masters = self._present_masters()
+        if optimizer_states:
+            states = self.frozen.by_number(states, self.names)
+        loaded: list[Any] = [None] * dist.get_world_size(group)
+        loaded[rank] = saved_shards.replaced(state, states, masters)
+        return loaded
+
+    @torch.no_grad()
+    def _read_masters(self, saved: SavedShards) -> None:
+        """Let this rank have the saved master weights of what it owns."""
+        of_name = saved.masters([self.names[param] for param in self.frozen.masters])
+        for param, master in self.frozen.masters.items():
+            master.data.view(-1).copy_(of_name[self.names[param]])
+
+    def _own_masters(self, state: saved_shards.State) -> list[torch.Tensor] | None:
+        """Return what DeepSpeed is to load in place of the master weights of this rank's own ``state``. Collective."""
+        return None
+
+    @abstractmethod
+    def _present_masters(self) -> list[torch.Tensor]:
+        """Return the master weights that DeepSpeed has of this rank."""
 
 
 class WholeStage12Engine(WholeEngine, Stage12Engine):
@@ -64,21 +154,15 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
     def _make_states(self) -> OwnedStates:
         return OwnedStates(self.reducer, self.frozen)
 
-    def save(self, stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the optimizer for a checkpoint: master weights in DeepSpeed's layout, states by name."""
+    def save(self, stock: Callable[[], saved_shards.State]) -> saved_shards.State:
         with zero12.masters_replaced(self.engine.optimizer, self.frozen.stock_masters()):
-            state = stock()
-        states = self.frozen.by_name(zero12.saved_states(state), self.names)
-        return zero12.with_saved(state, zero12.saved_masters(state), states)
+            return super().save(stock)
 
-    def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
-        state, own = list(saved), self._own_rank()
-        masters = self.frozen.own_masters(zero12.saved_masters(state[own]))
-        states = zero12.saved_states(state[own])
-        if optimizer_states:
-            states = self.frozen.by_number(states, self.names)
-        state[own] = zero12.with_saved(state[own], masters, states)
-        return state
+    def _own_masters(self, state: saved_shards.State) -> list[torch.Tensor]:
+        return self.frozen.own_masters(saved_shards.masters(state))
+
+    def _present_masters(self) -> list[torch.Tensor]:
+        return [zero12.master(self.engine.optimizer, layout.group_index) for layout in self.reducer.layouts]
 
 
 class WholeStage3Engine(WholeEngine, Stage3Engine):
@@ -94,22 +178,12 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
     def _make_frozen(self) -> ExchangedStep:
         return ExchangedStep(self.reducer, self.masters.digest)
 
-    def save(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of the optimizer for a checkpoint, with the states of parameters by name."""
-        states = self.frozen.by_name(zero3_optimizer.saved_states(state), self.names)
-        return zero3_optimizer.with_saved_states(state, states)
-
-    def loaded(self, saved: Sequence[Any], optimizer_states: bool) -> list[Any]:
-        state, own = list(saved), self._own_rank()
-        if optimizer_states:
-            states = self.frozen.by_number(zero3_optimizer.saved_states(state[own]), self.names)
-            state[own] = zero3_optimizer.with_saved_states(state[own], states)
-        return state
+    def _present_masters(self) -> list[torch.Tensor]:
+        return zero3_optimizer.flat_master_weights(self.engine.optimizer)
 
     def read_state(self, param: Any, key: str) -> torch.Tensor:
         """Return a state of ``param``; see :meth:`WholeStep.read_state`. Collective."""
-        layout = next(layout for layout in self.reducer.layouts if param in layout.columns)
-        return self.frozen.read_state(param, key, self.frozen.owners[param], layout.process_group)
+        return self.frozen.read_state(param, key)
 
     def refuse_local_state(self, function: str) -> NoReturn:
         """Raise: a rank has no shard of a state."""
@@ -131,6 +205,6 @@ def _check_options(engine: Any) -> None:
     if checkpoint_files.loads_universal(engine):
         raise ValueError(
             f"attach() found the optimizer {name}, which needs whole parameters, and 'checkpoint.load_universal' ="
-            " true, which has states by element. Load a checkpoint of as many ranks, or use an optimizer that updates"
-            " each element by itself."
+            " true, which has states by element. Leave that out, and load the checkpoint that save_checkpoint() wrote,"
+            " on any number of ranks."
         )

@@ -13,7 +13,7 @@ from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import CONVERT, OTHER_SETUP
+from zerosync_strategy.core.failures.errors import CONVERT, NOTHING_LOADED, OTHER_SETUP
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
@@ -104,7 +104,7 @@ def _remedy(source: Source) -> str:
         if newest is not None:
             how = f"tag={newest.name!r}" if newest.parent == source.directory else str(newest.parent)
             text = f" The newest checkpoint there that is whole: {how}."
-    return "Nothing was loaded: every rank has what it had." + str(broadcast_object(text, 0, None))
+    return NOTHING_LOADED + str(broadcast_object(text, 0, None))
 
 
 def tag_of(source: Source) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, zero, zero3
 from zerosync_strategy.core.engine.parameter import record_of
@@ -52,14 +53,27 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
         del writer.save, engine._copy_recovery_script
 
 
-def files_to_load(engine: Any, directory: Path, tag: str, shards: bool) -> list[Path]:
-    """Return the first files that this rank reads of a checkpoint; ``shards``: its shard of the optimizer, too."""
+def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
+    """Return the first files that this rank, or another ``rank``, reads of a checkpoint.
+
+    Args:
+        shards: its shard of the optimizer, too.
+    """
     if engine.mp_world_size > 1:  # which may be divided otherwise in the checkpoint
         return []
     names = [engine._get_ckpt_name(str(directory), tag)]
     if shards:
         names.append(engine._get_zero_ckpt_name(str(directory), tag))
-    return [Path(name) for name in names]
+    paths = [Path(name) for name in names]
+    if rank is None:
+        return paths
+    own = dist.get_rank(zero.data_parallel_group(engine.optimizer))
+    return [path.with_name(path.name.replace(f"pp_rank_{own}_", f"pp_rank_{rank}_")) for path in paths]
+
+
+def is_readable(engine: Any) -> bool:
+    """Return whether other files than a rank's own can be read by it: no model-parallel ranks, and torch's format."""
+    return bool(engine.mp_world_size == 1 and writes_at_once(engine))
 
 
 def loads_universal(engine: Any) -> bool:
@@ -84,7 +98,7 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
     contract.require(contract.UNIVERSAL, engine)
     file, module = Path(model_file), engine.module
     names = dict(module.named_parameters(remove_duplicate=False)).keys()
-    state: dict[str, Any] = _read(file)["module"]
+    state: dict[str, Any] = read(file)["module"]
     if zero.stage(engine) == 3:  # where the module's state has parameters without elements
         state = {name: value for name, value in state.items() if name not in names}
         state |= _untrained_of_stage_3(file, engine.loaded_checkpoint_dp_world_size)
@@ -109,7 +123,7 @@ def _set_values(param: Any, full: torch.Tensor) -> None:
 
 def _untrained_of_stage_3(first: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Return the parameters that are not trained, in full; each of ``ranks`` files has a shard of them."""
-    saved = [_read(first.with_name(first.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in range(ranks)]
+    saved = [read(first.with_name(first.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in range(ranks)]
     full = {}
     for name, shape in (saved[0]["frozen_param_shapes"] or {}).items():
         flat = torch.cat([shards["frozen_param_fragments"][name].reshape(-1) for shards in saved])
@@ -119,7 +133,7 @@ def _untrained_of_stage_3(first: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Give each group of parameters its own options again, and each shard its own count of steps."""
-    saved = _read(checkpoint / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
+    saved = read(checkpoint / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     for group, options in zip(stepping.param_groups, saved, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
     for state in stepping.state.values():
@@ -127,6 +141,7 @@ def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
             state["step"] = step.clone()
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """Return what ``file`` has; tensors on the host, read where they are asked for."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     return saved

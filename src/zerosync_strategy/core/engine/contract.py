@@ -202,7 +202,7 @@ STAGE_1_2 = (
         _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
     """),
     *rows("whole parameters", "deepspeed.checkpoint.constants",
-          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS"),
+          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS PARAM_SLICE_MAPPINGS"),
     *rows("whole parameters", "parameter", "_hp_mapping", named_in=_STAGE12),
     AVERAGES,
 )  # fmt: skip
@@ -264,7 +264,7 @@ STAGE_3 = (
         _set_fp32_optimizer_param_groups() _clear_fp32_optimizer_param_groups() +state_dict() +load_state_dict
         get_full_hp_param(param, optim_state_key)
     """),
-    *rows("whole parameters", "deepspeed.checkpoint.constants", "OPTIMIZER_STATE_DICT"),
+    *rows("whole parameters", "deepspeed.checkpoint.constants", "OPTIMIZER_STATE_DICT FP32_FLAT_GROUPS"),
     STEPPED_OFFLOADED, PARAM_GROUP, AVERAGED_RANKS, SEQUENTIAL_GATHERS, WHOLE_GATHER,
 )  # fmt: skip
 STAGE_3_OFFLOAD = rows(

@@ -154,29 +154,6 @@ def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> Iterator[No
         optimizer.single_partition_of_fp32_groups = own
 
 
-def saved_masters(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the master weights in a rank's state of a checkpoint, by group, without padding."""
-    from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
-
-    found: list[torch.Tensor] = state[SINGLE_PARTITION_OF_FP32_GROUPS]
-    return found
-
-
-def saved_states(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the torch optimizer in a rank's state of a checkpoint."""
-    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
-
-    found: dict[str, Any] = state[BASE_OPTIMIZER_STATE]
-    return found
-
-
-def with_saved(state: dict[str, Any], masters: list[torch.Tensor], states: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's state of a checkpoint with other master weights and other states of the torch optimizer."""
-    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
-
-    return state | {SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: states}
-
-
 def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
     if optimizer.cpu_offload:

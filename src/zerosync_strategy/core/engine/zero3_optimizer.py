@@ -184,21 +184,6 @@ def reassign_shards(optimizer: Any) -> None:
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
-def saved_states(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the torch optimizer in a rank's state of a checkpoint."""
-    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-
-    found: dict[str, Any] = state[OPTIMIZER_STATE_DICT]
-    return found
-
-
-def with_saved_states(state: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's state of a checkpoint with another state of the torch optimizer."""
-    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-
-    return state | {OPTIMIZER_STATE_DICT: states}
-
-
 def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
     """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return what undoes it."""
     freed = []

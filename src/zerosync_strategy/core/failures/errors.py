@@ -13,6 +13,7 @@ OTHER_SETUP = (
     f" {CONVERT}"
 )
 """Ends without a full stop."""
+NOTHING_LOADED = "Nothing was loaded: every rank has what it had."
 HALF_LOADED = (
     f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"
     " load another checkpoint before you go on, or build the engine anew."

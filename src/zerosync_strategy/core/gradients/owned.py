@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import Allocate, InFlight
-from zerosync_strategy.core.comm.owners import assign_owners, give_from_owners, reduce_to_owners, step_cost
+from zerosync_strategy.core.comm.owners import choose_owners, give_from_owners, reduce_to_owners
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe
 from zerosync_strategy.core.gradients.buckets import Level, ReduceScatterInput
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
@@ -215,10 +215,11 @@ class OwnedReducer(Stage12Reducer):
         for layout in layouts:
             by_group.setdefault(layout.process_group, []).extend(layout.params)
         owners: dict[Any, int] = {}
+        groups = self.optimizer.optimizer.param_groups
+        options = {param: groups[layout.group_index] for layout in layouts for param in layout.params}
         for process_group, params in by_group.items():
-            costs, numels = [step_cost(param.shape) for param in params], [param.numel() for param in params]
-            world_size = next(each.world_size for each in layouts if each.process_group is process_group)
-            owners |= zip(params, assign_owners(costs, numels, world_size), strict=True)
+            described = [(param.shape, options[param]) for param in params]
+            owners |= zip(params, choose_owners(described, self.step_cost, process_group), strict=True)
         return [self._owned(layout, owners) for layout in layouts]
 
     def _owned(self, layout: FlatLayout, owners: Mapping[Any, int]) -> OwnedLayout:

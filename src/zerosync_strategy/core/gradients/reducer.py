@@ -69,6 +69,7 @@ class Reducer(GradientShards):
         self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
     ) -> None:
         self.optimizer = optimizer
+        self.step_cost = config.cost_function  # by which parameters that have owners are given to them
         self.topology = topology
         self.streams = Streams()
         self.layouts = self._read_layouts()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
-from zerosync_strategy.core.comm.owners import all_to_all, assign_owners, step_cost
+from zerosync_strategy.core.comm.owners import all_to_all, choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.stage3 import PerParamLayout, Stage3Reducer
 from zerosync_strategy.core.optimizer.whole import WholeStep
@@ -122,10 +122,15 @@ class ExchangedStep(WholeStep):
         self._places = {
             param: (index, begin, end) for index, master in enumerate(masters) for param, begin, end in master.slices
         }
+        groups, cost = zero3_optimizer.torch_groups(optimizer), reducer.step_cost
+        options = {
+            param: of_group
+            for params, of_group in zip(groups, self._optimizer.param_groups, strict=True)
+            for param in params
+        }
         for layout in reducer.layouts:
-            costs = [step_cost(zero3.full_shape(param)) for param in layout.params]
-            numels = [zero3.full_numel(param) for param in layout.params]
-            self.owners |= zip(layout.params, assign_owners(costs, numels, layout.world_size), strict=True)
+            described = [(zero3.full_shape(param), options[param]) for param in layout.params]
+            self.owners |= zip(layout.params, choose_owners(described, cost, layout.process_group), strict=True)
             for params in _in_batches(layout.params, reducer.bucket_bytes // self._flats[0].element_size()):
                 self._batches.append(_Batch(layout, params, self.owners))
             for param in layout.params:
@@ -137,7 +142,7 @@ class ExchangedStep(WholeStep):
         self._sent = [
             reducer.topology.sent(2 * layout.shard_numel * itemsize, layout.process_group) for layout in reducer.layouts
         ]
-        self.take(zero3_optimizer.torch_groups(optimizer))
+        self.take(groups)
         self._read_masters()
 
     def step_group(self, index: int) -> None:
@@ -155,14 +160,21 @@ class ExchangedStep(WholeStep):
         self._gradients = []
         zero.step_torch_optimizer(optimizer)
         with phase("from_owners"):
-            self._exchange(
-                batch.from_owners(lambda param: self.masters[param].data.view(-1), self._take_shard, self._flats[0])
-                for batch in self._batches
-            )
-        self._digests = [self._digest(flat.data) for flat in self._flats]
+            self.give()
         for sent in self._sent:
             self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(sent)
-        zero3_optimizer.reassign_shards(optimizer)
+
+    def owner(self, param: Any) -> tuple[int, Any]:
+        return self.owners[param], zero3.process_group(param)
+
+    @torch.no_grad()
+    def give(self) -> None:
+        self._exchange(
+            batch.from_owners(lambda param: self.masters[param].data.view(-1), self._take_shard, self._flats[0])
+            for batch in self._batches
+        )
+        self._digests = [self._digest(flat.data) for flat in self._flats]
+        zero3_optimizer.reassign_shards(self._reducer.optimizer)
 
     @torch.no_grad()
     def _read_masters(self) -> None:

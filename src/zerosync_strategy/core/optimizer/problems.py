@@ -7,14 +7,14 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerosync_strategy.core.engine import memory_layout, zero3
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.optimizer.frozen import STEPPED_BY_TENSOR
-from zerosync_strategy.core.optimizer.probe import Scope, probe
+from zerosync_strategy.core.optimizer.probe import Finding, Scope, probe
 from zerosync_strategy.core.options.config import WHOLE
 
 _WHOLE_TENSORS = frozenset({
@@ -61,19 +61,44 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool
     return kind or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
 
 
-def needs_whole_parameters(optimizer: Any, elementwise: bool | str = False) -> bool:
-    """Return whether this optimizer, which has no problem, must step parameters in their shapes, each on one rank."""
-    if elementwise:
-        return elementwise == WHOLE
+class Kind(NamedTuple):
+    """What an optimizer is for ZeRO.
+
+    Attributes:
+        problem: why no rank can step its part of the parameters by it; empty if it can.
+        needs_whole: it must step parameters in their shapes, each on one rank.
+    """
+
+    problem: str
+    needs_whole: bool = False
+
+
+def kind_of(optimizer: Any, elementwise: bool | str = False) -> Kind:
+    """Return what ``optimizer`` is, as :func:`optimizer_problem` takes it; tried where nothing else tells."""
+    problem = _known_problem(optimizer, elementwise)
+    if problem or elementwise:
+        return Kind(problem, elementwise == WHOLE)
     if _is_elementwise(optimizer):
-        return False
+        return Kind("")
+    found = probe(optimizer)
     # Small parameters do not show all that a class may do to large ones.
-    return probe(optimizer).scope is Scope.PARAMETER or _is_known(optimizer, _WHOLE_TENSORS) is not None
+    needs_whole = found.scope is Scope.PARAMETER or _is_known(optimizer, _WHOLE_TENSORS) is not None
+    return Kind(_found_problem(optimizer, found), needs_whole)
 
 
 def kind_problem(optimizer: Any, elementwise: bool | str = False) -> str:
-    """Return why no rank can step its part of the parameters by this optimizer; as :func:`optimizer_problem`."""
-    if not elementwise and (problem := _known_problem(optimizer)):
+    """Return the problem of its :func:`kind_of`."""
+    return kind_of(optimizer, elementwise).problem
+
+
+def needs_whole_parameters(optimizer: Any, elementwise: bool | str = False) -> bool:
+    """Return whether this optimizer, which has no problem, needs them by its :func:`kind_of`."""
+    return kind_of(optimizer, elementwise).needs_whole
+
+
+def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
+    """Return what is known of a class without a trial."""
+    if not elementwise and (problem := _named_problem(optimizer)):
         return problem
     for inner in _unwrapped(optimizer):
         if isinstance(inner, torch.optim.Adagrad):
@@ -96,10 +121,10 @@ def kind_problem(optimizer: Any, elementwise: bool | str = False) -> str:
                 " module would be evaluated and saved with those of the training. Use AdamW or SGD with a scheduler of"
                 " learning rates, or torch.optim.swa_utils.AveragedModel."
             )
-    return "" if elementwise or _is_elementwise(optimizer) else _found_problem(optimizer)
+    return ""
 
 
-def _known_problem(optimizer: Any) -> str:
+def _named_problem(optimizer: Any) -> str:
     """Return what is known of a class by its name: some could be tried on a GPU alone."""
     cls = _is_known(optimizer, _ALL_PARAMETERS)
     return (
@@ -121,8 +146,8 @@ def _is_elementwise(optimizer: Any) -> bool:
     return not is_made or cls in STEPPED_BY_TENSOR or re.fullmatch(names, cls.__name__) is not None
 
 
-def _found_problem(optimizer: Any) -> str:
-    scope, detail = probe(optimizer)
+def _found_problem(optimizer: Any, found: Finding) -> str:
+    scope, detail = found
     if scope in (Scope.ELEMENT, Scope.PARAMETER):
         return ""
     name = type(optimizer).__name__

@@ -7,11 +7,14 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
@@ -35,6 +38,7 @@ class WholeStep(FrozenParameters):
         super().__init__(reducer)
         self.left_out: set[Any] = set()  # of the running step
         self.masters: dict[Any, torch.nn.Parameter] = {}
+        self._groups: list[list[Any]] = []  # the parameters, all ranks', by the torch optimizer's groups
         if any(reducer.optimizer.optimizer.state.get(master.flat) for master in reducer.master_shards()):
             raise ValueError(
                 f"attach() found that the optimizer {type(reducer.optimizer.optimizer).__name__}, which needs whole"
@@ -42,13 +46,13 @@ class WholeStep(FrozenParameters):
                 " load_checkpoint()."
             )
 
-    def take(self, groups: Sequence[Sequence[Any]]) -> None:
+    def take(self, groups: list[list[Any]]) -> None:
         """Give the torch optimizer the :attr:`masters` in place of its parameters.
 
         Args:
             groups: its parameters, all ranks', by its groups.
         """
-        optimizer = self._optimizer
+        optimizer, self._groups = self._optimizer, groups
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [self.masters[param] for param in params if param in self.masters]
             for param in params:  # what was made with the optimizer
@@ -70,7 +74,11 @@ class WholeStep(FrozenParameters):
         master = self.masters.get(param)
         return {} if master is None else self._optimizer.state.get(master, {})
 
-    def read_state(self, param: Any, key: str, owner: int, process_group: Any) -> torch.Tensor:
+    @abstractmethod
+    def owner(self, param: Any) -> tuple[int, Any]:
+        """Return the rank that owns ``param``, in the process group that follows."""
+
+    def read_state(self, param: Any, key: str) -> torch.Tensor:
         """Return a state of ``param`` in fp32. Collective.
 
         Raises:
@@ -78,7 +86,7 @@ class WholeStep(FrozenParameters):
         """
         value = self.states_of(param).get(key)
         value = value.cpu() if isinstance(value, torch.Tensor) else None
-        found = broadcast_object(value, owner, process_group)
+        found = broadcast_object(value, *self.owner(param))
         if found is None:
             raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
         return found.to(param.device, torch.float32)
@@ -94,6 +102,52 @@ class WholeStep(FrozenParameters):
                 raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
             target.copy_(value)
 
+    # ---- states as plain torch has them ----------------------------------------------------------------------------
+
+    def full_state(self) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the torch optimizer with all parameters, on the first rank. Collective.
+
+        One parameter's states are sent at a time. Tensors are on the host. Elsewhere, it is empty.
+        """
+        params = [param for of_group in self._groups for param in of_group]
+        states: dict[int, Any] = {}
+        is_first = dist.get_rank() == 0
+        for number, param in enumerate(params):
+            state = broadcast_object(_on_host(self.states_of(param)), *self.owner(param))
+            if is_first and state:
+                states[number] = state
+        numbers = iter(range(len(params)))
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            | {"params": [next(numbers) for _ in of_group]}
+            for group, of_group in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+        return {"state": states, "param_groups": copy.deepcopy(groups)} if is_first else {}
+
+    def load_full_state(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`full_state` has returned, or plain torch's ``state_dict()``, given on every rank.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        numbers, own = [len(group["params"]) for group in state["param_groups"]], [len(each) for each in self._groups]
+        if numbers != own:
+            raise ValueError(
+                f"load_full_optimizer_state() got the state of an optimizer whose groups have {numbers} parameters, and"
+                f" this one's have {own}. Give that of one with the same groups."
+            )
+        states: dict[int, Any] = {}
+        groups = []
+        for group, params in zip(state["param_groups"], self._groups, strict=True):
+            mine = []
+            for number, param in zip(group["params"], params, strict=True):
+                if param in self.masters:
+                    mine.append(number)
+                    if number in state["state"]:
+                        states[number] = copy.deepcopy(state["state"][number])
+            groups.append(group | {"params": mine})
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
@@ -104,7 +158,7 @@ class WholeStep(FrozenParameters):
 
     def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return the ``state_dict()`` of the torch optimizer with names of parameters in place of its numbers."""
-        own = self._names(names)
+        own = self.names(names)
         name_of = [name for group in own for name in group]
         return {
             "state": {name_of[number]: of_param for number, of_param in state["state"].items()},
@@ -114,19 +168,8 @@ class WholeStep(FrozenParameters):
         }
 
     def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return for the torch optimizer what :meth:`by_name` has returned.
-
-        Raises:
-            ValueError: it is of other parameters than those that this rank owns.
-        """
-        own, saved = self._names(names), [group["params"] for group in state["param_groups"]]
-        if saved != own:
-            raise ValueError(
-                "load_checkpoint() found states of an optimizer that steps other parameters on this rank, or flat"
-                f" shards: {saved} in place of {own}. Load it with the optimizer and the option elementwise_optimizer"
-                " with which it was saved, or its weights alone, with load_optimizer_states=False."
-            )
-        number_of = {name: number for number, name in enumerate(name for group in own for name in group)}
+        """Return for the torch optimizer what :meth:`by_name` has returned, of the parameters that this rank owns."""
+        number_of = {name: number for number, name in enumerate(name for group in self.names(names) for name in group)}
         return {
             "state": {number_of[name]: of_param for name, of_param in state["state"].items()},
             "param_groups": [
@@ -134,11 +177,15 @@ class WholeStep(FrozenParameters):
             ],
         }
 
-    def _names(self, names: Mapping[Any, str]) -> list[list[str]]:
+    def names(self, names: Mapping[Any, str]) -> list[list[str]]:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
         param_of = {id(master): param for param, master in self.masters.items()}
         groups = self._optimizer.param_groups
         return [[names[param_of[id(master)]] for master in group["params"]] for group in groups]
+
+    @abstractmethod
+    def give(self) -> None:
+        """Give all ranks what owners have in their :attr:`masters`. Collective."""
 
 
 class OwnedStep(WholeStep):
@@ -146,6 +193,7 @@ class OwnedStep(WholeStep):
 
     def __init__(self, reducer: OwnedReducer) -> None:
         super().__init__(reducer)
+        self._gather = reducer.gather_parameters
         self._layouts: list[OwnedLayout] = reducer.layouts
         zero_optimizer = reducer.optimizer
         groups: list[list[Any]] = [[] for _ in self._optimizer.param_groups]
@@ -173,6 +221,14 @@ class OwnedStep(WholeStep):
                 master.grad = None if param in self.left_out else flat.grad[begin:end].view(param.shape)
         if index == len(self._optimizer.param_groups) - 1:
             zero.step_torch_optimizer(optimizer)
+
+    def owner(self, param: Any) -> tuple[int, Any]:
+        layout = next(layout for layout in self._layouts if param in layout.owners)
+        return layout.owners[param], layout.process_group
+
+    @torch.no_grad()
+    def give(self) -> None:
+        self._gather()
 
     def stock_masters(self) -> list[torch.Tensor]:
         """Return this rank's master weights as DeepSpeed lays them out, by group. Collective."""
@@ -206,12 +262,21 @@ class OwnedStates(StripedStates):
     def read(self, param: Any, key: str | None) -> torch.Tensor:
         if key is None:
             return super().read(param, key)
-        layout = self.layout_of(param)
-        assert isinstance(layout, OwnedLayout)
-        return self._step.read_state(param, key, layout.owners[param], layout.process_group)
+        return self._step.read_state(param, key)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
         if key is None:
             super().write(param, value, key)
         else:
             self._step.write_state(param, value, key)
+
+
+def _on_host(value: Any) -> Any:
+    """Return a state of a torch optimizer with its tensors on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_host(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_host, value))
+    return value

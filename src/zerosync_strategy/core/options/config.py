@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
 
+StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
+"""What the step of a parameter of this shape costs, whose group in the optimizer has these options."""
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
 WHOLE = "whole"
@@ -65,6 +68,10 @@ class ZeroSyncConfig:
         elementwise_optimizer: ``False``: an optimizer is tried on small parameters. One that updates each element by
             itself steps ZeRO's flat shards; one that needs whole parameters has them, each on one rank; another one is
             an error. ``True``: it is taken for the first. ``"whole"``: it is taken for the second.
+        step_cost: for an optimizer that needs whole parameters: what the step of one costs, in any unit, by which
+            owners are balanced. A function of its shape and of the options of its group in the optimizer, or the name
+            of one, as ``"package.module:function"``; 0: parameters are balanced by their elements alone. ``None``: what
+            Newton-Schulz costs, of parameters with two dimensions or more.
 
     Raises:
         TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
@@ -87,6 +94,7 @@ class ZeroSyncConfig:
     report_every: int = 0
     report_file: str | None = None
     elementwise_optimizer: bool | str = False
+    step_cost: StepCost | str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -108,6 +116,11 @@ class ZeroSyncConfig:
             raise TypeError(
                 f"ZeroSync option 'elementwise_optimizer' takes True, False or {WHOLE!r}, got"
                 f" {self.elementwise_optimizer!r}."
+            )
+        if not (self.step_cost is None or callable(self.cost_function)):
+            raise TypeError(
+                "ZeroSync option 'step_cost' takes a function of a shape and a mapping of options, or its name, as"
+                f" 'package.module:function', got {self.step_cost!r}."
             )
         if self.trace_gathers and not self.eager_frames:
             raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
@@ -146,6 +159,17 @@ class ZeroSyncConfig:
                 "ZeroSync options 'param_memory_budget' and 'grad_memory_budget' got different limits for \"auto\","
                 " which is for both together. Give it in one of them."
             )
+
+    @functools.cached_property
+    def cost_function(self) -> StepCost | None:
+        """``step_cost``, imported."""
+        if not isinstance(self.step_cost, str):
+            return self.step_cost
+        try:
+            found: StepCost = pkgutil.resolve_name(self.step_cost)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"ZeroSync option 'step_cost' got {self.step_cost!r}: {error}.") from error
+        return found
 
     @functools.cached_property
     def gradients(self) -> Budget:
