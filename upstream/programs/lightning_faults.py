@@ -1,6 +1,6 @@
 """What stock Lightning with DeepSpeed gets wrong without an error, each as its smallest program, against plain torch.
 
-    torchrun --nproc_per_node 2 upstream/programs/lightning_faults.py [--arm stock|loop|zerosync] [NAME ...]
+    torchrun --nproc_per_node 2 upstream/programs/lightning_faults.py [--arms stock,loop,zerosync] [NAME ...]
 
 ``stock`` is Lightning's own strategy, without its gate against CPUs. ``loop`` is the same with the accumulation
 contract of ``lightning-accumulation-contract.patch``: the Trainer's loop counts. ``zerosync`` is ZeroSync's strategy.
@@ -8,6 +8,7 @@ contract of ``lightning-accumulation-contract.patch``: the Trainer's loop counts
 
 import argparse
 import copy
+import itertools
 import logging
 import os
 import warnings
@@ -21,11 +22,16 @@ from torch.utils.data import DataLoader
 from zerosync_strategy import ZeroSyncStrategy
 from zerosync_strategy.lightning.deepspeed import DeepSpeedAnyDeviceStrategy
 
-WORLD, ARM = int(os.environ.get("WORLD_SIZE", "1")), "stock"
+RANK, WORLD, ARM = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), "stock"
 
 
 class LoopStrategy(DeepSpeedAnyDeviceStrategy):
     accumulates_in_engine = False
+
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        self.config["managed_gradient_accumulation"] = False  # each step of the engine uses all backwards before it
 
 
 class Automatic(LightningModule):
@@ -70,8 +76,9 @@ def fit(module: Automatic, batches: int, **options: Any) -> tuple[Automatic, lis
     strategies = {"stock": DeepSpeedAnyDeviceStrategy, "loop": LoopStrategy, "zerosync": ZeroSyncStrategy}
     Trainer(
         strategy=strategies[ARM](stage=2), accelerator="cpu", devices=WORLD, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    ).fit(module, DataLoader(data, batch_size=1))  # fmt: skip
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **options,
+    ).fit(module, DataLoader(data, batch_size=1, sampler=range(RANK, len(data), WORLD)))  # fmt: skip
     return before, list(data.split(WORLD))
 
 
@@ -121,20 +128,19 @@ PROGRAMS = (accumulation, end_of_an_epoch, manual_accumulation, manual_clipping)
 def main() -> None:
     global ARM
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", choices=("stock", "loop", "zerosync"), default="stock")
+    parser.add_argument("--arms", default="stock")
     parser.add_argument("names", nargs="*", default=[program.__name__ for program in PROGRAMS])
     options = parser.parse_args()
-    ARM = options.arm
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for program in PROGRAMS:
+    for ARM, program in itertools.product(options.arms.split(","), PROGRAMS):
         if program.__name__ in options.names:
             torch.manual_seed(0)
             try:
                 found = f"{program():.1e} from plain torch"
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
-            if os.environ.get("RANK", "0") == "0":
+            if RANK == 0:
                 print(f"{ARM}: {program.__name__}: {found}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Stock DeepSpeed's Muon: how many matrices each rank orthogonalizes in a step, and what it receives for that.
 
-    TORCHDYNAMO_DISABLE=1 torchrun --nproc_per_node 4 upstream/programs/muon.py
+    TORCHDYNAMO_DISABLE=1 torchrun --nproc_per_node 2 upstream/programs/muon.py
 
 Three matrices of 32 x 32, stages 2 and 3, with and without an offloaded optimizer. Each matrix needs one Newton-Schulz
 iteration on one rank. The checksum of the parameters tells whether a change of DeepSpeed changes what is trained.
@@ -36,15 +36,15 @@ def main() -> None:
         stock = getattr(deepspeed.comm, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            counted["bytes"] += received(*args)
+            counted["bytes"] += received(*args, **options)
             return stock(*args, **options)
 
         setattr(deepspeed.comm, name, call)
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    count("all_gather", lambda into, own, *_: sum(each.nbytes for each in into) - own.nbytes)
-    count("all_gather_into_tensor", lambda into, own, *_: into.nbytes - own.nbytes)
-    count("broadcast", lambda tensor, source, *_: 0 if source == rank else tensor.nbytes)
+    count("all_gather", lambda into, own, *_, **__: sum(each.nbytes for each in into) - own.nbytes)
+    count("all_gather_into_tensor", lambda into, own, *_, **__: into.nbytes - own.nbytes)
+    count("broadcast", lambda tensor, src, *_, **__: 0 if src == rank else tensor.nbytes)
     for stage in (2, 3):
         for offload in (False, True):
             torch.manual_seed(0)
@@ -65,8 +65,9 @@ def main() -> None:
             )  # fmt: skip
             for step in range(2):
                 x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-                engine.backward((engine(x) - x).square().mean())
+                loss = (engine(x) - x).square().mean()
                 counted.update(matrices=0, bytes=0)
+                engine.backward(loss)
                 engine.step()
             everyone: list[Any] = [None] * world
             dist.all_gather_object(everyone, dict(counted))
@@ -74,7 +75,7 @@ def main() -> None:
                 checksum = sum(param.double().abs().sum().item() for param in module.parameters())
             if rank == 0:
                 matrices = [each["matrices"] for each in everyone]
-                received = [each["bytes"] // 4096 for each in everyone]
+                received = [round(each["bytes"] / 4096, 1) for each in everyone]
                 print(
                     f"stage {stage}, offload {offload!s:5}: of 3 matrices, ranks orthogonalize {matrices} and receive"
                     f" {received} matrices' bytes; checksum {checksum:.9f}", flush=True,
