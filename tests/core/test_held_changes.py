@@ -2,16 +2,14 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.core.test_changes import BF16, FP16, RATE, WIDTH, make, several_buckets, share, step
+from tests.core.test_changes import BF16, RATE, WIDTH, make, several_buckets, share, step
 from tests.harness.engines import rank
 from tests.harness.ranks import run_ranks
-from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.params import held_changes
@@ -45,7 +43,6 @@ def check_alike(changes: Any, full: Any) -> None:
         ({"param_memory_budget": 20_000}, BF16, ZERO, 3),
         ({"param_memory_budget": "all", "node_size": 2}, BF16, ZERO, 4),
         ({"param_memory_budget": "all", "grad_memory_budget": 0}, BF16, ZERO | OFFLOAD, 2),
-        pytest.param({"param_memory_budget": "all"}, FP16, ZERO, 2, marks=needs_fp16()),
     ],
 )
 def test_the_same_bits_in_fewer_bytes(options: Any, config: Any, zero: Any, ranks: int) -> None:
@@ -122,12 +119,12 @@ def test_what_was_damaged_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.timeout(120)
 def test_shards_that_others_have_written_are_gathered_in_full(tmp_path: Any) -> None:
-    """After a checkpoint, an edit between two steps, a step that raised; also with what no optimizer trains."""
+    """After a checkpoint was saved, and after one was loaded. Also with a parameter that is frozen later."""
 
     def run() -> list[bool]:
         changes, full = pair({"param_memory_budget": "all"})
         in_full = []
-        for k in range(9):
+        for k in range(8):
             for each in (changes, full):
                 engine = each.engine
                 if k == 2:
@@ -136,26 +133,9 @@ def test_shards_that_others_have_written_are_gathered_in_full(tmp_path: Any) -> 
                     engine.save_checkpoint(str(tmp_path / str(each is full)))
                 if k == 6:
                     engine.load_checkpoint(str(tmp_path / str(each is full)))
-                if k == 7:
-                    with pytest.raises(ArithmeticError, match="of the test"), failing(engine):
-                        step(each, 20)
                 step(each, k)
             check_alike(changes, full)
-            in_full.append(share(changes) > 0.6)  # beside the one before the step that raised
+            in_full.append(share(changes) == 1.0)
         return in_full
 
-    assert run_ranks(run) == [[True, False, False, False, True, False, True, True, False]] * 2
-
-
-@contextlib.contextmanager
-def failing(engine: Any) -> Iterator[None]:
-    """Let the step of the optimizer raise on all ranks alike, once parameters are resharded."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ArithmeticError("of the test")
-
-    engine.optimizer._overflow_check_and_loss_scale_update = fail
-    try:
-        yield
-    finally:
-        del engine.optimizer._overflow_check_and_loss_scale_update
+    assert run_ranks(run) == [[True, False, False, False, True, False, True, False]] * 2
