@@ -15,6 +15,7 @@ from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError, attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.faster import MEASURE_EVERY, FasterWay
 from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.core.gradients.changes import _HEADER, ChangesGather
 
@@ -151,7 +152,7 @@ def test_the_faster_one_is_kept_on_all_ranks(monkeypatch: pytest.MonkeyPatch, sl
 
     def begin_step(self: Any) -> None:
         begin(self)
-        if rank() == 1 and self._codes == (slow == "coded"):
+        if rank() == 1 and self._way.codes == (slow == "coded"):
             self._began -= 100.0
 
     monkeypatch.setattr(ChangesGather, "begin_step", begin_step)
@@ -167,6 +168,20 @@ def test_the_faster_one_is_kept_on_all_ranks(monkeypatch: pytest.MonkeyPatch, sl
     for coded in run_ranks(run, world_size=3):
         assert coded[:8] == [False, True, False, True, False, True, False, True]
         assert coded[8:] == [slow == "full"] * 4
+
+
+@pytest.mark.parametrize(
+    ("coded", "turns", "is_faster"), [(0.5, 7, True), (2.0, 7, False), (0.98, 19, False), (0.96, 7, True)]
+)
+def test_a_measurement_goes_on_where_both_are_close(coded: float, turns: int, is_faster: bool) -> None:
+    """To the end of 19 steps at most, and full gathers are kept then."""
+    way = FasterWay(automatic=True)
+    for _ in range(2):
+        for turn in range(MEASURE_EVERY + 1):
+            assert way.measures == (0 < turn <= turns)
+            assert way.codes == (turn % 2 == 1 if way.measures else is_faster or not turn), turn
+            assert way.end_turn(coded if way.codes else 1.0, way.own_times()) == (turn == MEASURE_EVERY)
+        way.reset()
 
 
 def test_it_never_costs_more_than_one_in_a_hundred() -> None:
@@ -195,8 +210,10 @@ def test_where_it_is_refused() -> None:
             ValueError, match=r"'gather_changes' got True, and is for parameters of 16 bits; found torch\.f"
         ):
             make(2, {"gather_changes": True}, {})
-        with pytest.raises(ValueError, match="'gather_changes' got 'auto' and is for stages 1 and 2"):
-            make(3, {"gather_changes": "auto"}, BF16)
+        with pytest.raises(ValueError, match="'gather_changes' got 'auto', which on stage 3 is for parameters that"):
+            make(3, {"gather_changes": "auto", "param_memory_budget": {"host": "all"}}, BF16)
+        with pytest.raises(ValueError, match=r"'gather_changes' got True, .* is for parameters of 16 bits; found"):
+            make(3, {"gather_changes": True, "param_memory_budget": "all"}, {})
         with pytest.raises(ValueError, match="'gather_changes' got True with overlap_gather=True"):
             make(2, {"gather_changes": True, "overlap_gather": True}, BF16)
         with pytest.raises(TypeError, match="'gather_changes' takes True, False or \"auto\", got 'always'"):

@@ -44,7 +44,8 @@ class StepReport:
         apart: bytes that this rank sent since the step before and not for a step, by what for: checkpoints, full
             parameters or weights, forwards without gradients. They are in no other number.
         budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
-        gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step.
+        gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step; on ZeRO-3
+            held ones, since the step before.
         gathered_bytes_in_full: what it had sent without; :attr:`floor_bytes` counts these.
         version: of ZeroSync.
     """
@@ -120,7 +121,7 @@ class StepReport:
         share = self.gathered_bytes / self.gathered_bytes_in_full
         in_full = size_text(self.gathered_bytes_in_full)
         return [
-            f"changes: {size_text(self.gathered_bytes)} gathered after the step, {share:.3f} x the {in_full} in full"
+            f"changes: {size_text(self.gathered_bytes)} of parameters gathered, {share:.3f} x the {in_full} in full"
         ]
 
     def __str__(self) -> str:

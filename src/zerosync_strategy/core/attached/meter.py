@@ -162,6 +162,13 @@ class Stage3Meter(StepMeter):
             "loaded_bytes": 0 if host is None else host.loaded_bytes,
         }
 
+    def _gather_bytes(self) -> dict[str, Any]:
+        gathers = self._scheduler.changes()
+        sent, in_full = sum(each.sent_bytes for each in gathers), sum(each.dense_bytes for each in gathers)
+        for each in gathers:
+            each.reset_counts()
+        return {"gathered_bytes": sent, "gathered_bytes_in_full": in_full}
+
     def departure(self, in_forward: bool, in_step: bool) -> str:
         if self.report is None:
             return ""

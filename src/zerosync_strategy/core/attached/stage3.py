@@ -11,7 +11,7 @@ import torch
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.engine import contract, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import contract, gathering, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
@@ -66,10 +66,7 @@ class Stage3Engine(AttachedEngine):
                 " which gathers parameters when modules need them. Leave it out."
             )
         if config.gather_changes:
-            raise ValueError(
-                f"ZeroSync option 'gather_changes' got {config.gather_changes!r} and is for stages 1 and 2, where every"
-                " rank has the parameters from before the step; found stage 3. Leave it out."
-            )
+            _check_changes(engine, config)
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
@@ -191,6 +188,7 @@ class Stage3Engine(AttachedEngine):
 
     def _after_update(self) -> None:
         self.masters.stepped(zero3_optimizer.weights(self.engine.optimizer))
+        self.cache.survey_changes()
 
     def before_save(self) -> None:
         self.scheduler.before_checkpoint()
@@ -212,6 +210,27 @@ class Stage3Engine(AttachedEngine):
             self.unshard_on_read.prepare_deepcompile()
         self.meter.counts_gathers = False
         return compiling
+
+
+def _check_changes(engine: Any, config: ZeroSyncConfig) -> None:
+    """Raise where no parameter can be gathered by its changes."""
+    given = f"ZeroSync option 'gather_changes' got {config.gather_changes!r}, which on stage 3"
+    if config.parameters.device == 0 and not config.parameters.automatic:
+        raise ValueError(
+            f"{given} is for parameters that are held until the step; found param_memory_budget="
+            f"{config.param_memory_budget!r}, which holds none on the device. Leave it out, or give a budget."
+        )
+    if not gathering.gathers_plainly(engine):
+        raise ValueError(
+            f"{given} is for shards of values; the configuration lets DeepSpeed gather others (quantized, one by"
+            " one, or by all-reduce). Leave one of them out."
+        )
+    dtypes = {zero3.shard_dtype(param) for param in engine.module.parameters() if param.requires_grad}
+    if config.gather_changes is True and all(dtype.itemsize != 2 for dtype in dtypes):
+        raise ValueError(
+            f"{given} is for parameters of 16 bits; found {', '.join(map(str, dtypes))}, in which a step changes nearly"
+            " every parameter by many units. Leave it out, or train in bf16 or fp16."
+        )
 
 
 def _is_constant(param: Any) -> bool:

@@ -280,6 +280,7 @@ class HostCopy:
 
     def __init__(self, streams: Streams, numel: int) -> None:
         self._accelerator = streams._accelerator
+        self.numel = numel
         self._copy = torch.empty(numel, dtype=torch.int64)
         self._event: Any = None
         if streams.concurrent:

@@ -20,7 +20,6 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
 from zerosync_strategy.core.comm.differences import BITS, Plan, choose_plan, count, decode, digest, encode
+from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine.zero import listed
@@ -48,9 +48,6 @@ SURVEY_EVERY = 16
 """Steps after which it is looked at again."""
 WASTE = 0.01
 """What overflows cost, as a share of the bytes of full gathers, beyond what was saved."""
-MEASURED = 7
-"""Steps of an automatic choice, coded and in full in turns; the last one tells all ranks what each has measured."""
-MEASURE_EVERY = 512
 _SLACK = 0.1  # room for more than the step before had
 
 
@@ -102,7 +99,8 @@ class ChangesGather:
     """
 
     def __init__(self, layout: FlatLayout, automatic: bool, streams: Streams, topology: Topology) -> None:
-        self._layout, self._automatic, self._streams, self._topology = layout, automatic, streams, topology
+        self._layout, self._streams, self._topology = layout, streams, topology
+        self._way = FasterWay(automatic)
         self._codings = {bucket: _Coding() for bucket in layout.buckets}
         nbytes = [self._nbytes(bucket) for bucket in layout.buckets]
         self._room, self._all = max(nbytes) // 2, sum(nbytes)
@@ -114,11 +112,9 @@ class ChangesGather:
 
     def reset(self) -> None:
         """The next gathers are full: parameters were loaded, or a step has raised. On all ranks alike."""
-        self._turn = 0
-        self._uses_code = True
+        self._way.reset()
         self._began = 0.0
-        self._times: dict[bool, list[float]] = {True: [], False: []}
-        self._told: list[int] = []  # the times of all ranks in sum
+        self._told: list[int] | None = None  # the times of all ranks in sum
         self._debt = 0.0  # bytes sent less those of full gathers and what overflows may cost
         for coding in self._codings.values():
             coding.plan, coding.survey_in, coding.surveyed = None, 0, None
@@ -131,20 +127,9 @@ class ChangesGather:
     def begin_step(self) -> None:
         """The optimizer is about to step."""
         self._abandoned = [gather for gather in self._abandoned if not gather.is_over]
-        if self._measures:
+        if self._way.measures:
             self._streams.host_waits_for_caller()
         self._began = time.perf_counter()
-
-    @property
-    def _measures(self) -> bool:
-        return self._automatic and 0 < self._turn <= MEASURED
-
-    @property
-    def _codes(self) -> bool:
-        """Whether buckets with a plan are coded in this step."""
-        if self._measures:
-            return self._turn % 2 == 1
-        return self._uses_code
 
     def launch(self, bucket: FlatBucket, rows: torch.Tensor, stepped: torch.Tensor, step: int, tag: int) -> InFlight:
         """Begin to give ``stepped``, this rank's part of ``bucket``, to all ranks.
@@ -159,7 +144,7 @@ class ChangesGather:
         nbytes = self._nbytes(bucket)
         self.dense_bytes += self._sent(nbytes)
         self._debt -= (1 + WASTE) * nbytes
-        plan = coding.plan if self._codes and self._debt <= 0 else None
+        plan = coding.plan if self._way.codes and self._debt <= 0 else None
         if plan is None:
             if coding.plan is None and coding.survey_in == 0:
                 new = torch.empty_like(own).copy_(stepped, non_blocking=True)
@@ -200,8 +185,8 @@ class ChangesGather:
         header[_PLAN].fill_(_name(plan))
         header[_COUNTS].copy_(encode(sent.rows[self._layout.rank], sent.old, plan, out[_HEADER:]))
         header[_BEFORE].copy_(sent.before)
-        for word, coded in zip(header[_TIMES], (True, False), strict=True):
-            word.fill_(int(1e6 * median(self._times[coded] or [0.0])))
+        for word, measured in zip(header[_TIMES], self._way.own_times(), strict=True):
+            word.fill_(measured)
         header[_CHECKSUM].zero_()
         header[_CHECKSUM].copy_(digest(out.view(1, -1))[0])
 
@@ -250,25 +235,12 @@ class ChangesGather:
                 counts = found[index * len(BITS) : (index + 1) * len(BITS)]
                 self._prepare(bucket, counts)
                 coding.surveyed = None
-        if self._automatic:
-            self._measure()
-        self._turn += 1
-
-    def _measure(self) -> None:
-        if self._measures:
+        if self._way.measures:
             self._streams.host_waits_for_caller()
-            self._times[self._codes].append(time.perf_counter() - self._began)
-        if self._turn == MEASURED:
-            if self._told:
-                time_coded, time_full = self._told
-                self._uses_code = time_coded < time_full
-            self._times = {True: [], False: []}
-        elif self._turn == MEASURE_EVERY:
-            self._turn = -1
-            if not self._uses_code:  # plans are of long ago
-                for coding in self._codings.values():
-                    coding.plan, coding.survey_in = None, 0
-        self._told = []
+        if self._way.end_turn(time.perf_counter() - self._began, self._told):
+            for coding in self._codings.values():  # plans are of long ago, if it did not code
+                coding.plan, coding.survey_in = None, 0
+        self._told = None
 
     def abandon(self) -> None:
         """A step has raised: what is in flight updates nothing, and the next gathers are full."""

@@ -47,9 +47,9 @@ class ZeroSyncConfig:
         overlap_last: reduce during the backward that is known to be the last of its window.
         overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
             of one waits for it alone (rule U5).
-        gather_changes: ZeRO-1 and 2 with 16-bit parameters: gather how a step has changed them, in a few bits each and
-            bit for bit, instead of their values (rule R7). ``"auto"``: try both in the first steps, and keep the
-            faster; parameters of other sizes are gathered as without.
+        gather_changes: parameters of 16 bits, on ZeRO-3 those that are held on the device: gather how a step has
+            changed them, in a few bits each and bit for bit, instead of their values (rule R7). ``"auto"``: try both in
+            the first steps, and keep the faster; parameters of other sizes are gathered as without.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.

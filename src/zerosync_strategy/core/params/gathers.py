@@ -63,6 +63,9 @@ class ParameterGather(InFlight):
         activity: what a rank does that waits.
         unsharded: counts the bytes until the memory, which may come with the gather, is free.
         host: keeps copies of the parameters once they are there; ``None``: nothing does.
+
+    Attributes:
+        users: the streams that compute with the parameters.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class ParameterGather(InFlight):
         self.wait_on(streams, stream)
         self._gather_streams = streams
         self._params, self._activity, self._unsharded, self._host = params, activity, unsharded, host
-        self._users: list[Any] = []  # the streams that compute with the parameters
+        self.users: list[Any] = []
         self._counted = [(param, zero3.full_bytes(param)) for param in params if not zero3.is_persistent(param)]
         if unsharded is not None:
             unsharded.add(sum(nbytes for _, nbytes in self._counted))
@@ -109,7 +112,7 @@ class ParameterGather(InFlight):
     def join(self) -> None:
         """The current stream is one of those that use the parameters, which are there (U2, L3)."""
         if self.event is not None:
-            self._gather_streams.share_unshard(self.event, self._users, self._memory)
+            self._gather_streams.share_unshard(self.event, self.users, self._memory)
 
     def _memory(self) -> list[torch.Tensor]:
         with zero3.as_it_is():

@@ -34,6 +34,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.digest import GatherDigest
 from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
+from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
@@ -54,6 +55,7 @@ class GatherGroup:
         digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
         nodes: that its messages go between and within; ``None``: in one level.
         stream: on which it gathers (U4); ``None`` on a device without streams.
+        changes: gathers what is held of it by its changes; ``None``: nothing does.
     """
 
     process_group: Any
@@ -62,6 +64,7 @@ class GatherGroup:
     digest: GatherDigest | None
     nodes: Nodes | None
     stream: Any = None
+    changes: HeldChanges | None = None
 
 
 class GatherScheduler:
@@ -122,6 +125,10 @@ class GatherScheduler:
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
 
+    def changes(self) -> list[HeldChanges]:
+        """Return what gathers held parameters by their changes."""
+        return [group.changes for group in self.groups.values() if group.changes is not None]
+
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
         for record in self.records:
@@ -144,6 +151,8 @@ class GatherScheduler:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
             digest.compare_window(self.name)
+        for changes in self.changes():
+            changes.check()
 
     def before_checkpoint(self) -> None:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
@@ -201,6 +210,8 @@ class GatherScheduler:
             missing = of_group if self.host is None else self._load(group, of_group, self.host)
             if self.node_shards is not None and group.nodes is not None:
                 missing = self._gather_within(group, group.nodes, missing, self.node_shards)
+            if missing and group.changes is not None:
+                missing = self._gather_changes(group, missing, group.changes)
             if not missing:
                 continue
             with self.gathering(group, missing):
@@ -240,7 +251,7 @@ class GatherScheduler:
         shards = {param: shard for param in params if (shard := node_shards.get(param)) is not None}
         if not shards:
             return params
-        with self.gathering(group, list(shards), within=True) as tag:
+        with self.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(list(shards), zero3.gather_dtype):
                 with self._on(group):
                     label = self.activity(group, members)
@@ -251,14 +262,26 @@ class GatherScheduler:
         gathering.count_gathered(self.coordinator, shards)
         return [param for param in params if param not in shards]
 
+    def _gather_changes(self, group: GatherGroup, params: list[Any], changes: HeldChanges) -> list[Any]:
+        """Gather ``params``, all of one group, by their changes, if they are a bucket; return what is left of them."""
+        if (kept := changes.take(params)) is None:
+            changes.count_full(params)
+            return params
+        with self.gathering(group, params, noted=True) as tag, self._on(group):
+            arrive = gathering.unshard(params, changes.gather(kept, tag, self.activity(group, params)))
+        self._note_gather(group, arrive, params, in_place=True)
+        gathering.count_gathered(self.coordinator, params)
+        return []
+
     def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
         return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
 
     def _note_gather(
-        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None
-    ) -> None:
+        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None,
+        in_place: bool = False,
+    ) -> None:  # fmt: skip
         """Let waiting for the gather of ``params``, just issued, be our waiting, for DeepSpeed too."""
-        unsharded = None if group.digest is None else self.unsharded
+        unsharded = None if group.digest is None or in_place else self.unsharded
         activity = self.activity(group, params)
         gather = ParameterGather(arrive, params, self.streams, group.stream, activity, unsharded, host)
         gathering.in_flight(self.coordinator).update(dict.fromkeys(params, gather))
@@ -289,10 +312,13 @@ class GatherScheduler:
             yield group.place, runs
 
     @contextmanager
-    def gathering(self, group: GatherGroup, params: list[Any], within: bool = False) -> Iterator[int]:
-        """Around the issue of the gather of ``params``, all of one group, or ``within`` its node; has its tag.
+    def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
+        """Around the issue of the gather of ``params``, all of one group; has its tag.
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
+
+        Args:
+            noted: who issues it does so by a function that notes its launch.
         """
         self.streams.gathers_wait_for_writes(self._gather_streams)
         gathering_by: AbstractContextManager[None] = nullcontext()
@@ -308,7 +334,7 @@ class GatherScheduler:
         on_stream = gathering.gathering_on(self.coordinator, group.stream)
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
-        if digest is not None and not digest.tagged and not within:
+        if digest is not None and not digest.tagged and not noted:
             note_launch(group.process_group, self._device, self.activity(group, params))
 
     # ---- readers -------------------------------------------------------------------------------------------------
@@ -349,6 +375,8 @@ class GatherScheduler:
         for _, runs in self.runs(param for param in own if zero3.is_released(param)):
             for run in runs:
                 group = run[0]._zerosync_record.group
+                if group.changes is not None:
+                    group.changes.drop(run)
                 with self.gathering(group, run), rank_status().activity(self.activity(group, run)):
                     run[0].all_gather_coalesced(run).wait()
 
@@ -393,7 +421,7 @@ class GatherScheduler:
                 shards = {param: shard for param in params if (shard := self.node_shards.get(param)) is not None}
                 exact = [param for param in shards if shards[param].dtype is zero3.shard_dtype(param)]
                 for members in _by_dtype(exact, zero3.shard_dtype):
-                    with self.gathering(group, members, within=True) as tag:
+                    with self.gathering(group, members, noted=True) as tag:
                         of_dtype = {param: shards[param] for param in members}
                         label = self.activity(group, members, reader)
                         values.update(gather_node_shards(group.nodes, of_dtype, tag, label)())

@@ -1,0 +1,141 @@
+"""R7 on stage 3: what is held and gathered by its changes has the bits of what is gathered in full."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.test_changes import BF16, RATE, WIDTH, make, several_buckets, share, step
+from tests.harness.engines import rank
+from tests.harness.ranks import run_ranks
+from zerosync_strategy import RankError
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.params import held_changes
+
+__all__ = ["several_buckets"]
+ZERO: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_changes, "_SMALLEST", 1000)
+
+
+def pair(options: dict[str, Any], config: dict[str, Any] = BF16, zero: dict[str, Any] = ZERO) -> tuple[Any, Any]:
+    """Return an engine that gathers changes, and one that does not."""
+    return make(3, {"gather_changes": True, **options}, config, zero), make(3, options, config, zero)
+
+
+def check_alike(changes: Any, full: Any) -> None:
+    weights = zip(changes.full_weights(), full.full_weights(), strict=True)
+    for (name, mine), (_, other) in weights:
+        assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), name
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "config", "zero", "ranks"),
+    [
+        ({"param_memory_budget": "all"}, BF16, ZERO, 2),
+        ({"param_memory_budget": 20_000}, BF16, ZERO, 3),
+        ({"param_memory_budget": "all", "node_size": 2}, BF16, ZERO, 4),
+        ({"param_memory_budget": "all", "grad_memory_budget": 0}, BF16, ZERO | OFFLOAD, 2),
+    ],
+)
+def test_the_same_bits_in_fewer_bytes(options: Any, config: Any, zero: Any, ranks: int) -> None:
+    """With a rate that jumps, edits on all ranks and on one, a dropped window, and readers of old values."""
+
+    def run() -> list[float]:
+        changes, full = pair(options, config, zero)
+        shares = []
+        for k in range(14):
+            for each in (changes, full):
+                engine = each.engine
+                weight = engine.module[1][0].weight
+                x = torch.ones(1, WIDTH).to(weight.dtype)
+                if k == 4:
+                    with each.full_parameters(engine.module[1]):
+                        weight.data.clamp_(-0.05, 0.05)
+                if k == 9:  # in the window, where it is held
+                    engine.backward(engine(x).float().mean())
+                    if rank() == 1:
+                        with torch.no_grad():
+                            weight.mul_(1.25)
+                if k == 11:
+                    engine.backward(engine(x).sum())
+                    engine.zero_grad()
+                if k == 12:
+                    engine(x)
+                    kept, copy = weight.detach(), weight.detach().clone()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    step(each, k, RATE * (100 if k == 6 else 1))
+                told = [str(each.message) for each in caught if "gather_changes" in str(each.message)]
+                assert bool(told) == (k == 9 and each is changes), told
+                assert all("rank 1 had other parameters than rank 0" in each for each in told)
+            check_alike(changes, full)
+            if k > 10:
+                assert changes.report.peak_held_bytes == full.report.peak_held_bytes
+            shares.append(share(changes) if changes.report.gathered_bytes_in_full else 1.0)  # nothing is held yet
+            assert full.report.gathered_bytes_in_full == 0
+        assert torch.equal(kept, copy)
+        return shares
+
+    for shares in run_ranks(run, world_size=ranks):
+        assert shares[0] == 1.0  # the first is full
+        assert max(shares[2:4] + shares[6:7] + shares[12:]) < 0.6, shares
+        assert sum(shares) < 0.8 * len(shares)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.off_device("on a device, the host reads the answer before the next step")
+def test_what_was_damaged_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a module computes with it. In the code, in its digest, or that of another step."""
+    gather, places = held_changes.all_gather, (0, 8, 40)
+
+    def run(place: int) -> None:
+        def damaged(rows: torch.Tensor, *told: Any) -> InFlight:
+            in_flight = gather(rows, *told)
+            if rank() == 1:
+                in_flight.then(lambda _: rows[0, place].bitwise_xor_(1))
+            return in_flight
+
+        monkeypatch.setattr(held_changes, "all_gather", damaged)
+        zerosync = make(3, {"gather_changes": True, "param_memory_budget": "all"}, BF16, ZERO)
+        step(zerosync, 0)
+        if rank() == 1:
+            with pytest.raises(RankError, match="that rank 0 has sent are others here, by their digest"):
+                step(zerosync, 1)
+        else:
+            with contextlib.suppress(RankError):  # that the other one is gone
+                step(zerosync, 1)
+
+    for place in places:
+        run_ranks(run, place)
+
+
+@pytest.mark.timeout(120)
+def test_shards_that_others_have_written_are_gathered_in_full(tmp_path: Any) -> None:
+    """After a checkpoint was saved, and after one was loaded. Also with a parameter that is frozen later."""
+
+    def run() -> list[bool]:
+        changes, full = pair({"param_memory_budget": "all"})
+        in_full = []
+        for k in range(8):
+            for each in (changes, full):
+                engine = each.engine
+                if k == 2:
+                    engine.module[4][0].weight.requires_grad_(False)
+                if k == 4:
+                    engine.save_checkpoint(str(tmp_path / str(each is full)))
+                if k == 6:
+                    engine.load_checkpoint(str(tmp_path / str(each is full)))
+                step(each, k)
+            check_alike(changes, full)
+            in_full.append(share(changes) == 1.0)
+        return in_full
+
+    assert run_ranks(run) == [[True, False, False, False, True, False, True, False]] * 2
