@@ -130,6 +130,7 @@ class HeldChanges:
         self._rank, self._world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._way = FasterWay(automatic)
         self._began = 0.0
+        self._told: tuple[int, int] | None = None  # the longest times of any rank
         self._step = 0
         self._kept: dict[Any, _Kept] = {}  # by parameter
         self._pauses: Counter[tuple[int, ...]] = Counter()  # by ids: for how many steps a bucket is not kept
@@ -148,6 +149,12 @@ class HeldChanges:
         """A step is about to reshard what it trains. What the step before has kept and nobody has gathered is gone."""
         self.drop_all()
         self._step += 1
+        if self._way.measures:
+            self._streams.host_waits_for_caller()
+        now = time.perf_counter()  # a turn is the window of the gathers that :meth:`keep` has chosen in the step before
+        if self._way.end_turn(now - self._began, self._told):
+            self._pauses.clear()
+        self._began, self._told = now, None
 
     def keep(self, params: Sequence[Any]) -> None:
         """The step reshards ``params``, a bucket: keep their values, if their next gather may be one of changes.
@@ -184,10 +191,9 @@ class HeldChanges:
             if not zero3.is_released(param):  # another engine trains it
                 self.drop((param,))
         buckets = list(dict.fromkeys(self._kept.values()))
-        times = None
         if buckets:
             *found, coded, full = self._largest(buckets)
-            times = coded, full
+            self._told = coded, full
             for kept in buckets:
                 *counts, most, most_of_complements = found[:_WORDS]
                 del found[:_WORDS]
@@ -196,12 +202,6 @@ class HeldChanges:
                     self.drop(kept.params)
                 else:
                     self._plan(kept, counts)
-        elif self._way.measures:
-            self._streams.host_waits_for_caller()
-        now = time.perf_counter()
-        if self._way.end_turn(now - self._began, times):
-            self._pauses.clear()
-        self._began = now
 
     def _largest(self, buckets: Sequence[_Kept]) -> list[int]:
         """Return the largest words of any rank: of each bucket, and what each has measured."""
