@@ -110,8 +110,7 @@ def test_the_rows_that_go_are_those_of_the_page(replaced: ModuleType) -> None:
         assert page[name][2:4] == [str(len(gone)), str(len(replaced.overrides([name])))], name
     for project in replaced.TABLES:
         names = [name for name in replaced.REPLACED if replaced.project_of(name) == project]
-        before, gone = len(replaced.rows(project)), len(replaced.rows_that_go(names))
-        assert f"{project}: {before} rows before, {before - gone} after" in PAGE
+        assert f"{project}: {len(replaced.rows_that_go(names))} rows go" in PAGE
 
 
 def test_a_name_that_is_used_elsewhere_stays(replaced: ModuleType) -> None:
