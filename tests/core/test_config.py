@@ -135,6 +135,8 @@ NONSENSE: list[Any] = [
 def test_nonsense_is_an_error_that_names_the_option(option: str) -> None:
     """Of every option, also of those to come: True for a number and a number for True are other tests."""
     for value in NONSENSE:
+        if option == "step_cost" and value is len:
+            continue  # it takes functions
         with pytest.raises((TypeError, ValueError), match=f"ZeroSync option .{option}") as raised:
             ZeroSyncConfig(**{option: value})
         assert re.search(r"got |takes ", str(raised.value)), raised.value

@@ -54,10 +54,9 @@ def oracle(steps: int, ranks: int = 2, optimizer: Any = torch.optim.AdamW) -> di
     return Oracle(module, optimizer(module.parameters(), lr=0.01), ranks).train(loss_of, steps, BACKWARDS)
 
 
-def bytes_sent(report: Any, stage: int) -> int:
-    """Of gradients, and on stages 1 and 2 of updated parameters, whatever carries them."""
-    others = ("all_reduce", "all_gather") if stage == 3 else ("all_reduce",)  # norms, and what DeepSpeed gathers
-    return sum(traffic.bytes for kind, traffic in report.collectives.items() if not kind.startswith(others))
+def bytes_sent(report: Any) -> int:
+    """Of gradients, and of updated parameters, which are gathered at the end of the step: all are persistent."""
+    return sum(traffic.bytes for kind, traffic in report.collectives.items() if not kind.startswith("all_reduce"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -82,12 +81,11 @@ def test_the_gradient_budget(stage: int) -> None:
         assert error == 0.0
         assert budget is None or report.peak_unreduced_bytes <= budget + LAYER
         reports[budget] = report
-        of_rank = {bytes_sent(report, stage) for _, report in results}
+        of_rank = {bytes_sent(report) for _, report in results}
         assert len(of_rank) == 1
         sent += of_rank
     gradients = LAYERS * LAYER // 2  # bytes to send to reduce all of them once
-    updated = gradients if stage < 3 else 0  # stages 1 and 2 send the updated parameters in the same way
-    sent = [size - updated for size in sent]
+    sent = [size - gradients for size in sent]  # the updated parameters are sent in the same way
     assert sent == [gradients, gradients + 3 * 3 * LAYER // 2, gradients + 3 * 5 * LAYER // 2, BACKWARDS * gradients]
     assert [report.reductions for report in reports.values()] == [1, BACKWARDS + 1, BACKWARDS + 1, BACKWARDS]
     assert [report.peak_unreduced_bytes for report in reports.values()] == [6 * LAYER, 4 * LAYER, 2 * LAYER, LAYER]
@@ -278,7 +276,7 @@ def test_communication_in_bf16(stage: int) -> None:
 
     error, moved, report = run_ranks(run)[0]
     assert 0 < error < moved / 2**8  # bf16 has 8 bits
-    assert bytes_sent(report, stage) == LAYERS * LAYER // 4 + (LAYERS * LAYER // 2 if stage < 3 else 0)
+    assert bytes_sent(report) == LAYERS * LAYER // 4 + LAYERS * LAYER // 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -200,6 +200,7 @@ STAGE_1_2 = (
     *rows("parameter gather", "optimizer", "_update_model_bit16_weights(group_index) get_param_id(param)"),
     *rows("whole parameters", "optimizer", """
         _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
+        update_lp_params()
     """),
     *rows("whole parameters", "deepspeed.checkpoint.constants",
           "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS PARAM_SLICE_MAPPINGS"),

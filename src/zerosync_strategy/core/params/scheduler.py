@@ -372,7 +372,8 @@ class GatherScheduler:
         own = [param for param in params if not zero3.is_quantized(param)]
         for param in own:
             self.arrive(param)  # the context reshards it
-        for _, runs in self.runs(param for param in own if zero3.is_released(param)):
+        released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
+        for _, runs in self.runs(released):
             for run in runs:
                 group = run[0]._zerosync_record.group
                 if group.changes is not None:
