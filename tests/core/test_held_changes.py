@@ -51,12 +51,15 @@ def test_the_same_bits_in_fewer_bytes(options: Any, config: Any, zero: Any, rank
 
     def run() -> list[float]:
         changes, full = pair(options, config, zero)
-        shares, kept = [], []
+        shares, kept, places = [], [], []
         for k in range(14):
             for each in (changes, full):
                 engine = each.engine
                 weight = engine.module[1][0].weight
                 x = torch.ones(1, WIDTH).to(weight.dtype)
+                if k in (2, 3) and each is changes:
+                    engine(x)
+                    places.append(weight.data_ptr())
                 if k == 4:
                     with each.full_parameters(engine.module[1]):
                         weight.data.clamp_(-0.05, 0.05)
@@ -82,6 +85,7 @@ def test_the_same_bits_in_fewer_bytes(options: Any, config: Any, zero: Any, rank
                 assert changes.report.peak_held_bytes == full.report.peak_held_bytes
             shares.append(share(changes) if changes.report.gathered_bytes_in_full else 1.0)  # nothing is held yet
             assert full.report.gathered_bytes_in_full == 0
+        assert len(set(places)) == 1  # updated in place
         # On a device, where its gather may not be complete, it is a view of the parameter, as in plain torch.
         for weight, view, copy in kept:
             assert torch.equal(view, weight if os.environ.get(SIMULATED) else copy)
