@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.test_changes import BF16, RATE, WIDTH, make, several_buckets, share, step
+from tests.core.test_changes import BF16, FP16, RATE, WIDTH, make, several_buckets, share, step
 from tests.harness.engines import rank
 from tests.harness.ranks import SIMULATED, run_ranks
+from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.params import held_changes
@@ -95,6 +96,31 @@ def test_the_same_bits_in_fewer_bytes(options: Any, config: Any, zero: Any, rank
         assert shares[0] == 1.0  # the first is full
         assert max(shares[2:4] + shares[6:7] + shares[12:]) < 0.6, shares
         assert sum(shares) < 0.8 * len(shares)
+
+
+@needs_fp16()
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("stage", "options"), [(2, {}), (3, {"param_memory_budget": "all"})])
+def test_a_step_that_overflows_changes_nothing(stage: int, options: Any) -> None:
+    """Stage 2 gathers nothing after it, stage 3 differences of zero."""
+
+    def run() -> list[int]:
+        zero = ZERO if stage == 3 else {}
+        changes, full = make(stage, {"gather_changes": True, **options}, FP16, zero), make(stage, options, FP16, zero)
+        sent = []
+        for k in range(6):
+            for each in (changes, full):
+                step(each, k, loss_times=float("inf") if k == 3 and rank() == 1 else 1.0)
+            check_alike(changes, full)
+            sent.append(changes.report.gathered_bytes)
+        assert changes.engine.skipped_steps == full.engine.skipped_steps == 1
+        return sent
+
+    for sent in run_ranks(run):
+        if stage == 2:
+            assert sent[3] == 0 < sent[4] < sent[0] / 2
+        else:
+            assert sent[4] < min(sent[:4] + sent[5:]), sent
 
 
 @pytest.mark.timeout(120)
