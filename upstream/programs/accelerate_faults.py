@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
+from faults import report
 from torch import nn
 
 WITH_ZEROSYNC = False
@@ -104,15 +105,7 @@ def main() -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
     if not WITH_ZEROSYNC:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or DeepSpeed looks for a compiler
-    for program in PROGRAMS:
-        if program.__name__ in options.names:
-            torch.manual_seed(0)
-            try:
-                found = f"{program():.1e} from plain torch"
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            if os.environ["RANK"] == "0":
-                print(f"{program.__name__}: {found}", flush=True)
+    report(PROGRAMS, options.names)
 
 
 if __name__ == "__main__":

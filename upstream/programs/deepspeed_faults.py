@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from faults import report
 from torch import nn
 
 WITH_ZEROSYNC = False
@@ -58,6 +59,20 @@ def apart(engine: Any, plain: nn.Module) -> float:
         return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
 
 
+def trained_apart(
+    engine: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] = lambda: None
+) -> float:
+    """Return how far apart three steps of both lead; ``between`` is called after each."""
+    for step in range(3):
+        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
+        engine.step()
+        optimizer.zero_grad()
+        mean_loss(plain, step).backward()
+        optimizer.step()
+        between()
+    return apart(engine, plain)
+
+
 def thawed_later() -> float:
     """Stage 2: a layer that is frozen while the engine is built, and thawed afterwards, is never trained."""
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
@@ -66,13 +81,7 @@ def thawed_later() -> float:
     module[0].requires_grad_(False)
     engine = engine_of(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
     module[0].requires_grad_(True)
-    for step in range(3):
-        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
-        engine.step()
-        optimizer.zero_grad()
-        mean_loss(plain, step).backward()
-        optimizer.step()
-    return apart(engine, plain)
+    return trained_apart(engine, plain, optimizer)
 
 
 def edited_between_steps() -> float:
@@ -81,16 +90,13 @@ def edited_between_steps() -> float:
     plain = copy.deepcopy(module)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     engine = engine_of(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
-    for step in range(3):
-        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
-        engine.step()
-        optimizer.zero_grad()
-        mean_loss(plain, step).backward()
-        optimizer.step()
+
+    def clamp() -> None:
         with torch.no_grad():
             module.weight.clamp_(-0.1, 0.1)
             plain.weight.clamp_(-0.1, 0.1)
-    return apart(engine, plain)
+
+    return trained_apart(engine, plain, optimizer, between=clamp)
 
 
 def optimizer_of_whole_matrices() -> float:
@@ -99,13 +105,7 @@ def optimizer_of_whole_matrices() -> float:
     plain = copy.deepcopy(module)
     optimizer = torch.optim.Adafactor(plain.parameters(), lr=0.1)
     engine = engine_of(module, torch.optim.Adafactor(module.parameters(), lr=0.1), 2)
-    for step in range(3):
-        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
-        engine.step()
-        optimizer.zero_grad()
-        mean_loss(plain, step).backward()
-        optimizer.step()
-    return apart(engine, plain)
+    return trained_apart(engine, plain, optimizer)
 
 
 class _TwoHeads(nn.Module):
@@ -170,13 +170,7 @@ def shared_memory() -> float:
     plain.load_state_dict(module.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     engine = engine_of(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
-    for step in range(3):
-        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
-        engine.step()
-        optimizer.zero_grad()
-        mean_loss(plain, step).backward()
-        optimizer.step()
-    return apart(engine, plain)
+    return trained_apart(engine, plain, optimizer)
 
 
 class _Complex(nn.Module):
@@ -194,13 +188,7 @@ def complex_parameters() -> float:
     plain = copy.deepcopy(module)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     engine = engine_of(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
-    for step in range(3):
-        engine.backward(loss_of(engine(batch(step, dist.get_rank()))))
-        engine.step()
-        optimizer.zero_grad()
-        mean_loss(plain, step).backward()
-        optimizer.step()
-    return apart(engine, plain)
+    return trained_apart(engine, plain, optimizer)
 
 
 PROGRAMS = (
@@ -224,15 +212,7 @@ def main() -> None:
     else:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or DeepSpeed looks for a compiler
     deepspeed.init_distributed("gloo")
-    for program in PROGRAMS:
-        if program.__name__ in options.names:
-            torch.manual_seed(0)
-            try:
-                found = f"{program():.1e} from plain torch"
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            if dist.get_rank() == 0:
-                print(f"{program.__name__}: {found}", flush=True)
+    report(PROGRAMS, options.names)
     dist.destroy_process_group()
 
 

@@ -8,13 +8,13 @@ contract of ``lightning-accumulation-contract.patch``: the Trainer's loop counts
 
 import argparse
 import copy
-import itertools
 import logging
 import os
 import warnings
 from typing import Any
 
 import torch
+from faults import report
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -133,15 +133,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for ARM, program in itertools.product(options.arms.split(","), PROGRAMS):
-        if program.__name__ in options.names:
-            torch.manual_seed(0)
-            try:
-                found = f"{program():.1e} from plain torch"
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            if RANK == 0:
-                print(f"{ARM}: {program.__name__}: {found}", flush=True)
+    for ARM in options.arms.split(","):
+        report(PROGRAMS, options.names, f"{ARM}: ")
 
 
 if __name__ == "__main__":

@@ -126,11 +126,9 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     """Return what the ranks' collectives follow from."""
     configured = zero.user_config(engine)
     facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
-    facts |= {
-        f"ZeroSync's {name!r}": getattr(value, "__qualname__", "") or repr(value)
-        for name, value in vars(config).items()
-        if name in config.option_names()
-    }
+    for name in config.option_names():
+        value = getattr(config, name)
+        facts[f"ZeroSync's {name!r}"] = getattr(value, "__qualname__", "") or repr(value)
     if zero.stage(engine) == 3:  # gathers are in the order of these
         facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
     return facts | model_facts(engine.module)

@@ -23,6 +23,10 @@ import torch
 
 BITS = (1, 2, 4, 8)
 """Of a code, smallest first. Above them numbers have 16 bits, as they are."""
+WORTH = 0.9
+"""What is gathered goes in full where its code would have more than this share of its bytes."""
+SURVEY_EVERY = 16
+"""Steps after which that is looked at again."""
 _RAW = 16
 _SIGN = 2**15
 _UNIT = 64  # numbers of which a room has a multiple: so each level begins at a multiple of 8 bytes

@@ -143,7 +143,8 @@ def intercept_contexts() -> None:
 def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
-        _gather_in_buckets(context.params if context.enabled else ())
+        if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
+            _gather_in_buckets(context.params)
         stock(context)
         for record in _records(context.params if context.enabled else ()):
             record.claim(Claim.CONTEXT)

@@ -23,10 +23,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
-from zerosync_strategy.core.comm.differences import BITS, Plan, choose_plan, count, decode, digest, encode
+from zerosync_strategy.core.comm.collectives import InFlight, largest, named_ranks, phase
+from zerosync_strategy.core.comm.differences import (
+    BITS,
+    SURVEY_EVERY,
+    WORTH,
+    Plan,
+    choose_plan,
+    count,
+    decode,
+    digest,
+    encode,
+)
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
@@ -42,10 +51,6 @@ _HEADER = 80  # bytes, a multiple of 16
 _ANSWER = len(BITS) + 2 + 3
 _CODED = 2**16  # more than the tag of a gather in full
 
-WORTH = 0.9
-"""A bucket is gathered in full where its code would have more than this share of its bytes."""
-SURVEY_EVERY = 16
-"""Steps after which it is looked at again."""
 WASTE = 0.01
 """What overflows cost, as a share of the bytes of full gathers, beyond what was saved."""
 _SLACK = 0.1  # room for more than the step before had
@@ -273,8 +278,7 @@ class ChangesGather:
         self._debt = max(self._debt + nbytes, -2.0 * self._all)
 
     def _global(self, ranks: Sequence[int]) -> str:
-        group = self._layout.process_group
-        return ", ".join(str(dist.get_global_rank(group, rank)) for rank in ranks)
+        return named_ranks(self._layout.process_group, ranks)
 
     def _refused(self, bucket: FlatBucket, intact: torch.Tensor, expected: torch.Tensor) -> RankError:
         found = torch.stack([intact, expected], dim=1).tolist()

@@ -23,8 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, gather_words, is_native, phase
-from zerosync_strategy.core.comm.differences import BITS, Plan, choose_plan, count, decode, digest, encode, is_codable
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, gather_words, is_native, named_ranks, phase
+from zerosync_strategy.core.comm.differences import (
+    BITS,
+    SURVEY_EVERY,
+    WORTH,
+    Plan,
+    choose_plan,
+    count,
+    decode,
+    digest,
+    encode,
+    is_codable,
+)
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
@@ -39,10 +50,6 @@ _DIGEST, _STEP = 0, 1  # words of 64 bits in the header of a row
 _HEADER = 16  # bytes
 _WORDS = len(BITS) + 2  # of a bucket in a survey: counts, a digest and its complement
 _SMALLEST = 2**14  # bytes of a bucket in full for which its words in the survey are below one in a hundred
-WORTH = 0.9
-"""As for the gathers of stages 1 and 2."""
-SURVEY_EVERY = 16
-"""Steps after which a bucket that was not worth it is kept again."""
 _OURS = 3  # references to the memory of a bucket: the parameter's former tensor, the flat view of it, and that count's
 
 
@@ -342,8 +349,7 @@ class HeldChanges:
         )
 
     def _named(self, is_meant: Sequence[Any]) -> str:
-        ranks = [rank for rank, meant in enumerate(is_meant) if meant]
-        return ", ".join(str(dist.get_global_rank(self._process_group, rank)) for rank in ranks)
+        return named_ranks(self._process_group, [rank for rank, meant in enumerate(is_meant) if meant])
 
 
 def _by_rows(columns: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
