@@ -1,5 +1,6 @@
 """Mutants can be made of the package as it is, and their tests exist; trying them takes longer (`make mutants`)."""
 
+import datetime
 import re
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from tests.mutants import TABLES
 from tests.mutants.mutant import ROOT, Mutant, read
-from tests.mutants.trial import verdict_of
+from tests.mutants.table import tables_of
+from tests.mutants.trial import Verdict, verdict_of
 
 MUTANTS = [mutant for mutants in TABLES.values() for mutant in mutants]
 
@@ -56,3 +58,19 @@ def test_only_a_test_that_ran_and_failed_has_found_one(case: str, found: bool, h
     )
     verdict = verdict_of(report)
     assert (verdict.found, verdict.how) == (found, how)
+
+
+def test_rows_that_are_not_tried_keep_their_verdicts() -> None:
+    tables = {"Waits": [mutant for mutant in MUTANTS if mutant.rule == "B1"][:3]}
+    first, second, third = tables["Waits"]
+    date = datetime.date(2026, 11, 24)
+    before = tables_of(
+        tables, {first: Verdict(True, "a.py::b", "race", 1), second: Verdict(False, "", "", 1)}, date, ""
+    )
+    after = tables_of(tables, {second: Verdict(True, "c.py::d", "result", 1)}, date, before)
+    assert before.startswith("1 of 3 are found.")
+    assert after.startswith("2 of 3 are found.")
+    assert [line for line in after.splitlines() if f" {first.what} " in line] == [
+        f"| B1 | {first.what} | race | `a.py::b` |"
+    ]
+    assert f"| B1 | {third.what} | | not tried yet |" in after

@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.optimizer import problems
 from zerosync_strategy.core.optimizer.probe import Scope, probe
 from zerosync_strategy.core.optimizer.problems import kind_problem, needs_whole_parameters
 
@@ -196,5 +198,9 @@ def test_attach_tries_it() -> None:
             with pytest.raises(ValueError, match="GlobalNorm computes with all parameters"):
                 attach(engine)
             attach(engine, elementwise_optimizer=True)
+
+            with patch.object(problems, "probe", side_effect=probe) as trials:
+                attach(make_engine(module := network(), Centralized(module.parameters(), 2), stage))
+            assert trials.call_count == 1
 
     run_ranks(run)

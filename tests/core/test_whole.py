@@ -231,6 +231,14 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=r"other parameters, or flat shards.*Nothing was loaded"):
                 whole.load_checkpoint(str(tmp_path / str(stage)))
             whole.load_checkpoint(str(tmp_path / str(stage)), load_optimizer_states=False)
+            whole.save_checkpoint(str(tmp_path / f"whole{stage}"))
+            before = full_parameters(engine.module)
+            with pytest.raises(
+                CheckpointError, match=r"steps whole parameters, and AdamW steps flat.*Nothing was loaded"
+            ):
+                engine.load_checkpoint(str(tmp_path / f"whole{stage}"))
+            assert distance(full_parameters(engine.module), before) == 0.0
+            engine.load_checkpoint(str(tmp_path / f"whole{stage}"), load_optimizer_states=False)
 
     run_ranks(run)
 

@@ -98,3 +98,37 @@ def test_states_of_plain_torch(name: str, stage: int) -> None:
             other.full_optimizer_state()
 
     run_ranks(run)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("adafactor", 2), ("mixed", 3)])
+def test_other_owners_in_16_bits(name: str, stage: int, tmp_path: Path) -> None:
+    """A run with other owners goes on to the bit, and so does one with the same: from fp32 master weights."""
+
+    def built(cost: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+        net = started(Net())
+        engine = make_engine(net, OPTIMIZERS[name](net), stage, {"reduce_bucket_size": 60}, bf16={"enabled": True})
+        attach(engine, step_cost=cost)
+        return engine, engine.optimizer.optimizer
+
+    def steps(engine: Any, first: int, last: int) -> dict[str, torch.Tensor]:
+        for step in range(first, last):
+            engine.backward(engine(batch(step, 0, rank()).bfloat16()))
+            engine.step()
+        return full_parameters(engine.module)
+
+    def run() -> list[int]:
+        engine, optimizer = built()
+        steps(engine, 0, 3)
+        engine.save_checkpoint(tmp_path)
+        expected = steps(engine, 3, 6)
+        owned = []
+        for cost in (None, lambda shape, _: 1.0 / sum(shape)):
+            other, optimizer = built(cost)
+            steps(other, 7, 8)
+            other.load_checkpoint(tmp_path)
+            found = steps(other, 3, 6)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            owned.append(sum(param.numel() for group in optimizer.param_groups for param in group["params"]))
+        return owned
+
+    assert all(first != second for first, second in run_ranks(run))

@@ -1,5 +1,6 @@
-"""Under Lightning: a run goes on with another number of ranks, from a universal checkpoint."""
+"""Under Lightning: a run goes on with another number of ranks, from a universal checkpoint or whole parameters."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,23 @@ class TwoOptimizers(Module):
         return [torch.optim.AdamW([group]) for group in groups]
 
 
-@pytest.mark.parametrize("make", [Module, TwoOptimizers])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_other_numbers_of_ranks(stage: int, make: type[Module], tmp_path: Path) -> None:
-    """Each run is one epoch."""
+CASES = [
+    *itertools.product([1, 2, 3], [Module, TwoOptimizers], [False]),
+    (2, TwoOptimizers, "whole"),
+    (3, Module, "whole"),
+    (3, TwoOptimizers, "whole"),
+]
+
+
+@pytest.mark.parametrize(("stage", "make", "elementwise"), CASES)
+def test_other_numbers_of_ranks(stage: int, make: type[Module], elementwise: bool | str, tmp_path: Path) -> None:
+    """Each run is one epoch. States of whole parameters are converted by nobody."""
+    is_universal = elementwise != "whole"
 
     def train(run: int) -> dict[str, torch.Tensor]:
         strategy = ZeroSyncStrategy(
-            config={"zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0}}
+            config={"zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0 and is_universal}},
+            elementwise_optimizer=elementwise,
         )
         trainer = make_trainer(
             strategy, [recorder := Recorder()], devices=int(os.environ["WORLD_SIZE"]), max_epochs=run + 1,
@@ -71,5 +81,5 @@ def test_other_numbers_of_ranks(stage: int, make: type[Module], tmp_path: Path) 
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=WORLDS[run])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0
-        for saved in (tmp_path / f"run{run}").glob("**/checkpoint"):  # of each optimizer
+        for saved in (tmp_path / f"run{run}").glob("**/checkpoint") if is_universal else ():  # of each optimizer
             to_universal(saved, saved.with_name("universal"))

@@ -1,7 +1,9 @@
 """Tries mutants of the package: each must be found by a test.
 
-python -m tests.mutants            all; the table in docs/mutants.md is made anew
-python -m tests.mutants WORD ...   those with one of the words in their rule or in what they switch off; no table
+python -m tests.mutants            all
+python -m tests.mutants WORD ...   those with one of the words in their rule or in what they switch off
+
+Their rows in the tables of docs/mutants.md are made anew.
 
 Exits 1 if a mutant is not found, or if the tests of one fail without it.
 """
@@ -31,7 +33,7 @@ def main() -> int:
         rows = [row for row in rows if any(word.lower() in f"{row.rule} {row.what}".lower() for word in options.words)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         verdicts = {} if options.unchanged else try_all(rows, Path(folder), options.workers)
-        if verdicts and not options.words:
+        if verdicts:
             table.write(TABLES, verdicts, datetime.date.today())
         red = [] if options.words and not options.unchanged else fail_unchanged(rows, Path(folder) / "unchanged")
     survivors = [row for row, verdict in verdicts.items() if not verdict.found]

@@ -1,6 +1,7 @@
 """The tables in docs/mutants.md, after a mark."""
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 
 from tests.mutants.mutant import ROOT, Mutant
@@ -8,24 +9,45 @@ from tests.mutants.trial import Verdict
 
 FILE = ROOT / "docs" / "mutants.md"
 MARK = "<!-- made by `make mutants` -->"
+NOTHING = "**nothing**"
+UNTRIED = "not tried yet"
 
 
 def write(tables: Mapping[str, Sequence[Mutant]], verdicts: Mapping[Mutant, Verdict], date: datetime.date) -> None:
-    """Write the tables of all mutants with their verdicts."""
-    begin = FILE.read_text().partition(MARK)[0]
-    found = sum(verdict.found for verdict in verdicts.values())
-    parts = [f"{begin}{MARK}\n\nOn {date}, {found} of {len(verdicts)} were found.\n"]
+    """Write the tables of all mutants: with their verdicts, and of those not tried now what the page has."""
+    begin, _, before = FILE.read_text().partition(MARK)
+    FILE.write_text(f"{begin}{MARK}\n\n{tables_of(tables, verdicts, date, before)}")
+
+
+def tables_of(
+    tables: Mapping[str, Sequence[Mutant]], verdicts: Mapping[Mutant, Verdict], date: datetime.date, before: str
+) -> str:
+    known = {
+        line.split(" | ")[0] + " | " + line.split(" | ")[1]: line for line in re.findall(r"^\| .* \|$", before, re.M)
+    }
+    parts, lines = [], []
     for heading, mutants in tables.items():
-        lines = [_line(mutant, verdicts[mutant]) for mutant in mutants]
+        rows = [
+            _line(mutant, verdicts[mutant])
+            if mutant in verdicts
+            else known.get(_start(mutant), f"{_start(mutant)} | | {UNTRIED} |")
+            for mutant in mutants
+        ]
+        lines += rows
         parts.append(
             "\n".join(
-                [f"\n## {heading}\n", "| rule | off, or changed | shows as | in |", "|---|---|---|---|", *lines, ""]
+                [f"\n## {heading}\n", "| rule | off, or changed | shows as | in |", "|---|---|---|---|", *rows, ""]
             )
         )
-    FILE.write_text("".join(parts))
+    found = sum(not line.endswith((f"| {NOTHING} |", f"| {UNTRIED} |")) for line in lines)
+    return f"{found} of {len(lines)} are found. The last ones were tried on {date}.\n" + "".join(parts)
+
+
+def _start(mutant: Mutant) -> str:
+    return f"| {mutant.rule} | {mutant.what}"
 
 
 def _line(mutant: Mutant, verdict: Verdict) -> str:
     on = ", simulated" if mutant.simulated else ""
-    by = f"`{verdict.by}`{on}" if verdict.found else "**nothing**"
-    return f"| {mutant.rule} | {mutant.what} | {verdict.how if verdict.found else ''} | {by} |"
+    by = f"`{verdict.by}`{on}" if verdict.found else NOTHING
+    return f"{_start(mutant)} | {verdict.how if verdict.found else ''} | {by} |"

@@ -442,6 +442,11 @@ class ZeroSync:
         """
         self._while_attached("load_full_optimizer_state()").load_full_optimizer_state(state)
 
+    @property
+    def other_ranks(self) -> str:
+        """What to do with a checkpoint that another number of ranks has saved; empty: load it."""
+        return self._attached.other_ranks
+
     def detach(self) -> None:
         """Give the engine back as it was.
 

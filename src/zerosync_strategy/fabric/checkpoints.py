@@ -166,8 +166,8 @@ def _verified_together(
     for name, model in models.items():
         zerosync = handle_of(model)
         checksums = zerosync is None or zerosync.config.checkpoint_checksums
-        same_ranks = zerosync is not None and _is_loaded(model.optimizer, optimizers)
-        sources.append(Source(directories[name], TAG, checksums, shards=True, same_ranks=same_ranks))
+        other_ranks = zerosync.other_ranks if zerosync and _is_loaded(model.optimizer, optimizers) else ""
+        sources.append(Source(directories[name], TAG, checksums, shards=True, other_ranks=other_ranks))
     return one_load(sources)
 
 

@@ -340,7 +340,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         training = bool(self.zerosyncs)
         checksums, shards = self.zerosync_config.checkpoint_checksums, training or self.stage == 3
         places = [Path(path), *(directory(path, index) for index in range(1, saved))]
-        return frontend.one_load([Source(place, None, checksums, shards, same_ranks=training) for place in places])
+        other_ranks = [zerosync.other_ranks for zerosync in self.zerosyncs] or [""] * saved
+        return frontend.one_load(
+            [Source(place, None, checksums, shards, remedy) for place, remedy in zip(places, other_ranks, strict=True)]
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -69,11 +69,11 @@ def loading(
     source = Source(
         Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
-        same_ranks=optimizer_states and not attached.loads_any_ranks,
+        other_ranks=attached.other_ranks if optimizer_states else "",
         latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
         weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
         files=lambda directory, tag: checkpoint_files.files_to_load(
-            engine, directory, tag, optimizer_states, 0 if attached.loads_any_ranks else None
+            engine, directory, tag, optimizer_states, None if attached.other_ranks else 0
         ),
     )  # fmt: skip
     what = f"read the checkpoint in {path}"

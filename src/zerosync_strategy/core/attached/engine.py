@@ -17,15 +17,18 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
+from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.engine import compilation, fragments, patches, zero
+from zerosync_strategy.core.engine import checkpoint_files, compilation, fragments, patches, saved_shards, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.saved_shards import SavedShards
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT, NOTHING_LOADED
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
@@ -56,6 +59,7 @@ class AttachedEngine(ABC):
         budgets: those that set themselves.
         scheduler: of the gathers of ZeRO-3.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
+        saves_by_name: the optimizer's states, each whole; else by element.
         race_check: the engine's part in the check of this process.
         gradient_ready: the window's own, so that a gradient costs no call more.
 
@@ -64,6 +68,7 @@ class AttachedEngine(ABC):
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
+    saves_by_name: ClassVar[bool] = False
     reducer: Reducer
     pending: PendingGradients
     meter: StepMeter
@@ -365,20 +370,35 @@ class AttachedEngine(ABC):
         )
 
     @property
-    def loads_any_ranks(self) -> bool:
-        """Whether checkpoints load whatever number of ranks has saved them."""
-        return False
+    def other_ranks(self) -> str:
+        """What to do with a checkpoint that another number of ranks has saved; empty: load it."""
+        return AS_MANY if any(each.saves_by_name for each in AttachedEngine.all) else CONVERT
 
     def before_save(self) -> None:
         """A checkpoint is about to be saved."""
         self.wait_for_parameters()
 
     def examine(self, directory: Path, tag: str) -> None:
-        """A verified checkpoint is about to be loaded, with the optimizer's states. May be collective.
+        """A verified checkpoint is about to be loaded, with the optimizer's states. Collective.
 
         Raises:
             CheckpointError: on every rank: this optimizer cannot have it.
         """
+        if checkpoint_files.loads_universal(self.engine) or not checkpoint_files.is_readable(self.engine):
+            return
+
+        def look() -> tuple[str, None]:
+            own = checkpoint_files.files_to_load(self.engine, directory, tag, shards=True)[-1]
+            if saved_shards.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
+                raise DamageError(
+                    "it has states of an optimizer that steps whole parameters, and"
+                    f" {type(zero.stepping_optimizer(self.engine)).__name__} steps flat shards. Load it with the"
+                    " optimizer and the option elementwise_optimizer with which it was saved, or its weights alone,"
+                    " with load_optimizer_states=False"
+                )
+            return "", None
+
+        together(f"read the checkpoint in {directory}", look, lambda: NOTHING_LOADED)
 
     def release_held(self) -> None:
         """A checkpoint is about to read or write shards: release what is gathered of them."""

@@ -18,7 +18,7 @@ from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import NOTHING_LOADED
+from zerosync_strategy.core.failures.errors import AS_MANY, NOTHING_LOADED
 from zerosync_strategy.core.gradients.owned import OwnedReducer
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStep
 from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStep, WholeStep
@@ -28,6 +28,7 @@ from zerosync_strategy.core.options.config import ZeroSyncConfig
 class WholeEngine(AttachedEngine):
     """What they have in common."""
 
+    saves_by_name = True
     frozen: WholeStep
 
     def detach(self) -> NoReturn:
@@ -55,11 +56,11 @@ class WholeEngine(AttachedEngine):
     # ---- checkpoints: states by name -------------------------------------------------------------------------------
 
     @property
-    def loads_any_ranks(self) -> bool:
-        return checkpoint_files.is_readable(self.engine) and not self.shards_over_groups
+    def other_ranks(self) -> str:
+        return "" if checkpoint_files.is_readable(self.engine) and not self.shards_over_groups else AS_MANY
 
     def examine(self, directory: Path, tag: str) -> None:
-        if not self.loads_any_ranks:
+        if self.other_ranks:
             return
         what, own = f"read the checkpoint in {directory}", self.frozen.names(self.names)
         group = zero.data_parallel_group(self.engine.optimizer)

@@ -13,7 +13,7 @@ from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import CONVERT, NOTHING_LOADED, OTHER_SETUP
+from zerosync_strategy.core.failures.errors import NOTHING_LOADED, OTHER_SETUP
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
@@ -25,7 +25,7 @@ class Source:
         directory, tag: as ``load_checkpoint`` has them; without a tag, the file ``latest`` names it.
         checksums: read all files to verify them.
         shards: of the optimizer are read, too.
-        same_ranks: only as many ranks as have written it can read it.
+        other_ranks: what to do where another number of ranks has written it; empty: it can be read.
         latest: the file that names the tag.
         weights_of_latest: whatever the tag, DeepSpeed would load weights of the one that ``latest`` names.
         files: returns which files this rank reads of a checkpoint, by directory and tag.
@@ -35,7 +35,7 @@ class Source:
     tag: str | None
     checksums: bool
     shards: bool = True
-    same_ranks: bool = False
+    other_ranks: str = ""
     latest: str = LATEST
     weights_of_latest: bool = False
     files: Callable[[Path, str], Sequence[Path]] | None = None
@@ -153,10 +153,9 @@ def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
     folder, rank, ranks = source.directory / tag, dist.get_rank(), dist.get_world_size()
     manifest = manifests.read_any(folder, rank)
     if manifest is not None:
-        if source.same_ranks and manifest.ranks != ranks:
+        if source.other_ranks and manifest.ranks != ranks:
             raise DamageError(
-                f"it was written by {manifest.ranks} ranks, and this run has {ranks}. For another number of ranks,"
-                f" {CONVERT}"
+                f"it was written by {manifest.ranks} ranks, and this run has {ranks}. {source.other_ranks}"
             )
         manifests.check(folder, range(rank, manifest.ranks, ranks), source.checksums, source.shards)
     for path in source.files(source.directory, tag) if source.files is not None else ():

@@ -8,6 +8,7 @@ and one count of steps to all shards, which each of them advances.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -142,6 +143,7 @@ def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what ``file`` has; tensors on the host, read where they are asked for."""
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    """Return what ``file`` has; tensors on the host, read where they are asked for, but for torch's old format."""
+    lazily = zipfile.is_zipfile(file)
+    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)
     return saved

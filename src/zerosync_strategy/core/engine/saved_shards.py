@@ -26,6 +26,13 @@ def torch_state(state: State) -> dict[str, Any]:
     return found
 
 
+def is_by_name(state: State) -> bool:
+    """Return whether the state of the torch optimizer in a rank's ``state`` is by names, each parameter's whole."""
+    found = torch_state(state)
+    groups = found["param_groups"] if isinstance(found, dict) else []  # a list: DeepSpeed's elastic checkpoints
+    return any(isinstance(param, str) for group in groups for param in group["params"])
+
+
 def masters(state: State) -> list[torch.Tensor]:
     """Return the master weights in a rank's ``state``, by DeepSpeed's groups; on stages 1 and 2 without padding."""
     found: list[torch.Tensor] = state[_keys(state)[1]]

@@ -7,12 +7,13 @@ import re
 import torch.distributed as dist
 
 UNWRITABLE = "Is the disk full? Earlier checkpoints are as they were."
-CONVERT = "DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint': {'load_universal': true}"
-OTHER_SETUP = (
-    "Was it written with another model, ZeRO stage, optimizer or number of ranks? For another number of ranks,"
-    f" {CONVERT}"
+CONVERT = (
+    "For another number of ranks, DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint':"
+    " {'load_universal': true}"
 )
-"""Ends without a full stop."""
+"""What to do where another number of ranks has written a checkpoint. These end without a full stop."""
+AS_MANY = "Load it on as many ranks, or its weights alone (load_optimizer_states=False)"
+OTHER_SETUP = f"Was it written with another model, ZeRO stage, optimizer or number of ranks? {CONVERT}"
 NOTHING_LOADED = "Nothing was loaded: every rank has what it had."
 HALF_LOADED = (
     f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"
