@@ -63,7 +63,7 @@ def measure(optimizer: str, stage: int, matrices: int, world_size: int, rank: in
             nonlocal largest
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
             largest = max(largest, *(tensor.nbytes for tensor in tensors))
-            tensors[0].nan_to_num_(0.0, 0.0, 0.0).clamp_(-1e-3, 1e-3)  # received, where nobody sends: whatever was there
+            tensors[0].nan_to_num_(0.0, 0.0, 0.0).clamp_(-1e-3, 1e-3)  # received: whatever was there
             return call(*args, **kwargs)
 
         return method
