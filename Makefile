@@ -33,7 +33,7 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix trainers projects smoke canary dist docs clean
+.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix trainers projects smoke canary dist installs docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
@@ -50,6 +50,7 @@ help:
 	@echo "make smoke   install, then run a few tests with the oldest releases"
 	@echo "make canary  test with the newest release of everything, and say what is newer than constraints.txt"
 	@echo "make dist    install, then build and check the wheel and the source distribution in dist/"
+	@echo "make installs  build them, install each with each extra and Python in an environment of its own, and train there (ROWS='3.12 wheel')"
 	@echo "make docs    install what it takes, then build the documentation site in out/site"
 	@echo "make clean   remove $(VENV), caches, build output and what examples wrote to out/"
 	@echo "Variables: PYTHON=$(PYTHON) (>= 3.10), VENV=$(VENV)"
@@ -123,6 +124,10 @@ dist: $(STAMP)
 	rm -rf dist
 	"$(BIN)/python" -m build --outdir dist .
 	"$(BIN)/twine" check --strict dist/*
+
+installs: dist
+	@$(INSTALL) --quiet uv
+	$(RUN) "$(BIN)/python" -m tests.installs $(ROWS)
 
 # Needs no network once $(DOCS_STAMP) is there. A broken link fails.
 docs: $(DOCS_STAMP)

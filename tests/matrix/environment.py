@@ -64,7 +64,7 @@ class Environment:
             self._pip("install", "--no-build-isolation", "--no-deps", "--target", str(self._folder), *pins)
 
     def _make(self, row: Row) -> None:
-        base = _interpreter(row.python)
+        base = interpreter(row.python)
         _run([base, "-m", "venv", str(self._folder)])
         pins = {"torch": "", "deepspeed": "", **row.pins}
         self._pip("install", "--upgrade", "pip>=23.2", "setuptools", "wheel")
@@ -84,7 +84,7 @@ def _run(command: list[str]) -> None:
         raise InstallError("\n".join(done.stderr.splitlines()[-4:]))
 
 
-def _interpreter(version: str) -> str:
+def interpreter(version: str) -> str:
     """The path of an interpreter of this version, such as 3.12; of the running one where it is empty."""
     if not version or version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable
