@@ -12,10 +12,11 @@ from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
+    from zerosync_strategy.core.attaching import attach
     from zerosync_strategy.core.engine.contract import ContractError
     from zerosync_strategy.core.engine.cpu import prepare_cpu
     from zerosync_strategy.core.failures.errors import CheckpointError, RankError
-    from zerosync_strategy.core.handle import ZeroSync, attach
+    from zerosync_strategy.core.handle import ZeroSync
     from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
@@ -59,7 +60,7 @@ _HOME = {
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
-    "attach": "zerosync_strategy.core.handle",
+    "attach": "zerosync_strategy.core.attaching",
     "prepare_cpu": "zerosync_strategy.core.engine.cpu",
     "shard_over": "zerosync_strategy.core.params.shard_over",
 }

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.overrides import ModeOverrides
+from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, gathering, patches, zero
@@ -40,7 +41,7 @@ from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.handle import ZeroSync, attach
+from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_problem
 from zerosync_strategy.core.options.arguments import StrategyArguments
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -176,6 +177,11 @@ def report_failure(error: BaseException) -> None:
         warnings.warn(rank_status().describe("the training", error), stacklevel=3)
     else:
         rank_status().record_failure(f"{type(error).__name__}: {error}", error)
+
+
+def other_ranks(zerosync: ZeroSync) -> str:
+    """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
+    return zerosync._attached.other_ranks
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""``attach()``, and the handle that it returns."""
+"""The handle of an attached engine, which :func:`~zerosync_strategy.attach` returns."""
 
 from __future__ import annotations
 
@@ -10,108 +10,16 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.announcement import ATTACHED, note, say
 from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.overrides import EngineOverrides, attach_engine
-from zerosync_strategy.core.attached.untrained import watch_end
-from zerosync_strategy.core.engine import patches, zero, zero3, zero12
-from zerosync_strategy.core.engine.supported import require_supported
-from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.failures.deadlock import compare_numbers
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.attached.overrides import attach_engine
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizer.problems import (
-    dtype_problem,
-    foreign_problem,
-    kind_of,
-    mark_used,
-    renormed_problem,
-    shared_memory_problem,
-)
 from zerosync_strategy.core.options.budgets import parse_bytes
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
-from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
-from zerosync_strategy.core.report import StepReport, count_text
-from zerosync_strategy.version import __version__
-
-# Blocks of the DeepSpeed configuration that say what is sent.
-_ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
-
-
-def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
-    """Give a live DeepSpeed engine one gradient reduction per optimizer step.
-
-    From now on any number of ``engine.backward(loss)`` or ``loss.backward()`` before ``engine.step()`` is one window:
-    gradients stay local, and the step reduces them once.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned, with ZeRO stage 1, 2 or 3 and an optimizer.
-        config: the options; by default those of a ``"zerosync"`` block in the engine's DeepSpeed configuration.
-        **options: single options by name instead of ``config``, merged with the block.
-
-    Returns:
-        The handle: reports, abort, detach.
-
-    Raises:
-        TypeError, ValueError: the engine or an option is not one that ZeroSync supports, or the ranks' models or
-            options are not alike.
-        ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
-    """
-    if isinstance(engine, EngineOverrides) and engine._zerosync.may_be_replaced:
-        engine._zerosync.detach()
-    elif isinstance(engine, EngineOverrides):
-        raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
-    require_supported(engine)
-    if config is None:
-        config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
-    elif options:
-        raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
-    elif not isinstance(config, ZeroSyncConfig):
-        raise TypeError(
-            f"attach() takes config=ZeroSyncConfig(...), got {config!r}. Or give single options by name, as in"
-            " attach(engine, coalesce=False)."
-        )
-    optimizer = zero.stepping_optimizer(engine)
-    kind = kind_of(optimizer, config.elementwise_optimizer)
-    if problem := kind.problem or _parameters_problem(engine):
-        raise ValueError(f"attach() found that {problem}")
-    with rank_status().activity("attach()", lambda: "before the first optimizer step"):
-        everyone = zero.data_parallel_group(engine.optimizer)
-        problem = layout_problem(engine.module, everyone) if zero.stage(engine) == 3 else ""
-        require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
-        if problem:
-            raise ValueError(f"attach() found that {problem}")
-        compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
-    mark_used(optimizer)
-    try:
-        zerosync = ZeroSync(engine, config, kind.needs_whole)
-    except BaseException:
-        patches.remove_user(engine)
-        raise
-    watch_end()
-    _announce(zerosync)
-    return zerosync
-
-
-def _announce(zerosync: ZeroSync) -> None:
-    stage, ranks = zero.stage(zerosync.engine), dist.get_world_size(zero.data_parallel_group(zerosync.engine.optimizer))
-    what = f"{ATTACHED} {type(zerosync.engine.module).__name__}, ZeRO-{stage} on {count_text(ranks, 'rank')}"
-    note(what)
-    if dist.get_rank() == 0:
-        say(f"{__version__} {what}: {zerosync._attached.summary()}")
-
-
-def _parameters_problem(engine: Any) -> str:
-    """Return what is wrong with the parameters of the engine's module and ``deepspeed.initialize`` let pass."""
-    trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
-    module = engine.module
-    problem = dtype_problem(module) or renormed_problem(module) or shared_memory_problem(module)
-    return problem or foreign_problem(module, trained)
+from zerosync_strategy.core.report import StepReport
 
 
 def _one() -> float:
@@ -122,20 +30,8 @@ def _nothing() -> None:
     pass
 
 
-def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
-    """Return what the ranks' collectives follow from."""
-    configured = zero.user_config(engine)
-    facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
-    for name in config.option_names():
-        value = getattr(config, name)
-        facts[f"ZeroSync's {name!r}"] = getattr(value, "__qualname__", "") or repr(value)
-    if zero.stage(engine) == 3:  # gathers are in the order of these
-        facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
-    return facts | model_facts(engine.module)
-
-
 class ZeroSync:
-    """The handle of one attached engine. Made by :func:`attach`.
+    """The handle of one attached engine. Made by :func:`~zerosync_strategy.attach`.
 
     Attributes:
         engine: the DeepSpeed engine.
@@ -441,11 +337,6 @@ class ZeroSync:
             ValueError: as :meth:`full_optimizer_state`, or its groups have other numbers of parameters.
         """
         self._while_attached("load_full_optimizer_state()").load_full_optimizer_state(state)
-
-    @property
-    def other_ranks(self) -> str:
-        """What to do with a checkpoint that another number of ranks has saved; empty: load it."""
-        return self._attached.other_ranks
 
     def detach(self) -> None:
         """Give the engine back as it was.

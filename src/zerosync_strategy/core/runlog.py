@@ -23,7 +23,7 @@ _M_MMAP_THRESHOLD = -3
 # What torch, DeepSpeed and ZeroSync import when they are first used.
 _NAMES = (
     "deepspeed", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "torch.onnx",
-    "torch.export", "torch.testing._internal.distributed.fake_pg", "zerosync_strategy.core.handle",
+    "torch.export", "torch.testing._internal.distributed.fake_pg", "zerosync_strategy.core.attaching",
 )  # fmt: skip
 
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch.nn import Module
 
-from zerosync_strategy.core.frontend import Source, handle_of, loads_universal, one_load, one_save, whole_checkpoint
+from zerosync_strategy.core.frontend import (
+    Source,
+    handle_of,
+    loads_universal,
+    one_load,
+    one_save,
+    other_ranks,
+    whole_checkpoint,
+)
 
 from .prepared import PreparedModule, unwrap_prepared
 
@@ -166,8 +174,8 @@ def _verified_together(
     for name, model in models.items():
         zerosync = handle_of(model)
         checksums = zerosync is None or zerosync.config.checkpoint_checksums
-        other_ranks = zerosync.other_ranks if zerosync and _is_loaded(model.optimizer, optimizers) else ""
-        sources.append(Source(directories[name], TAG, checksums, shards=True, other_ranks=other_ranks))
+        remedy = other_ranks(zerosync) if zerosync and _is_loaded(model.optimizer, optimizers) else ""
+        sources.append(Source(directories[name], TAG, checksums, shards=True, other_ranks=remedy))
     return one_load(sources)
 
 

@@ -110,6 +110,6 @@ def _left_alone(engine: Any, caller: str) -> bool:
 
 
 def _attach(engine: Any) -> None:
-    from zerosync_strategy.core.handle import attach
+    from zerosync_strategy.core.attaching import attach
 
     attach(engine).may_be_replaced = True

@@ -340,7 +340,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         training = bool(self.zerosyncs)
         checksums, shards = self.zerosync_config.checkpoint_checksums, training or self.stage == 3
         places = [Path(path), *(directory(path, index) for index in range(1, saved))]
-        other_ranks = [zerosync.other_ranks for zerosync in self.zerosyncs] or [""] * saved
+        other_ranks = [*map(frontend.other_ranks, self.zerosyncs)] or [""] * saved
         return frontend.one_load(
             [Source(place, None, checksums, shards, remedy) for place, remedy in zip(places, other_ranks, strict=True)]
         )

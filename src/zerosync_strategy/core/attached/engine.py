@@ -17,18 +17,17 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
-from zerosync_strategy.core.checkpoints.manifests import DamageError
+from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.engine import checkpoint_files, compilation, fragments, patches, saved_shards, zero
+from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.saved_shards import SavedShards
-from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT, NOTHING_LOADED
+from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
 from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
@@ -384,21 +383,7 @@ class AttachedEngine(ABC):
         Raises:
             CheckpointError: on every rank: this optimizer cannot have it.
         """
-        if checkpoint_files.loads_universal(self.engine) or not checkpoint_files.is_readable(self.engine):
-            return
-
-        def look() -> tuple[str, None]:
-            own = checkpoint_files.files_to_load(self.engine, directory, tag, shards=True)[-1]
-            if saved_shards.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
-                raise DamageError(
-                    "it has states of an optimizer that steps whole parameters, and"
-                    f" {type(zero.stepping_optimizer(self.engine)).__name__} steps flat shards. Load it with the"
-                    " optimizer and the option elementwise_optimizer with which it was saved, or its weights alone,"
-                    " with load_optimizer_states=False"
-                )
-            return "", None
-
-        together(f"read the checkpoint in {directory}", look, lambda: NOTHING_LOADED)
+        refuse_states_by_name(self.engine, directory, tag)
 
     def release_held(self) -> None:
         """A checkpoint is about to read or write shards: release what is gathered of them."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,42 +32,11 @@ from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, zero3
 from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
 from zerosync_strategy.core.params.held import HoldPlan
+from zerosync_strategy.core.params.held_modules import Bucket, HeldModule, held_modules
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 AHEAD = 2
 """Buckets that are gathered ahead of their use, where not all parameters are held."""
-
-
-@dataclass
-class _Bucket:
-    """Parameters that are gathered by one message.
-
-    Attributes:
-        place: among all buckets; those of a process group follow each other.
-        group: the place of the process group in the order of gathers (U1).
-        params: in the order in which they were built.
-        issued: in this window: what was missing is gathered, or on its way.
-    """
-
-    place: int
-    group: int
-    params: list[Any]
-    issued: bool = False
-
-
-@dataclass
-class _HeldModule:
-    """A module whose parameters are all held or persistent.
-
-    Attributes:
-        params: that it needs.
-        buckets: that they are in, in their order.
-        pending: in this window, it has not waited for them yet, or they may not be there on every stream.
-    """
-
-    params: list[Any]
-    buckets: list[_Bucket]
-    pending: bool = True
 
 
 class ParameterCache:
@@ -91,9 +59,9 @@ class ParameterCache:
         self._releases_all = False
         self._steps = False  # an optimizer step is under way
         self._infers = False  # all parameters are there, for a phase without backwards
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Record, _Bucket] = {}
-        self._modules: dict[Any, _HeldModule] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Record, Bucket] = {}
+        self._modules: dict[Any, HeldModule] = {}
         self._in_flight: list[InFlight] = []
         self._hooks: list[compilation.ModuleHook] = []
         self._has_empty = any(zero3.full_numel(record.param) == 0 for record in plan.records)
@@ -204,7 +172,7 @@ class ParameterCache:
             record.claim(Claim.PHASE)
         modules = self._modules
         self._modules = {
-            module: _HeldModule(list(filter(zero3.is_sharded, gathering.parameters_of(module))), [])
+            module: HeldModule(list(filter(zero3.is_sharded, gathering.parameters_of(module))), [])
             for module in self._engine.module.modules()
         }
         self._infers = True
@@ -225,33 +193,8 @@ class ParameterCache:
 
     def _hold_modules(self) -> None:
         """From here on, DeepSpeed's hooks do not run for modules whose parameters are all held."""
-        root, all_held = self._engine.module, self.plan.holds_all
-        below_leaves = {
-            id(below) for leaf in root.modules() for below in gathering.modules_of(leaf) if below is not leaf
-        }
-        held = {}
-        for module in root.modules():
-            params = list(filter(zero3.is_sharded, gathering.parameters_of(module)))
-            # DeepSpeed may come to gather for the model, or a module without parameters, what is in another's output.
-            # A module below a leaf has no hooks.
-            has_hooks = params and module is not root and id(module) not in below_leaves
-            stay = all(zero3.is_persistent(param) or param._zerosync_record.hold for param in params)
-            if all_held or (has_hooks and stay):
-                held[module] = sorted(params, key=zero3.param_id)
-        by_id = {zero3.param_id(param): param for params in held.values() for param in params}
-        for trains in (True, False):  # apart, since those that are frozen are gathered once
-            params = [param for param in by_id.values() if param.requires_grad == trains]
-            for group, runs in self._scheduler.runs(params):
-                for run in runs:
-                    bucket = _Bucket(len(self._buckets), group, run)
-                    self._buckets.append(bucket)
-                    for param in run:
-                        self._bucket_of[param._zerosync_record] = bucket
-                        # Else a weight may also be that of a module whose other parameters are not held.
-                        param._zerosync_record.linear_is_plain = all_held
-        for module, params in held.items():
-            places = {self._bucket_of[param._zerosync_record].place for param in params}
-            self._modules[module] = _HeldModule(params, [self._buckets[place] for place in sorted(places)])
+        self._buckets, self._modules = held_modules(self._engine.module, self.plan, self._scheduler)
+        self._bucket_of = {param._zerosync_record: bucket for bucket in self._buckets for param in bucket.params}
         if self._modules:
             gathering.forget_order(self._engine.optimizer)
 
@@ -308,7 +251,7 @@ class ParameterCache:
                 if hook.when == "backward":
                     hook.replace(_nothing)
 
-    def _unshard(self, held: _HeldModule) -> None:
+    def _unshard(self, held: HeldModule) -> None:
         """Let the parameters of a module be there for the current stream, and issue the gathers of the next."""
         if self.plan.holds_all:
             self._issue_all()
@@ -333,7 +276,7 @@ class ParameterCache:
             if not bucket.issued:
                 self._issue(bucket)
 
-    def _issue(self, bucket: _Bucket) -> None:
+    def _issue(self, bucket: Bucket) -> None:
         bucket.issued = True
         if missing := list(filter(zero3.is_released, bucket.params)):
             self._in_flight += self._scheduler.fetch(missing)

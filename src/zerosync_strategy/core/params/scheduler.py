@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, is_native, note_launch, phase
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
@@ -32,39 +31,12 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
-from zerosync_strategy.core.params.digest import GatherDigest
+from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
 from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
 from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
-from zerosync_strategy.core.params.shard_over import ranks_of
-
-MAX_STREAMS = 8
-"""Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
-
-
-@dataclass(eq=False)
-class GatherGroup:
-    """A process group whose ranks share parameters.
-
-    Attributes:
-        process_group: of torch.
-        place: in the order of gathers (U1).
-        ranks: for errors.
-        digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
-        nodes: that its messages go between and within; ``None``: in one level.
-        stream: on which it gathers (U4); ``None`` on a device without streams.
-        changes: gathers what is held of it by its changes; ``None``: nothing does.
-    """
-
-    process_group: Any
-    place: int
-    ranks: str
-    digest: GatherDigest | None
-    nodes: Nodes | None
-    stream: Any = None
-    changes: HeldChanges | None = None
 
 
 class GatherScheduler:
@@ -98,18 +70,10 @@ class GatherScheduler:
         self.streams = streams
         self.unsharded = UnshardedBytes()
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
-        by_all_reduce = gathering.gathers_by_all_reduce(engine)
         self._prefetched_numel = gathering.prefetched_numel(engine)
         self._gathers_plainly = gathering.gathers_plainly(engine)
         self._device = engine.device
-        # Two groups of the same ranks stay in the order of their parameters.
-        process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
-        self.groups: dict[Any, GatherGroup] = {}
-        for place, group in enumerate(sorted(process_groups, key=lambda group: _place(ranks_of(group)))):
-            tagged = not (by_all_reduce or is_native(group, engine.device))
-            digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
-            nodes = topology.of(group) if digest is not None else None
-            self.groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes)
+        self.groups = gather_groups(engine, topology, streams)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         self._stream_count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
         self.records = [
@@ -453,11 +417,6 @@ class GatherScheduler:
                 now, then = (gathers.listed(self.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
         return ""
-
-
-def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
-    """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
-    return -len(ranks), [rank - ranks[0] for rank in ranks], ranks
 
 
 def _by_dtype(params: list[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:

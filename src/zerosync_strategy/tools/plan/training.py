@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine import contract, torch_internals, zero
-from zerosync_strategy.core.handle import attach
 from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.budgets import AUTO
 from zerosync_strategy.tools.plan.jobs import (
