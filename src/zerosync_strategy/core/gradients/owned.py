@@ -170,8 +170,8 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _row_of(number: int, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return one of ``rows``, or none of its elements."""
-    return rows[number] if number in rows else next(iter(rows.values()))[:0]
+    """Return one of ``rows``; else a tensor without elements, which keeps none of their memory."""
+    return rows[number] if number in rows else next(iter(rows.values())).new_empty(0)
 
 
 _Spans = dict[int, tuple[int, int]]
