@@ -11,6 +11,7 @@ its own node shard, are each one piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,11 +76,17 @@ class OwnedLayout(FlatLayout):
         return reduce_to_owners(rows, own, self.process_group, ordered, tag, out, empty, label)
 
     def in_node_shard(self, nbytes: int) -> int:
+        largest, total = self._node_shard_numels
+        return nbytes * largest // max(total, 1)
+
+    @cached_property
+    def _node_shard_numels(self) -> tuple[int, int]:
+        """Elements of the largest node shard, and of all."""
         assert self.nodes is not None
         numels = [0] * self.nodes.size
         for param, owner in self.owners.items():
             numels[owner % self.nodes.size] += param.numel()
-        return nbytes * max(numels) // max(sum(numels), 1)
+        return max(numels), sum(numels)
 
     def order_of(self, param: Any) -> tuple[int, int]:
         """Return by what the parameters of a bucket are sorted: their owners, of several nodes by place first."""
