@@ -69,7 +69,7 @@ def test_each_byte_crosses_between_nodes_once(
         start()
         with strict() if native else nullcontext():
             module, plain = layers(), layers()
-            sharded = {"reduce_bucket_size": 2 * WIDTH * WIDTH, "stage3_param_persistence_threshold": 0}
+            sharded = {"reduce_bucket_size": 4 * WIDTH * WIDTH, "stage3_param_persistence_threshold": 0}
             engine = make_engine(module, muon(module), stage, sharded)
             zerosync = attach(engine, **options)
             oracle = Oracle(plain, muon(plain), 4)
