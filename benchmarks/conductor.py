@@ -205,7 +205,7 @@ def _compare(teams: Sequence[Team], model: str) -> tuple[dict[str, dict[str, Any
     """What each system says of itself and where it ended; how far training has moved a parameter of the reference."""
     initial = {name: param.detach() for name, param in make_model(model).named_parameters()}
     # Lightning's stock DeepSpeed is no reference: under accumulation it computes something else.
-    ordered = sorted(teams, key=lambda team: (team.name != "ddp", team.name.startswith("lightning-stock")))
+    ordered = sorted(teams, key=lambda team: (not team.name.startswith("ddp"), team.name.startswith("lightning-stock")))
     ends: dict[str, dict[str, Any]] = {}
     reference: dict[str, torch.Tensor] = {}
     for team in ordered:

@@ -35,11 +35,12 @@ def write_markdown(results: dict[str, Any], path: Path) -> None:
     of_whom = f"host of {per_host} ranks" if per_host > 1 else "rank"
     where = "one machine's loopback" if results["where"] == "loopback" else f"one {results['rate']} link per {of_whom}"
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    optimizer = "Muon with AdamW" if any("-muon" in name for name in results["runs"][0]["systems"]) else "AdamW"
     lines = [
         f"# {results['date']}: {results['model']}, {results['ranks']} ranks, {where}",
         "",
-        f"{results['parameters'] / 1e6:.1f} M parameters in fp32, AdamW, gloo; {results.get('batch', 1)} piece(s) of 32"
-        " tokens per rank and micro-batch.",
+        f"{results['parameters'] / 1e6:.1f} M parameters in fp32, {optimizer}, gloo; {results.get('batch', 1)} piece(s)"
+        " of 32 tokens per rank and micro-batch.",
         f"{results['cpu']}, {results['cores']} cores, one thread per rank. {versions}.",
         "",
         f"    {results['command']}",
@@ -72,10 +73,10 @@ def _table(run: dict[str, Any]) -> list[str]:
     ]
     floor = run["floor_bytes"]
     for name, system in run["systems"].items():
-        sent = median(system["bytes_sent"])
+        sent, ddp = median(system["bytes_sent"]), "ddp-muon" if "-muon" in name else "ddp"
         lines.append(
             f"| {name} | {1000 * median(system['seconds']):.0f} | {_faster(run, name, _stock(run, _stage(name)))}"
-            f" | {_faster(run, name, 'ddp')} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
+            f" | {_faster(run, name, ddp)} | {sent / 1e6:.2f} | {floor / 1e6:.2f} | {sent / floor:.3f} |"
         )
     return lines
 
@@ -141,7 +142,7 @@ def _stage(name: str) -> str:
 
 def _stock(run: dict[str, Any], stage: str) -> str | None:
     """What systems of this stage are compared with: stock DeepSpeed, under Lightning where that ran."""
-    names = (f"lightning-stock-{stage}", f"stock-{stage}")
+    names = (f"lightning-stock-{stage}", f"stock-{stage}", f"stock-{stage}-muon")
     return next((name for name in names if name in run["systems"]), None)
 
 

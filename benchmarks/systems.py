@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
+import importlib
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -25,19 +26,13 @@ from zerosync_strategy import attach, prepare_cpu
 CONTEXT = 32
 MODELS = {"10m": {"layers": 6, "width": 384}, "35m": {"layers": 11, "width": 512}}
 LEARNING_RATE = 1e-4
+MUON_RATE, ADAM_RATE = 0.02, 3e-3  # of the example
 TIMEOUT = datetime.timedelta(minutes=5)  # for a collective
 
 
-def _load_gpt() -> Any:
-    path = Path(__file__).resolve().parents[1] / "examples" / "gpt.py"
-    spec = importlib.util.spec_from_file_location("gpt", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gpt = _load_gpt()
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+gpt: Any = importlib.import_module("gpt")
+muon: Any = importlib.import_module("muon")
 
 
 def make_model(model: str) -> torch.nn.Module:
@@ -46,12 +41,16 @@ def make_model(model: str) -> torch.nn.Module:
     return gpt.GPT(**MODELS[model], context=CONTEXT)
 
 
-def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every system.
+def make_optimizer(module: torch.nn.Module, is_muon: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of every system; ``is_muon``: Muon for the matrices, AdamW for the rest.
 
     Its large epsilon makes the result depend on the gradients' scale, and little on their rounding errors. The default
     would hide a wrong scale from the comparison of the final parameters.
     """
+    if is_muon:  # of all that DeepSpeed's own takes for matrices in this model
+        params = list(module.parameters())
+        matrices, others = ([each for each in params if (each.dim() > 1) is wide] for wide in (True, False))
+        return muon.MuonWithAdamW(matrices, others)  # type: ignore[no-any-return]
     return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=1e-3)
 
 
@@ -139,12 +138,19 @@ class _Direct(System):
 
 
 class _DeepSpeed(_Direct):
-    def __init__(self, model: str, stage: int, accumulate: int, **zero: Any) -> None:
+    own_muon = False  # is_muon: DeepSpeed's own
+
+    def __init__(self, model: str, stage: int, accumulate: int, is_muon: bool = False, **zero: Any) -> None:
         self.module = make_model(model)
+        config = engine_config(stage, **zero) | {"gradient_accumulation_steps": accumulate}
+        own = is_muon and self.own_muon
+        if own:
+            config["optimizer"] = {"type": "Muon", "params": {"muon_lr": MUON_RATE, "adam_lr": ADAM_RATE}}
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
-            optimizer=make_optimizer(self.module),
-            config=engine_config(stage, **zero) | {"gradient_accumulation_steps": accumulate},
+            model_parameters=list(self.module.parameters()) if own else None,
+            optimizer=None if own else make_optimizer(self.module, is_muon),
+            config=config,
             dist_init_required=False,
         )
 
@@ -163,6 +169,8 @@ class _DeepSpeed(_Direct):
 
 class Stock(_DeepSpeed):
     """DeepSpeed's own gradient accumulation: ``backward`` and ``step`` for every micro-batch."""
+
+    own_muon = True
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for batch in batches:
@@ -183,8 +191,8 @@ class Coalesced(_DeepSpeed):
 class ZeroSync(_DeepSpeed):
     """ZeroSync attached to a DeepSpeed engine."""
 
-    def __init__(self, model: str, stage: int, options: dict[str, Any], **zero: Any) -> None:
-        super().__init__(model, stage, 1, **zero)
+    def __init__(self, model: str, stage: int, options: dict[str, Any], is_muon: bool = False, **zero: Any) -> None:
+        super().__init__(model, stage, 1, is_muon, **zero)
         self.zerosync = attach(self.engine, **options)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
@@ -225,10 +233,10 @@ class _Torch(_Direct):
 class DDP(_Torch):
     """DistributedDataParallel that synchronises in the last backward only."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, is_muon: bool = False) -> None:
         self.module = make_model(model)
         self.ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
-        self.optimizer = make_optimizer(self.module)
+        self.optimizer = make_optimizer(self.module, is_muon)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         for number, batch in enumerate(batches, 1):
@@ -273,20 +281,24 @@ def make_system(name: str, model: str, accumulate: int) -> System:
     ``zerosync-2@25`` has a gradient budget of 25 % of the gradients' bytes, ``@all`` none. ``zerosync-3@25`` has such a
     parameter budget, and releases what is beyond it at once; ``zerosync-3@auto900MiB`` chooses it within that limit.
     ``-node`` keeps gradients and parameters in node shards, and nothing else, ``-node-params`` gradients in full;
-    ``-each`` keeps nothing, and reduces in every backward; ``-flat`` sends as if each rank were a node.
+    ``-each`` keeps nothing, and reduces in every backward; ``-flat`` sends as if each rank were a node. With ``-muon``
+    matrices are trained with Muon, stock's with DeepSpeed's own.
     """
     prepare_cpu()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
-    kind, _, variant = name.partition("-")
+    is_muon = "-muon" in name
+    kind, _, variant = name.replace("-muon", "").partition("-")
     if kind == "ddp":
-        return DDP(model)
+        return DDP(model, is_muon)
     stage = int(variant[0])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "fsdp2":
         return FSDP2(model, stage, per_node if "-hybrid" in variant else 0, variant.endswith("-scatter"))
     if kind == "stock":
-        of_node = {"zero_hpz_partition_size": per_node} if variant.endswith("-hpz") else {}
-        return Stock(model, stage, accumulate, **of_node)
+        of_node: dict[str, Any] = {"zero_hpz_partition_size": per_node} if variant.endswith("-hpz") else {}
+        if is_muon and stage == 3:  # DeepSpeed's own reduces whole gradients there
+            of_node["reduce_scatter"] = False
+        return Stock(model, stage, accumulate, is_muon, **of_node)
     if kind == "coalesced":
         return Coalesced(model, stage, 1)
     options: dict[str, Any] = {"param_memory_budget": "all"} if variant.endswith("-held") else {}
@@ -312,4 +324,4 @@ def make_system(name: str, model: str, accumulate: int) -> System:
         options[option] = "all"
     # Beyond the budget, little stays gathered.
     released = {"stage3_max_live_parameters": 2_000_000, "stage3_max_reuse_distance": 0} if budget else {}
-    return ZeroSync(model, stage, options, **released)
+    return ZeroSync(model, stage, options, is_muon, **released)

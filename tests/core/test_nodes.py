@@ -20,6 +20,7 @@ from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.releases import needs_fp16
 from tests.harness.strict import strict
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm.collectives import sum_in_order
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import reducer
@@ -349,6 +350,16 @@ def test_a_rank_that_fails_ends_the_others(stage: int) -> None:
     *others, failed = run_ranks(run, world_size=4, env=node(2), expect="any", timeout=60)
     assert failed.error == "ValueError"
     assert all(each.error is None and "lost the other ranks in the reduction" in each.value for each in others), others
+
+
+@pytest.mark.parametrize("out", [None, torch.empty(1)])
+def test_sums_of_16_bits_are_rounded_once(out: torch.Tensor | None) -> None:
+    """Of three nodes, the third has two rows in 16 bits to add first."""
+    rows = [
+        torch.tensor([each], dtype=dtype)
+        for each, dtype in ((256.0, torch.bfloat16), (1.0, torch.bfloat16), (0.5, torch.float32))
+    ]
+    assert sum_in_order(rows, out).item() == 257.5
 
 
 PRECISIONS = ["bf16", pytest.param("fp16", marks=needs_fp16())]

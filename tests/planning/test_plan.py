@@ -251,6 +251,16 @@ def test_what_whole_parameters_cost(stage: int) -> None:
     assert found["peak"]["optimizer"] == (2 * stage) * 128**2 * 4  # on stage 3, shards of the master weights beside
 
 
+def test_whole_parameters_on_several_nodes() -> None:
+    """Each gradient and each matrix crosses between two nodes once, in two levels; in one, to each rank of a node."""
+    workload = Workload(f"{__name__}:matrices", optimizer="Muon", dtype="fp32", micro_batches=2)
+    sets = [OptionSet(ZEROSYNC, 2), OptionSet(ZEROSYNC, 2, {"grad_memory_budget": NODE_SHARDS}),
+            OptionSet(ZEROSYNC, 2, {"node_size": 1})]  # fmt: skip
+    made = plan(workload, Cluster(8, 4, backend="gloo"), sets)
+    assert [made.over_floor(each) for each in made.outcomes] == pytest.approx([1.0, 1.0, 4.0], rel=1e-3)
+    assert made.outcomes[1].peak["node shards"] == 16 * 128**2 * 4 // 4
+
+
 def test_rows_without_whole_parameters_are_left_out() -> None:
     workload = Workload(f"{__name__}:matrices", optimizer="Muon")
     sets = [OptionSet(STOCK, 2), OptionSet(ZEROSYNC, 2), OptionSet(ZEROSYNC, 2, {CHANGES: "auto"})]

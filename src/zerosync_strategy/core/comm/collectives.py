@@ -333,7 +333,10 @@ def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torc
     if len(rows) == 1:
         return rows[0].float()
     if out is not None and out.dtype is torch.float32:
-        total = torch.add(rows[0], rows[1], out=out)
+        if torch.float32 in (rows[0].dtype, rows[1].dtype):
+            total = torch.add(rows[0], rows[1], out=out)
+        else:  # which would be rounded before it is written
+            total = out.copy_(rows[0]).add_(rows[1])
     else:
         total = rows[0].float() + rows[1]
     for row in rows[2:]:

@@ -7,12 +7,14 @@ goes the other way. Rows are picked so, and not in one piece per rank of a node,
 own.
 
 Off NCCL, messages go point to point, and what is gathered in two levels goes on by a relay (``relay.py``). A reduction
-goes on where it is waited for, which is in the same place on all ranks.
+goes on where it is waited for, which is in the same place on all ranks. Rows of any lengths, of parameters that have
+owners, go the same ways (``owners.py``).
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import (
     Allocate,
     InFlight,
+    Message,
     all_gather,
     count_sent,
     exchange,
@@ -63,7 +66,7 @@ class Topology:
 
     def __init__(self, node_size: int | str, process_group: Any) -> None:
         self._found: dict[Any, Nodes | None] = {}
-        self._counts: dict[Any, tuple[int, int]] = {}  # by process group: of nodes, of ranks
+        self._counts: dict[Any, tuple[int, int, int]] = {}  # by process group: nodes, ranks, pairs on two nodes
         ranks = dist.get_process_group_ranks(process_group)
         if node_size != AUTO:
             size, everyone = int(node_size), dist.get_world_size()
@@ -93,25 +96,34 @@ class Topology:
             self._found[process_group] = self._find(process_group)
         return self._found[process_group]
 
-    def sent(self, nbytes: int, process_group: Any) -> Sent:
-        """Return what this rank sends when ``nbytes`` are reduce-scattered or all-gathered once."""
+    def sent(self, nbytes: int, process_group: Any, distinct: bool = False) -> Sent:
+        """Return what this rank sends when ``nbytes`` are reduce-scattered or all-gathered once.
+
+        Args:
+            distinct: an all-to-all instead, of so many bytes of this rank.
+        """
         ranks = dist.get_world_size(process_group)
         nbytes = nbytes * (ranks - 1) // ranks
-        return Sent(nbytes, self.between(nbytes, process_group))
+        return Sent(nbytes, self.between(nbytes, process_group, distinct=distinct))
 
-    def between(self, nbytes: int, process_group: Any, to: int | None = None) -> int:
+    def between(self, nbytes: int, process_group: Any, to: int | None = None, distinct: bool = False) -> int:
         """Return how many of the bytes that this rank sends go to other nodes, where none is sent there twice.
 
         Args:
-            nbytes: that it sends over ``process_group``.
+            nbytes: that it sends over ``process_group``; of a collective, as a mean over the ranks.
             to: the rank, of the default process group, to which all of it goes; ``None``: to all.
+            distinct: each rank is sent bytes of its own, so that ranks of one node share none.
         """
         if to is not None:
             return 0 if self._node_of[to] == self._node_of[dist.get_rank()] else nbytes
         if process_group not in self._counts:
-            members = dist.get_process_group_ranks(process_group)
-            self._counts[process_group] = len({self._node_of[rank] for rank in members}), len(members)
-        nodes, ranks = self._counts[process_group]
+            sizes = Counter(self._node_of[rank] for rank in dist.get_process_group_ranks(process_group))
+            ranks = sizes.total()
+            pairs = ranks**2 - sum(size**2 for size in sizes.values())  # of ranks on two nodes
+            self._counts[process_group] = len(sizes), ranks, pairs
+        nodes, ranks, pairs = self._counts[process_group]
+        if distinct:
+            return nbytes * pairs // max(ranks * (ranks - 1), 1)
         return nbytes * (nodes - 1) // max(ranks - 1, 1)
 
     def _find(self, process_group: Any) -> Nodes | None:
@@ -132,11 +144,14 @@ class Nodes:
         process_group: as given.
         size: ranks on a node.
         count: of nodes.
+
+    Attributes:
+        node, place: of this rank.
     """
 
     def __init__(self, process_group: Any, size: int, count: int) -> None:
         self.process_group, self.size, self.count = process_group, size, count
-        self._node, self._place = divmod(dist.get_rank(process_group), size)
+        self.node, self.place = divmod(dist.get_rank(process_group), size)
         self._relay = Relay()
         self._within: Any = None  # the process groups of this node, and of the ranks with this one's place
         self._between: Any = None
@@ -147,8 +162,8 @@ class Nodes:
         Before a backward has to wait for it, and on all ranks in one order.
         """
         if self._within is None and is_native(self.process_group, device):
-            self._within = self._new_group([self._rank(self._node, place) for place in range(self.size)])
-            self._between = self._new_group([self._rank(node, self._place) for node in range(self.count)])
+            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)])
+            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)])
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         everyone, timeout = dist.get_process_group_ranks(self.process_group), timeout_of(self.process_group)
@@ -156,7 +171,7 @@ class Nodes:
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of ``rows``, one per rank of the process group, that belong to ranks with this one's place."""
-        return rows[self._place :: self.size]
+        return rows[self.place :: self.size]
 
     def empty_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return ``width`` columns of any values for each rank: by node, and by place."""
@@ -166,7 +181,7 @@ class Nodes:
 
     def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of :meth:`empty_rows` that this rank gives to its node."""
-        return rows[:, self._place]
+        return rows[:, self.place]
 
     def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
         """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them.
@@ -181,9 +196,9 @@ class Nodes:
             return gather
         own = self.own_rows(rows).unbind(0)
         messages = [
-            (self._rank(self._node, place), own, rows[:, place].unbind(0))
+            (self.rank(self.node, place), own, rows[:, place].unbind(0))
             for place in range(self.size)
-            if place != self._place
+            if place != self.place
         ]
         return exchange(messages, self.process_group, tag, "", lambda: rows)
 
@@ -200,11 +215,11 @@ class Nodes:
             reduction.then(lambda sums: sums.view(self.count, width))
             return reduction
         received = empty((self.size - 1) * self.count * width, rows.dtype, rows.device).view(-1, self.count, width)
-        gathered = [*received[: self._place], by_place[self._place], *received[self._place :]]
+        gathered = [*received[: self.place], by_place[self.place], *received[self.place :]]
         messages = [
-            (self._rank(self._node, place), by_place[place].unbind(0), gathered[place].unbind(0))
+            (self.rank(self.node, place), by_place[place].unbind(0), gathered[place].unbind(0))
             for place in range(self.size)
-            if place != self._place
+            if place != self.place
         ]
         return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, None))
 
@@ -221,33 +236,59 @@ class Nodes:
         if is_native(self.process_group, sums.device):
             return reduce_scatter(sent, self._between, ordered, out=out, label=label)
         received = empty((self.count - 1) * sums.shape[1], dtype, sums.device).view(-1, sums.shape[1])
-        gathered = [*received[: self._node], sums[self._node], *received[self._node :]]
+        gathered = [*received[: self.node], sums[self.node], *received[self.node :]]
         messages = [
-            (self._rank(node, self._place), (sent[node],), (gathered[node],))
+            (self.rank(node, self.place), (sent[node],), (gathered[node],))
             for node in range(self.count)
-            if node != self._node
+            if node != self.node
         ]
         return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, out))
 
     def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
         """As :func:`collectives.all_gather` off NCCL, in two levels."""
         by_place = rows.view(self.count, self.size, -1)
-        own = by_place[self._node, self._place]
-        between = [
-            (self._rank(node, self._place), (own,), (by_place[node, self._place],))
+        own = by_place[self.node, self.place]
+        between: list[Message] = [
+            (self.rank(node, self.place), (own,), (by_place[node, self.place],))
             for node in range(self.count)
-            if node != self._node
+            if node != self.node
         ]
-        within = [
-            (self._rank(self._node, place), by_place[:, self._place].unbind(0), by_place[:, place].unbind(0))
+        within: list[Message] = [
+            (self.rank(self.node, place), by_place[:, self.place].unbind(0), by_place[:, place].unbind(0))
             for place in range(self.size)
-            if place != self._place
+            if place != self.place
         ]
+        return self.relay(between, within, tag, label, own, rows)
+
+    def relay(
+        self, between: Sequence[Message], within: Sequence[Message], tag: int, label: str, result: torch.Tensor,
+        alive: Any,
+    ) -> InFlight:  # fmt: skip
+        """Exchange ``between`` nodes, and when that has arrived ``within`` this one; returns ``result``. Off NCCL.
+
+        Args:
+            between, within: of ranks of the process group; every rank calls this, with none too.
+            tag, label: as for :func:`~collectives.all_gather`.
+            alive: what must live until then.
+        """
         first = send_and_receive(between, self.process_group, tag)
         timeout, wait = timeout_of(self.process_group), issue_exchange(self.process_group, tag, label)
         count_sent(within, self.process_group)
         second = partial(send_and_receive, within, self.process_group, tag, dist)
-        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: own, rows, timeout, wait)
+        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: result, alive, timeout, wait)
 
-    def _rank(self, node: int, place: int) -> int:
+    def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:
+        """Return a process group, and the ranks in it of this node, by place, to exchange tensors on ``device``."""
+        if self._within is not None and is_native(self.process_group, device):
+            return self._within, list(range(self.size))
+        return self.process_group, [self.rank(self.node, place) for place in range(self.size)]
+
+    def ranks_between(self, device: torch.device) -> tuple[Any, list[int]]:
+        """As :meth:`ranks_within`; of this rank's place, by node."""
+        if self._between is not None and is_native(self.process_group, device):
+            return self._between, list(range(self.count))
+        return self.process_group, [self.rank(node, self.place) for node in range(self.count)]
+
+    def rank(self, node: int, place: int) -> int:
+        """Return the number in the process group of the rank that has this place on that node."""
         return node * self.size + place

@@ -3,7 +3,8 @@
 An optimizer that computes with whole matrices needs each on one rank. Where nothing else is to be sent, the gradients
 of a parameter are reduced to its owner, and the owner broadcasts what it has stepped: as many bytes as to shard the
 parameter evenly, summed over the ranks. Off NCCL, where ranks send each other messages, one exchange reduces to all
-owners at a time, so that no link waits for another one.
+owners at a time, so that no link waits for another one; of several nodes, one within each of them, to the rank that has
+the owner's place there, and one between nodes (``nodes.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from zerosync_strategy.core.comm.collectives import (
     sum_in_order,
     tree_sum,
 )
+from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.options.config import StepCost
 
 
@@ -109,38 +111,42 @@ def step_cost(shape: Sequence[int], options: Mapping[str, Any]) -> float:
 
 def reduce_to_owners(
     rows: Mapping[int, torch.Tensor], own: torch.Tensor, process_group: Any, ordered: bool, tag: int,
-    out: torch.Tensor | None, empty: Allocate, label: str,
+    out: torch.Tensor | None, empty: Allocate, label: str, ranks: Sequence[int] | None = None,
 ) -> InFlight:  # fmt: skip
-    """Sum over the ranks of ``process_group``; each rank receives the sum of its row, where it has one.
+    """Sum over ``ranks`` of ``process_group``; each receives the sum of its row, where it has one.
 
     Args:
-        rows: flat, by the rank that owns each, the same on every rank. Must stay as they are until the wait, which may
-            write to them.
-        own: this rank's; empty where it has none.
+        rows: flat, by the rank that owns each, its number among ``ranks``; the same on every rank. Must stay as they
+            are until the wait, which may write to them.
+        own: this rank's; empty where it has none. Off NCCL it may be of a wider dtype than what is sent.
         ordered, tag, out, empty, label: as for :func:`collectives.reduce_scatter`.
+        ranks: of ``process_group``, in their order; ``None``: all. On NCCL, those are all.
 
     Returns:
         A tensor of the size of ``own``, as there.
     """
     from deepspeed import comm
 
-    rank, world_size, device = dist.get_rank(process_group), dist.get_world_size(process_group), own.device
+    ranks = range(dist.get_world_size(process_group)) if ranks is None else ranks
+    number, count, device = ranks.index(dist.get_rank(process_group)), len(ranks), own.device
     if out is not None and (out.device != device or out.dtype != own.dtype):
         out = None
     if not is_native(process_group, device):
-        senders = world_size - 1 if own.numel() else 0
-        received = list(empty(senders * own.numel(), own.dtype, device).view(senders, -1).unbind(0)) if senders else []
+        senders, dtype = (count - 1, rows[number].dtype) if own.numel() else (0, own.dtype)
+        received = list(empty(senders * own.numel(), dtype, device).view(senders, -1).unbind(0)) if senders else []
         messages: list[Message] = []
-        for number, peer in enumerate(peer for peer in range(world_size) if peer != rank):
-            messages.append((peer, [rows[peer]] if peer in rows else [], received[number : number + 1]))
-        gathered = [*received[:rank], own, *received[rank:]]
+        for index, peer in enumerate(peer for peer in range(count) if peer != number):
+            messages.append((ranks[peer], [rows[peer]] if peer in rows else [], received[index : index + 1]))
+        gathered = [*received[:number], own, *received[number:]]
         return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+    if not rows:
+        return InFlight([], lambda: own)
     if ordered:
         packed = torch.cat([rows[owner] for owner in sorted(rows)])
-        received_all = packed.new_empty(world_size, own.numel())
-        sizes = [rows[owner].numel() if owner in rows else 0 for owner in range(world_size)]
+        received_all = packed.new_empty(count, own.numel())
+        sizes = [rows[owner].numel() if owner in rows else 0 for owner in range(count)]
         work = comm.all_to_all_single(
-            received_all.view(-1), packed, [own.numel()] * world_size, sizes, group=process_group, async_op=True
+            received_all.view(-1), packed, [own.numel()] * count, sizes, group=process_group, async_op=True
         )
         note_launch(process_group, device, label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
@@ -148,19 +154,25 @@ def reduce_to_owners(
     for owner, row in rows.items():
         works.append(comm.reduce(row, dist.get_global_rank(process_group, owner), group=process_group, async_op=True))
         note_launch(process_group, device, label)
-    return InFlight(works, lambda: own, alive=rows)
+    return InFlight(works, lambda: rows.get(number, own), alive=rows)
 
 
-def give_from_owners(parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, tag: int, label: str) -> InFlight:
+def give_from_owners(
+    parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, tag: int, label: str, nodes: Nodes | None = None
+) -> InFlight:
     """Give every rank of ``process_group`` all ``parts``, each of which its owner has; in place.
 
     Args:
         parts: flat, each with the rank of its owner, at least one.
         tag, label: as for :func:`collectives.all_gather`.
+        nodes: of ``process_group``. Off NCCL, an owner gives its parts to the ranks of its place on other nodes, and
+            each of these to its node.
     """
     from deepspeed import comm
 
     rank, device = dist.get_rank(process_group), parts[0][1].device
+    if not is_native(process_group, device) and nodes is not None:
+        return _relay_from_owners(parts, nodes, tag, label)
     if not is_native(process_group, device):
         of: dict[int, list[torch.Tensor]] = {}
         for owner, part in parts:
@@ -175,6 +187,24 @@ def give_from_owners(parts: Sequence[tuple[int, torch.Tensor]], process_group: A
         works.append(comm.broadcast(part, source, group=process_group, async_op=True))
         note_launch(process_group, device, label)
     return InFlight(works, lambda: parts[0][1], alive=parts)
+
+
+def _relay_from_owners(parts: Sequence[tuple[int, torch.Tensor]], nodes: Nodes, tag: int, label: str) -> InFlight:
+    of: dict[int, list[torch.Tensor]] = {}
+    of_place: dict[int, list[torch.Tensor]] = {}
+    for owner, part in parts:
+        of.setdefault(owner, []).append(part)
+        of_place.setdefault(owner % nodes.size, []).append(part)
+    node, place = nodes.node, nodes.place
+    own = of.get(nodes.rank(node, place), [])
+    others = (nodes.rank(other, place) for other in range(nodes.count) if other != node)
+    between: list[Message] = [(peer, own, of.get(peer, [])) for peer in others]
+    within: list[Message] = [
+        (nodes.rank(node, other), of_place.get(place, []), of_place.get(other, []))
+        for other in range(nodes.size)
+        if other != place
+    ]
+    return nodes.relay(between, within, tag, label, parts[0][1], parts)
 
 
 def all_to_all(

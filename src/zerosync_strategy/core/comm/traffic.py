@@ -41,6 +41,7 @@ class _Kind(NamedTuple):
     passes: int = 1  # (W-1)/W of the payload each
     passes_on_gloo: int = 1
     to_one_rank: bool = False  # the whole payload is sent, whatever W
+    distinct: bool = False  # each rank receives something else
 
 
 _KINDS = {
@@ -54,8 +55,8 @@ _KINDS = {
     "reduce_scatter_tensor": _Kind("input_tensor", 1, 3, passes_on_gloo=2),
     "reduce": _Kind("tensor", 0, 3),
     "broadcast": _Kind("tensor", 0, 2),
-    "all_to_all_single": _Kind("input", 1, 4),
-    "all_to_all": _Kind("input_tensor_list", 1, 2),
+    "all_to_all_single": _Kind("input", 1, 4, distinct=True),
+    "all_to_all": _Kind("input_tensor_list", 1, 2, distinct=True),
     "isend": _Kind("tensor", 0, 2, to_one_rank=True),
 }
 
@@ -113,8 +114,8 @@ class CollectiveCounter:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None) -> None:
-        between = 0 if self._topology is None else self._topology.between(nbytes, process_group, to)
+    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None, distinct: bool = False) -> None:
+        between = 0 if self._topology is None else self._topology.between(nbytes, process_group, to, distinct)
         self.traffic[kind] = self.traffic.get(kind, Traffic()) + Traffic(1, nbytes, between)
 
 
@@ -210,7 +211,7 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
             sent = sent * (size - 1) // size
         to = argument(args, kwargs, "dst", 1) if kind.to_one_rank else None
         for counter in self._zerosync_counters:
-            counter._add(name, sent, group, to)
+            counter._add(name, sent, group, to, kind.distinct)
         return getattr(super(_CountingBackend, self), name)(*args, **kwargs)
 
     return method

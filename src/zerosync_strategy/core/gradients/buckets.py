@@ -60,8 +60,6 @@ class ShardLayout(ABC):
         is_native: the backend has a reduce-scatter of its own.
     """
 
-    has_levels = True  # exchanges may go in two levels
-
     def __init__(
         self, process_group: Any, params: Sequence[Any], shard_numel: int, divisor: float, dtype: torch.dtype
     ) -> None:
@@ -86,9 +84,10 @@ class ShardLayout(ABC):
         """Launch the reduction of what a bucket has yielded; see :func:`collectives.reduce_scatter`."""
         return reduce_scatter(rows, self.process_group, ordered, tag, out, empty, label)
 
-    def own_numel(self, rows: Any) -> int:
-        """Return how many elements of what a bucket has yielded are for this rank's shard."""
-        return int(rows.shape[1])
+    def in_node_shard(self, nbytes: int) -> int:
+        """Return how many of so many bytes of gradients are in a node shard, the largest; of several nodes."""
+        assert self.nodes is not None
+        return nbytes // self.nodes.size
 
     def gather_shards(
         self, dtype: torch.dtype, device: torch.device, read: Callable[[torch.Tensor, int], None]
@@ -117,14 +116,25 @@ class ShardLayout(ABC):
         """Return which parts of the gradient of ``param`` are in this rank's shard."""
 
 
+class Part(NamedTuple):
+    """Where the result of a reduction belongs: elements of this rank's shard.
+
+    ``begin`` is where it begins in the bucket, and tells parts apart, of which this rank may have no element.
+    """
+
+    offset: int
+    numel: int
+    begin: int
+
+
 class ReduceScatterInput(NamedTuple):
     """A matrix of which rank r receives the sum of row r, and where in this rank's shard that belongs.
 
-    Where parameters have owners (``owned.py``), the rows are by rank and of any lengths.
+    Where parameters have owners (``owned.py``), the rows are of any lengths, by rank; in two levels, by place.
     """
 
     rows: Any
-    offset: int
+    part: Part
 
 
 class GradientBucket(ABC):
@@ -139,8 +149,7 @@ class GradientBucket(ABC):
     Attributes:
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
-        node_shard: sums over this window, scaled as they are sent, by their offset in this rank's shard: its node shard
-            (``comm/nodes.py``).
+        node_shard: sums over this window, scaled as they are sent, by their part: its node shard (``comm/nodes.py``).
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
         pending_params: in a backward that reduces it when it is complete, the ids of those without their gradient yet.
@@ -159,7 +168,7 @@ class GradientBucket(ABC):
         self.layout = layout
         self.params = list(params)
         self.level = level
-        self.node_shard: dict[int, torch.Tensor] = {}
+        self.node_shard: dict[Part, torch.Tensor] = {}
         self.local = local
         self.streams = streams
         self.needs_reduce = False
@@ -196,19 +205,38 @@ class GradientBucket(ABC):
         """Yield ``rows``, of which this rank's belongs at ``offset`` of its shard, by ``width`` columns."""
         for first in range(0, rows.shape[1], width):
             columns = rows[:, first : first + width]
-            yield ReduceScatterInput(columns.to(self.layout.dtype), offset + first)
+            part = Part(offset + first, columns.shape[1], first)
+            yield ReduceScatterInput(columns.to(self.layout.dtype), part)
 
-    def keep_node_sums(self, offset: int, sums: torch.Tensor) -> None:
+    # ---- in two levels ---------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The nodes within and between which it is reduced; ``None``: over all ranks at once."""
+        nodes = self.layout.nodes
+        return nodes if self.level is Level.NODE or not self.layout.is_native else None
+
+    def reduce_within(self, nodes: Nodes, rows: Any, ordered: bool, tag: int) -> InFlight:
+        """Sum what the bucket has yielded over the ranks of this node; returns the node shard of it."""
+        return nodes.reduce_within(rows, ordered, tag, self.local.empty, self.label)
+
+    def reduce_between(
+        self, nodes: Nodes, part: Part, sums: torch.Tensor, ordered: bool, tag: int, out: torch.Tensor | None
+    ) -> InFlight:
+        """Sum node shards over the nodes; returns this rank's elements. See :meth:`Nodes.reduce_between`."""
+        return nodes.reduce_between(sums, self.layout.dtype, ordered, tag, out, self.local.empty, self.label)
+
+    def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
         """Add ``sums`` to the node shard."""
-        if offset in self.node_shard:
-            self.node_shard[offset].add_(sums)
+        if part in self.node_shard:
+            self.node_shard[part].add_(sums)
         else:
-            self.node_shard[offset] = kept = sums.to(self.local.dtype)
+            self.node_shard[part] = kept = sums.to(self.local.dtype)
             self.local.count(kept.nbytes)
 
-    def take_node_sums(self, offset: int) -> torch.Tensor | None:
-        """Return what the node shard has for ``offset``, and forget it."""
-        sums = self.node_shard.pop(offset, None)
+    def take_node_sums(self, part: Part) -> torch.Tensor | None:
+        """Return what the node shard has for ``part``, and forget it."""
+        sums = self.node_shard.pop(part, None)
         if sums is not None:
             self.local.count(-sums.nbytes)
         return sums
@@ -254,7 +282,7 @@ def _choose_levels(
 ) -> tuple[dict[Any, Level], int]:
     """Return the level of each parameter's gradient, of ``nbytes``, and a new limit of buckets."""
     in_shards = {
-        param: nbytes[param] // layout.nodes.size
+        param: layout.in_node_shard(nbytes[param])
         for layout in layouts
         if layout.nodes is not None
         for param in layout.params

@@ -3,19 +3,24 @@
 A rank's shard has the parameters that it owns, one after the other, so that shards differ in size. A bucket collects
 gradients as every flat bucket does, in the order of their owners, and each owner's part is reduced to it. After the
 step, owners give their parameters to all ranks, in the flat buffer, whose layout stays DeepSpeed's.
+
+Of several nodes, owners of one place follow each other in that order: what a rank sends to another one of its node, and
+its own node shard, are each one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import Allocate, InFlight
+from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import choose_owners, give_from_owners, reduce_to_owners
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe
-from zerosync_strategy.core.gradients.buckets import Level, ReduceScatterInput
+from zerosync_strategy.core.gradients.buckets import Level, Part, ReduceScatterInput
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 from zerosync_strategy.core.gradients.reducer import StepSlices
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
@@ -27,8 +32,6 @@ class OwnedLayout(FlatLayout):
     Attributes:
         own_offsets: where the parameters that this rank owns begin in its shard, ascending.
     """
-
-    has_levels = False
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], owners: Mapping[Any, int],
@@ -69,13 +72,26 @@ class OwnedLayout(FlatLayout):
     def reduce_scatter(
         self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
     ) -> InFlight:
-        return reduce_to_owners(rows, self._own(rows), self.process_group, ordered, tag, out, empty, label)
+        own = _row_of(self.rank, rows)
+        return reduce_to_owners(rows, own, self.process_group, ordered, tag, out, empty, label)
 
-    def own_numel(self, rows: Any) -> int:
-        return self._own(rows).numel()
+    def in_node_shard(self, nbytes: int) -> int:
+        largest, total = self._node_shard_numels
+        return nbytes * largest // max(total, 1)
 
-    def _own(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return rows[self.rank] if self.rank in rows else next(iter(rows.values()))[:0]
+    @cached_property
+    def _node_shard_numels(self) -> tuple[int, int]:
+        """Elements of the largest node shard, and of all."""
+        assert self.nodes is not None
+        numels = [0] * self.nodes.size
+        for param, owner in self.owners.items():
+            numels[owner % self.nodes.size] += param.numel()
+        return max(numels), sum(numels)
+
+    def order_of(self, param: Any) -> tuple[int, int]:
+        """Return by what the parameters of a bucket are sorted: their owners, of several nodes by place first."""
+        owner = self.owners[param]
+        return (owner, 0) if self.nodes is None else (owner % self.nodes.size, owner // self.nodes.size)
 
     def gather_shards(
         self, dtype: torch.dtype, device: torch.device, read: Callable[[torch.Tensor, int], None]
@@ -105,7 +121,7 @@ class OwnedLayout(FlatLayout):
                 begin = runs.pop()[1]
             runs.append((owner, begin, end))
         parts = [(owner, flat[begin:end]) for owner, begin, end in runs]
-        return give_from_owners(parts, self.process_group, tag, label)
+        return give_from_owners(parts, self.process_group, tag, label, self.nodes)
 
     # ---- checkpoints, in DeepSpeed's own layout --------------------------------------------------------------------
 
@@ -160,22 +176,49 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _row_of(number: int, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return one of ``rows``; else a tensor without elements, which keeps none of their memory."""
+    return rows[number] if number in rows else next(iter(rows.values())).new_empty(0)
+
+
+_Spans = dict[int, tuple[int, int]]
+"""Where rows begin and end in the memory of a bucket."""
+
+
+def _rows_in(memory: torch.Tensor, first: int, spans: _Spans) -> dict[int, torch.Tensor]:
+    """Return what ``memory`` has of each row; it has the bucket's from ``first`` on."""
+    last = first + len(memory)
+    cut = ((key, max(begin, first), min(end, last)) for key, (begin, end) in spans.items())
+    return {key: memory[begin - first : end - first] for key, begin, end in cut if begin < end}
+
+
 class OwnedBucket(FlatBucket):
     """A bucket of an :class:`OwnedLayout`, in whose memory the gradients are in the order of their owners."""
 
     layout: OwnedLayout
 
     def _lay_out(self) -> None:
+        nodes = self.layout.nodes
         self._head = self._first = 0
         self._blanks = []
         self._begins = {}
-        self._rows: dict[int, tuple[int, int]] = {}  # by owner, where its part begins and ends
+        self._rows: _Spans = {}  # by owner
+        self._places: _Spans = {}  # by the place of the owner
+        self._own_place: _Spans = {}  # by node, those of this rank's place
         end = 0
-        for param in sorted(self.params, key=self.layout.owners.__getitem__):
-            owner = self.layout.owners[param]
-            self._begins[id(param)] = end
-            begin, end = self._rows.get(owner, (end, 0))[0], end + param.numel()
-            self._rows[owner] = begin, end
+
+        def lengthen(spans: _Spans, key: int, begin: int) -> None:
+            spans[key] = spans.get(key, (begin, 0))[0], end
+
+        for param in sorted(self.params, key=self.layout.order_of):
+            owner, begin, end = self.layout.owners[param], end, end + param.numel()
+            self._begins[id(param)] = begin
+            lengthen(self._rows, owner, begin)
+            if nodes is not None:
+                node, place = divmod(owner, nodes.size)
+                lengthen(self._places, place, begin)
+                if place == nodes.place:
+                    lengthen(self._own_place, node, begin)
         self._numel = self._end = end
 
     @property
@@ -186,15 +229,32 @@ class OwnedBucket(FlatBucket):
         memory = self._complete()
         if factor != 1.0:
             memory.mul_(factor)
-        width = max(1, self._chunk_width * self.layout.world_size // len(self._rows))
-        widest = max(end - begin for begin, end in self._rows.values())
-        for first in range(0, widest, width):
-            rows = {
-                owner: memory[begin + first : min(end, begin + first + width)].to(self.layout.dtype)
-                for owner, (begin, end) in self._rows.items()
-                if begin + first < end
-            }
-            yield ReduceScatterInput(rows, self.stripe.offset + min(first, self.stripe.width))
+        numel = self._chunk_width * self.layout.world_size
+        spans = self._rows if self.nodes is None else self._places
+        own, width = self._rows.get(self.layout.rank, (0, 0))[0], self.stripe.width
+        for first in range(0, self._end, numel):
+            chunk = memory[first : min(first + numel, self._end)].to(self.layout.dtype)
+            begin, end = (min(max(bound - own, 0), width) for bound in (first, first + len(chunk)))
+            part = Part(self.stripe.offset + begin, end - begin, first)
+            yield ReduceScatterInput(_rows_in(chunk, first, spans), part)
+
+    def reduce_within(self, nodes: Nodes, rows: Mapping[int, torch.Tensor], ordered: bool, tag: int) -> InFlight:
+        own = _row_of(nodes.place, rows)
+        group, ranks = nodes.ranks_within(own.device)
+        reduction = reduce_to_owners(rows, own, group, ordered, tag, None, self.local.empty, self.label, ranks)
+        if self.layout.is_native:  # where it may lie in the memory of the whole bucket
+            reduction.then(torch.clone)
+        return reduction
+
+    def reduce_between(
+        self, nodes: Nodes, part: Part, sums: torch.Tensor, ordered: bool, tag: int, out: torch.Tensor | None
+    ) -> InFlight:
+        first = max(part.begin, self._places.get(nodes.place, (0, 0))[0])
+        rows = _rows_in(sums, first, self._own_place)
+        own = rows.get(nodes.node, sums[:0])
+        sent = {node: row.to(self.layout.dtype) for node, row in rows.items()}
+        group, ranks = nodes.ranks_between(sums.device)
+        return reduce_to_owners(sent, own, group, ordered, tag, out, self.local.empty, self.label, ranks)
 
     def launch_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         for param in self.params:

@@ -19,7 +19,7 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, Part, ShardLayout
 from zerosync_strategy.core.gradients.local import LocalGradients
 
 _Use = Callable[[torch.Tensor], None]
@@ -115,12 +115,12 @@ class ReductionPipeline:
         self.begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self.ready_shards()
-            for rows, offset in bucket.reduce_scatter_inputs(before):
+            for rows, part in bucket.reduce_scatter_inputs(before):
                 self.wait(self._messages.in_flight - 1)
-                if layout.nodes is not None and (bucket.level is Level.NODE or not layout.is_native):
-                    self._reduce_within(bucket, layout.nodes, rows, offset)
+                if bucket.nodes is None:
+                    self._reduce(bucket, rows, part)
                 else:
-                    self._reduce(bucket, rows, offset)
+                    self._reduce_within(bucket, bucket.nodes, rows, part)
         if bucket.level is not Level.NODE or self.closes:
             bucket.is_reduced = True
         bucket.free_gradients()
@@ -131,11 +131,11 @@ class ReductionPipeline:
 
     def launch_between(self, bucket: GradientBucket, nodes: Nodes) -> None:
         """Launch the reduction between nodes of what the bucket's node shard has."""
-        for offset in list(bucket.node_shard):
-            sums = bucket.take_node_sums(offset)
+        for part in list(bucket.node_shard):
+            sums = bucket.take_node_sums(part)
             assert sums is not None
             self.wait(self._messages.in_flight - 1)
-            self._reduce_between(bucket, nodes, offset, *self._into_shard(bucket, offset, sums.shape[1]), sums)
+            self._reduce_between(bucket, nodes, part, *self._into_shard(bucket, part), sums)
         bucket.is_reduced = True
         layout = bucket.layout
         sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
@@ -153,30 +153,28 @@ class ReductionPipeline:
         """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
         return self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
 
-    def _reduce(self, bucket: GradientBucket, rows: Any, offset: int) -> None:
-        """Launch the reduction of ``rows`` over all ranks, into the shard at ``offset``."""
-        layout = bucket.layout
-        out, use = self._into_shard(bucket, offset, layout.own_numel(rows))
-        reduction = layout.reduce_scatter(rows, self._ordered, self._tag, out, self._local.empty, bucket.label)
+    def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
+        """Launch the reduction of ``rows`` over all ranks."""
+        out, use = self._into_shard(bucket, part)
+        reduction = bucket.layout.reduce_scatter(rows, self._ordered, self._tag, out, self._local.empty, bucket.label)
         self._note(bucket, reduction, use)
 
-    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: torch.Tensor, offset: int) -> None:
+    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: Part) -> None:
         """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
-        reduction = nodes.reduce_within(rows, self._ordered, self._tag, self._local.empty, bucket.label)
+        reduction = bucket.reduce_within(nodes, rows, self._ordered, self._tag)
         if bucket.level is Level.NODE and not self.closes:
-            self._note(bucket, reduction, partial(bucket.keep_node_sums, offset))
+            self._note(bucket, reduction, partial(bucket.keep_node_sums, part))
         else:
-            target = self._into_shard(bucket, offset, rows.shape[1])
-            self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, offset, *target))
+            target = self._into_shard(bucket, part)
+            self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, part, *target))
 
     def _reduce_between(
-        self, bucket: GradientBucket, nodes: Nodes, offset: int, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
+        self, bucket: GradientBucket, nodes: Nodes, part: Part, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
     ) -> None:
         """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
-        if (kept := bucket.take_node_sums(offset)) is not None:
+        if (kept := bucket.take_node_sums(part)) is not None:
             sums = kept.add_(sums)
-        dtype = bucket.layout.dtype
-        reduction = nodes.reduce_between(sums, dtype, self._ordered, self._tag, out, self._local.empty, bucket.label)
+        reduction = bucket.reduce_between(nodes, part, sums, self._ordered, self._tag, out)
         self._note(bucket, reduction, use)
 
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
@@ -184,9 +182,9 @@ class ReductionPipeline:
         reduction.then(use)
         self._in_flight.append((bucket, reduction))
 
-    def _into_shard(self, bucket: GradientBucket, offset: int, numel: int) -> tuple[torch.Tensor | None, _Use]:
-        """Return where ``numel`` averages for the shard may go at once, and what puts them there in any case."""
-        targets = self._shards.shard_parts(bucket.layout, offset, numel)
+    def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
+        """Return where averages for ``part`` may go at once, and what puts them there in any case."""
+        targets = self._shards.shard_parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced
         out = targets[0] if len(targets) == 1 and not adds and self._shards.shards_on_device else None
         _, after = self._scales(bucket.layout)

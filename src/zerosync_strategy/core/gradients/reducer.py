@@ -77,7 +77,7 @@ class Reducer(GradientShards):
         self.local = LocalGradients(optimizer, self.streams)
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         for layout in self.layouts:
-            layout.nodes = topology.of(layout.process_group) if layout.has_levels else None
+            layout.nodes = topology.of(layout.process_group)
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
         limit = min(zero.reduce_bucket_bytes(optimizer), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
@@ -243,7 +243,9 @@ class Reducer(GradientShards):
         several nodes, all are kept in node shards first, if these fit.
         """
         nbytes = {bucket: sum(map(self.local.nbytes, bucket.params)) for bucket in self.buckets}
-        in_shards = {bucket: size // bucket.layout.nodes.size for bucket, size in nbytes.items() if bucket.layout.nodes}
+        in_shards = {
+            bucket: bucket.layout.in_node_shard(size) for bucket, size in nbytes.items() if bucket.layout.nodes
+        }
         left = budget - sum(in_shards.values())
         if left < 0:
             in_shards, left = {}, budget
@@ -348,8 +350,8 @@ class Reducer(GradientShards):
         self.pipeline.drop()
         for bucket in self.buckets:
             bucket.free_gradients()
-            for offset in list(bucket.node_shard):
-                bucket.take_node_sums(offset)
+            for part in list(bucket.node_shard):
+                bucket.take_node_sums(part)
             bucket.is_reduced = False
         self.items.reset()
         self._discard_shards()

@@ -140,7 +140,8 @@ class ExchangedStep(WholeStep):
         # What one rank sends to owners and back: its shards of all parameters, twice.
         itemsize = self._flats[0].element_size()
         self._sent = [
-            reducer.topology.sent(2 * layout.shard_numel * itemsize, layout.process_group) for layout in reducer.layouts
+            reducer.topology.sent(2 * layout.shard_numel * itemsize, layout.process_group, distinct=True)
+            for layout in reducer.layouts
         ]
         self.take(groups)
         self._read_masters()

@@ -48,8 +48,8 @@ class LevelCounter(CollectiveCounter):
         self._cluster = cluster
         self._levels: dict[Any, str] = {}  # by process group
 
-    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None) -> None:
-        super()._add(kind + self._level(process_group, to), nbytes, process_group, to)
+    def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None, distinct: bool = False) -> None:
+        super()._add(kind + self._level(process_group, to), nbytes, process_group, to, distinct)
 
     def _level(self, process_group: Any, to: int | None) -> str:
         if not self._cluster.has_levels:
