@@ -23,7 +23,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_changes, "_SMALLEST", 1000)
+    monkeypatch.setattr(held_changes, "SMALLEST", 1000)
 
 
 def pair(options: dict[str, Any], config: dict[str, Any] = BF16, zero: dict[str, Any] = ZERO) -> tuple[Any, Any]:
