@@ -42,12 +42,17 @@ def make(stage: int, options: dict[str, Any], config: dict[str, Any], zero: dict
 
 def step(zerosync: Any, k: int, rate: float = RATE, loss_times: float = 1.0) -> None:
     engine = zerosync.engine
-    param = next(engine.module.parameters())
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank())).to(param.dtype)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    engine.backward((engine(x) - 0.2).float().square().mean() * loss_times)
+    engine.backward(loss_of(engine, k, rank()) * loss_times)
     engine.step()
+
+
+def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
+    dtype = next(module.parameters()).dtype
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank)).to(dtype)
+    loss: torch.Tensor = (module(x) - 0.2).float().square().mean()
+    return loss
 
 
 def bits(zerosync: Any) -> torch.Tensor:
@@ -110,7 +115,7 @@ def test_the_same_bits_in_fewer_bytes(stage: int, options: Any, config: Any, zer
     for reports in run_ranks(run, world_size=ranks):
         shares = [share for share, _ in reports]
         assert shares[0] == 1.0  # the first is full
-        assert max(shares[1:9] + shares[10:]) < 0.7 and shares[9] < 1.0, shares  # only some parameters were others
+        assert max(shares[1:9] + shares[10:]) < 0.7, shares
         assert sum(shares) < 0.5 * len(shares)
 
 
@@ -223,6 +228,13 @@ def test_where_it_is_refused() -> None:
             make(3, {"gather_changes": "auto", "param_memory_budget": {"host": "all"}}, BF16)
         with pytest.raises(ValueError, match=r"'gather_changes' got True, .* is for parameters of 16 bits; found"):
             make(3, {"gather_changes": True, "param_memory_budget": "all"}, {})
+        for otherwise in ("zero_quantized_weights", "use_all_reduce_for_fetch_params", "allgather_sequential"):
+            net = stack(WIDTH, LAYERS, seed=2)
+            engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3, None, **BF16)
+            if otherwise in type(engine._config.zero_config).model_fields:  # DeepSpeed's CPU has no quantizer to build
+                setattr(engine._config.zero_config, otherwise, True)
+                with pytest.raises(ValueError, match=r"'gather_changes' got True, .* lets DeepSpeed gather others \(q"):
+                    attach(engine, gather_changes=True, param_memory_budget="all")
         with pytest.raises(ValueError, match="'gather_changes' got 'auto' with overlap_gather=True"):
             make(2, {"gather_changes": "auto", "overlap_gather": True}, BF16)
         with pytest.raises(TypeError, match="'gather_changes' takes True, False or \"auto\", got 'always'"):
