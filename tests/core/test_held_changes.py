@@ -46,6 +46,7 @@ def check_alike(changes: Any, full: Any) -> None:
     [
         ({"param_memory_budget": "all"}, BF16, ZERO, 2),
         ({"param_memory_budget": 20_000}, BF16, ZERO, 3),
+        ({"param_memory_budget": "all"}, BF16, {"stage3_param_persistence_threshold": WIDTH + 1}, 2),
         ({"param_memory_budget": "all", "node_size": 2}, BF16, ZERO, 4),
         ({"param_memory_budget": "all", "grad_memory_budget": 0}, BF16, ZERO | OFFLOAD, 2),
     ],
