@@ -64,7 +64,8 @@ class Stage12Reducer(Reducer):
             if config.gather_changes and layout.world_size > 1 and layout.params
             if zero12.flat_parameters(self.optimizer, layout.group_index).dtype.itemsize == 2
         }
-        self._answer = HostCopy(self.streams, sum(changes.most_words for changes in self.changes.values()))
+        if self.changes:
+            self._answer = HostCopy(self.streams, sum(changes.most_words for changes in self.changes.values()))
         return buckets
 
     def allocate_shards(self) -> None:
@@ -191,7 +192,8 @@ class Stage12Reducer(Reducer):
         by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:
             self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
-        launch_surveyed(list(self.changes.values()), self._answer)
+        if self.changes:
+            launch_surveyed(list(self.changes.values()), self._answer)
         for layout, buckets in by_layout:
             gathers = [(bucket.stripe, bucket.gather) for bucket in buckets if bucket.gather is not None]
             for bucket in buckets:
