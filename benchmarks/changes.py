@@ -2,11 +2,14 @@
 
     python benchmarks/changes.py --ranks 2 --steps 300 --rates 3e-4,1e-5,1e-6
     python benchmarks/changes.py --where link --model 35m --steps 24 --rates 3e-4 --systems ddp,full,changes,auto
+    python benchmarks/changes.py --stage 3 --where link --model 10m --steps 40 --systems ddp,full,changes
 
-All systems train the same small GPT on the same text, the source of Python's standard library, in bf16 with fp32 master
-weights: ZeRO-2 with gathers in full (``full``), with ``gather_changes=True`` (``changes``) and ``"auto"``, and DDP
-(``ddp``). They live side by side in the same processes, one per rank, and take turns step by step. Bytes are those of
-the network interface's own counter, by host; ``full``, ``changes`` and ``auto`` must end with the same bits.
+All systems train the same small GPT on the same text, the source of Python's standard library, in bf16 with fp32
+master weights: ZeRO-2, or ZeRO-3 that holds all parameters, with gathers in full (``full``), with
+``gather_changes=True`` (``changes``) and ``"auto"``, and DDP (``ddp``). On stage 3 a step begins with the gather
+after the step before. They live side by side in the same processes, one per rank, and take turns step by step. Bytes
+are those of the network interface's own counter, by host; ``full``, ``changes`` and ``auto`` must end with the same
+bits.
 """
 
 from __future__ import annotations
@@ -75,24 +78,25 @@ class DDP:
         return loss.item()
 
 
-class ZeRO2:
-    """ZeroSync on ZeRO-2."""
+class ZeRO:
+    """ZeroSync on ZeRO-2, or on ZeRO-3 with all parameters held."""
 
-    def __init__(self, model: torch.nn.Module, rate: float, gather_changes: bool | str) -> None:
+    def __init__(self, model: torch.nn.Module, rate: float, stage: int, gather_changes: bool | str) -> None:
         self.module = model
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 2},
+            "zero_optimization": {"stage": stage},
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.optimizer = self.engine.optimizer
-        self.zerosync = attach(self.engine, gather_changes=gather_changes)
+        held = {"param_memory_budget": "all"} if stage == 3 else {}
+        self.zerosync = attach(self.engine, gather_changes=gather_changes, **held)
 
     def step(self, batch: torch.Tensor) -> float:
         """One optimizer step."""
@@ -117,7 +121,7 @@ def train(rank: int, hosts: list[Host], port: int, rate: float, options: argpars
     for name in options.systems:
         torch.manual_seed(0)
         model = gpt.GPT(**MODELS[options.model], context=CONTEXT)
-        systems[name] = DDP(model, rate) if name == "ddp" else ZeRO2(model, rate, OPTIONS[name])
+        systems[name] = DDP(model, rate) if name == "ddp" else ZeRO(model, rate, options.stage, OPTIONS[name])
     draw = torch.Generator().manual_seed(rank)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     snapshots = {name: WeightSnapshot() for name in systems}
@@ -156,19 +160,24 @@ def train(rank: int, hosts: list[Host], port: int, rate: float, options: argpars
             print(
                 f"  step {step}: " + ", ".join(f"{n} {1e3 * rounds[n][-1]['seconds']:.0f}" for n in systems), flush=True
             )
-    digests = {name: digest(system.module) for name, system in systems.items()}
+    weights = {
+        name: [param.detach() for param in system.module.parameters()]
+        if name == "ddp"
+        else [weight for _, weight in system.zerosync.full_weights()]
+        for name, system in systems.items()
+    }
     return {
         "rounds": rounds,
-        "digests": digests,
-        "parameters": sum(p.numel() for p in systems[name].module.parameters()),
+        "digests": {name: digest(of_system) for name, of_system in weights.items()},
+        "parameters": sum(weight.numel() for weight in weights[name]),
     }
 
 
-def digest(module: torch.nn.Module) -> int:
-    """A number that stands for the bits of all parameters and their places."""
+def digest(weights: list[torch.Tensor]) -> int:
+    """A number that stands for the bits of all weights and their places."""
     total = torch.zeros((), dtype=torch.int64)
-    for index, param in enumerate(module.parameters()):
-        bits = param.detach().flatten().view(torch.int16).long()
+    for index, weight in enumerate(weights):
+        bits = weight.flatten().view(torch.int16).long()
         total += (bits * torch.arange(1, 2 * len(bits), 2)).sum() * (2 * index + 1)
     return int(total)
 
@@ -177,6 +186,7 @@ def main() -> None:
     """Run each learning rate, and write the results."""
     options = _parse()
     require_namespaces()
+    before = os.getloadavg()[0]
     place = loopback(options.ranks) if options.where == "loopback" else link(options.ranks, options.rate)
     runs = []
     with place as hosts:
@@ -190,12 +200,17 @@ def main() -> None:
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in ("zerosync-strategy", "torch", "deepspeed")},
-        **{name: getattr(options, name) for name in ("where", "rate", "model", "ranks", "batch", "tokens", "steps")},
+        **{
+            name: getattr(options, name)
+            for name in ("stage", "where", "rate", "model", "ranks", "batch", "tokens", "steps")
+        },
         "warm_up": options.warm_up,
+        "load": (before, os.getloadavg()[0]),
         "runs": runs,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{results['date']}-changes-{options.where}-{options.model}-{options.ranks}-ranks.json"
+    of = f"{'stage-3-' if options.stage == 3 else ''}{options.where}-{options.model}-{options.ranks}-ranks"
+    path = options.out / f"{results['date']}-changes-{of}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(_page(results))
     print(path.with_suffix(".md").read_text())
@@ -205,6 +220,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, choices=(2, 3), default=2, help="of ZeRO (2)")
     parser.add_argument("--where", choices=("loopback", "link"), default="loopback", help="the network (loopback)")
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc takes it (1gbit)")
     parser.add_argument("--model", choices=tuple(MODELS), default="2m", help="parameters of the GPT (2m)")
@@ -293,14 +309,16 @@ def _summarise(rate: float, results: list[dict[str, Any]], options: argparse.Nam
 
 def _page(results: dict[str, Any]) -> str:
     lines = [
-        f"# The gather of changes, {results['ranks']} ranks, {results['where']}, GPT of {results['model']}",
+        f"# The gather of changes, stage {results['stage']}, {results['ranks']} ranks, {results['where']}, GPT of"
+        f" {results['model']}",
         "",
         f"`{results['command']}`",
         "",
         f"{results['date']}, {results['cpu']}, {results['cores']} cores; "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + f". bf16 with fp32 master weights, AdamW, real text, {results['steps']} steps, the first {results['warm_up']}"
-        " of them warm-up, which medians and means leave out.",
+        " of them warm-up, which medians and means leave out. Load of the machine:"
+        f" {results['load'][0]:.1f} at the start, {results['load'][1]:.1f} in the last minute, with the ranks.",
         "",
         "| learning rate | system | bytes of a step, of the minimum | largest step | gather, of full | patch, of the"
         " weights | bytes on the"

@@ -15,8 +15,9 @@ from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError, attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.differences import SURVEY_EVERY, digest
 from zerosync_strategy.core.comm.faster import MEASURE_EVERY, FasterWay
-from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.gradients import buckets, changes
 from zerosync_strategy.core.gradients.changes import _HEADER, ChangesGather
 
 WIDTH, LAYERS = 64, 5
@@ -30,6 +31,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(20_000, 2))
     monkeypatch.setattr(messages, "BETWEEN_HOSTS", messages.Messages(20_000, 2))
+    monkeypatch.setattr(changes, "SMALLEST", 1000)
 
 
 def make(stage: int, options: dict[str, Any], config: dict[str, Any], zero: dict[str, Any] | None = None) -> Any:
@@ -40,12 +42,17 @@ def make(stage: int, options: dict[str, Any], config: dict[str, Any], zero: dict
 
 def step(zerosync: Any, k: int, rate: float = RATE, loss_times: float = 1.0) -> None:
     engine = zerosync.engine
-    param = next(engine.module.parameters())
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + rank())).to(param.dtype)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    engine.backward((engine(x) - 0.2).float().square().mean() * loss_times)
+    engine.backward(loss_of(engine, k, rank()) * loss_times)
     engine.step()
+
+
+def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
+    dtype = next(module.parameters()).dtype
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank)).to(dtype)
+    loss: torch.Tensor = (module(x) - 0.2).float().square().mean()
+    return loss
 
 
 def bits(zerosync: Any) -> torch.Tensor:
@@ -63,6 +70,7 @@ def share(zerosync: Any) -> float:
         (1, {}, BF16, {}, 2),
         (2, {}, BF16, {}, 3),
         (2, {"node_size": 2}, BF16, {}, 4),
+        (2, {"overlap_gather": True}, BF16, {}, 3),
         (2, {"grad_memory_budget": 0}, BF16, OFFLOAD, 2),
         pytest.param(2, {}, FP16, {}, 2, marks=needs_fp16()),
     ],
@@ -70,7 +78,7 @@ def share(zerosync: Any) -> float:
 def test_the_same_bits_in_fewer_bytes(stage: int, options: Any, config: Any, zero: Any, ranks: int) -> None:
     """As of the same engine that gathers in full: all else is the same, and order of sums too.
 
-    With a rate that jumps, so that a plan has no room; with edits, on all ranks and on one; with a dropped window.
+    With a rate that jumps; with edits, on all ranks and on one; with a dropped window.
     """
 
     def run() -> list[tuple[float, float]]:
@@ -107,14 +115,22 @@ def test_the_same_bits_in_fewer_bytes(stage: int, options: Any, config: Any, zer
     for reports in run_ranks(run, world_size=ranks):
         shares = [share for share, _ in reports]
         assert shares[0] == 1.0  # the first is full
-        assert max(shares[2:4] + shares[5:6] + shares[13:]) < 0.5
-        assert sum(shares) < 0.75 * len(shares)
+        assert max(shares[1:9] + shares[10:]) < 0.7, shares
+        assert sum(shares) < 0.5 * len(shares)
+
+
+def of_another_step(row: torch.Tensor) -> None:
+    step, checksum = row[:_HEADER].view(torch.int64)
+    step.add_(1)
+    checksum.zero_()
+    checksum.copy_(digest(row.view(1, -1))[0])
 
 
 DAMAGE: dict[str, Callable[[torch.Tensor], Any]] = {
     "code": lambda row: row[_HEADER + 40].bitwise_xor_(1),
-    "header": lambda row: row[16].bitwise_xor_(1),
+    "checksum": lambda row: row[8].bitwise_xor_(1),
     "the last byte": lambda row: row[-1].bitwise_xor_(128),
+    "another step": of_another_step,
 }
 
 
@@ -147,7 +163,7 @@ def test_what_was_damaged_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("slow", ["coded", "full"])
 def test_the_faster_one_is_kept_on_all_ranks(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """One of three ranks is slow one way; all ranks sum up what they have measured."""
+    """One of three ranks is slow one way; all ranks take the longest times of any."""
     begin = ChangesGather.begin_step
 
     def begin_step(self: Any) -> None:
@@ -162,7 +178,7 @@ def test_the_faster_one_is_kept_on_all_ranks(monkeypatch: pytest.MonkeyPatch, sl
         coded = []
         for k in range(12):
             step(zerosync, k)
-            coded.append(share(zerosync) < 0.9)
+            coded.append(share(zerosync) != 1.0)
         return coded
 
     for coded in run_ranks(run, world_size=3):
@@ -184,24 +200,22 @@ def test_a_measurement_goes_on_where_both_are_close(coded: float, turns: int, is
         way.reset()
 
 
-def test_it_never_costs_more_than_one_in_a_hundred() -> None:
-    """But for the first overflows. Steps that change everything follow on others, and plans have no room."""
+def test_no_step_costs_more_than_in_full() -> None:
+    """Steps that change everything follow on others; what is not worth it is looked at again after some steps."""
 
     def run() -> list[float]:
         zerosync = make(2, {"gather_changes": True}, BF16)
-        sent = in_full = 0
-        over = []
-        draw = torch.Generator().manual_seed(0)
-        for k in range(60):
-            step(zerosync, k, float(torch.randint(2, (1,), generator=draw)) * 0.5 + 1e-7)
-            sent += zerosync.report.gathered_bytes
-            in_full += zerosync.report.gathered_bytes_in_full
-            over.append(sent / in_full)
-        return over
+        shares = []
+        for k in range(8 + SURVEY_EVERY):
+            step(zerosync, k, 0.5 if k == 4 else 1e-7)
+            shares.append(share(zerosync))
+            assert not k or zerosync.report.bytes_sent <= 1.02 * zerosync.report.floor_bytes
+        return shares
 
-    for over in run_ranks(run):
-        assert max(over) <= 1.05
-        assert max(over[20:]) <= 1.01
+    for shares in run_ranks(run):
+        paused = slice(4, 5 + SURVEY_EVERY)
+        assert set(shares[paused]) == {1.0} == {shares[0]}
+        assert max(shares[1:4] + shares[5 + SURVEY_EVERY :]) < 0.5
 
 
 def test_where_it_is_refused() -> None:
@@ -214,8 +228,15 @@ def test_where_it_is_refused() -> None:
             make(3, {"gather_changes": "auto", "param_memory_budget": {"host": "all"}}, BF16)
         with pytest.raises(ValueError, match=r"'gather_changes' got True, .* is for parameters of 16 bits; found"):
             make(3, {"gather_changes": True, "param_memory_budget": "all"}, {})
-        with pytest.raises(ValueError, match="'gather_changes' got True with overlap_gather=True"):
-            make(2, {"gather_changes": True, "overlap_gather": True}, BF16)
+        for otherwise in ("zero_quantized_weights", "use_all_reduce_for_fetch_params", "allgather_sequential"):
+            net = stack(WIDTH, LAYERS, seed=2)
+            engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3, None, **BF16)
+            if otherwise in type(engine._config.zero_config).model_fields:  # DeepSpeed's CPU has no quantizer to build
+                setattr(engine._config.zero_config, otherwise, True)
+                with pytest.raises(ValueError, match=r"'gather_changes' got True, .* lets DeepSpeed gather others \(q"):
+                    attach(engine, gather_changes=True, param_memory_budget="all")
+        with pytest.raises(ValueError, match="'gather_changes' got 'auto' with overlap_gather=True"):
+            make(2, {"gather_changes": "auto", "overlap_gather": True}, BF16)
         with pytest.raises(TypeError, match="'gather_changes' takes True, False or \"auto\", got 'always'"):
             make(2, {"gather_changes": "always"}, BF16)
         zerosync = make(2, {"gather_changes": "auto"}, {})  # fp32: as without

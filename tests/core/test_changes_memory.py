@@ -20,7 +20,7 @@ HELD = {"param_memory_budget": "all"}
 @pytest.mark.parametrize(("stage", "options"), [(2, {}), (3, HELD)])
 def test_a_bucket_more_at_most(monkeypatch: pytest.MonkeyPatch, stage: int, options: Any) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(BUCKET, 2))
-    monkeypatch.setattr(held_changes, "_SMALLEST", 1000)
+    monkeypatch.setattr(held_changes, "SMALLEST", 1000)
     monkeypatch.setattr(differences, "_HOST_PIECE", PIECE)
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
 

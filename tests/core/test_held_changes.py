@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.test_changes import BF16, FP16, RATE, WIDTH, make, several_buckets, share, step
+from tests.core.test_changes import BF16, FP16, LAYERS, RATE, WIDTH, loss_of, make, several_buckets, share, step
 from tests.harness.engines import rank
+from tests.harness.masters import Masters
+from tests.harness.networks import stack
 from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.params import held_changes
+from zerosync_strategy.core.params.held_changes import HeldChanges
 
 __all__ = ["several_buckets"]
 ZERO: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
@@ -23,7 +26,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_changes, "_SMALLEST", 1000)
+    monkeypatch.setattr(held_changes, "SMALLEST", 1000)
 
 
 def pair(options: dict[str, Any], config: dict[str, Any] = BF16, zero: dict[str, Any] = ZERO) -> tuple[Any, Any]:
@@ -43,6 +46,7 @@ def check_alike(changes: Any, full: Any) -> None:
     [
         ({"param_memory_budget": "all"}, BF16, ZERO, 2),
         ({"param_memory_budget": 20_000}, BF16, ZERO, 3),
+        ({"param_memory_budget": "all"}, BF16, {"stage3_param_persistence_threshold": WIDTH + 1}, 2),
         ({"param_memory_budget": "all", "node_size": 2}, BF16, ZERO, 4),
         ({"param_memory_budget": "all", "grad_memory_budget": 0}, BF16, ZERO | OFFLOAD, 2),
     ],
@@ -172,3 +176,82 @@ def test_shards_that_others_have_written_are_gathered_in_full(tmp_path: Any) -> 
         return in_full
 
     assert run_ranks(run) == [[True, False, False, False, True, False, True, False]] * 2
+
+
+@pytest.mark.parametrize("slow", ["coded", "full"])
+def test_auto_keeps_the_faster_one_on_all_ranks(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """One of three ranks says that windows of one kind took it long; all ranks take the longest times of any."""
+    begin = HeldChanges.begin_step
+
+    def begin_step(self: Any) -> None:
+        if rank() == 1 and self._way.codes == (slow == "coded"):
+            self._began -= 100.0
+        begin(self)
+
+    monkeypatch.setattr(HeldChanges, "begin_step", begin_step)
+
+    def run() -> list[bool]:
+        zerosync = make(3, {"gather_changes": "auto", "param_memory_budget": "all"}, BF16, ZERO)
+        coded = []
+        for k in range(12):
+            step(zerosync, k)
+            coded.append(bool(zerosync.report.gathered_bytes_in_full) and share(zerosync) != 1.0)
+        return coded
+
+    for coded in run_ranks(run, world_size=3):
+        assert coded[:8] == [False, True] * 4, coded
+        assert coded[8:] == [slow == "full"] * 4, coded
+
+
+@pytest.mark.timeout(120)
+def test_the_gather_after_a_step_that_raised_is_in_full() -> None:
+    """The optimizer raises on all ranks, and has changed nothing; training goes on as plain torch's."""
+    rate = 10 * RATE
+
+    def run() -> tuple[list[float], float]:
+        changes, full = pair({"param_memory_budget": "all"})
+        net = stack(WIDTH, LAYERS, seed=2)
+        plain = Masters(net, torch.bfloat16, lambda weights: torch.optim.AdamW(weights, lr=rate))
+        shares = []
+        for k in range(7):
+            for each in (changes, full):
+                if k != 3:
+                    step(each, k, rate)
+                    continue
+                hook = each.engine.optimizer.optimizer.register_step_pre_hook(fail)
+                with pytest.raises(ArithmeticError, match="in the optimizer"):
+                    step(each, k, rate)
+                hook.remove()
+            if k != 3:
+                plain.step(loss_of, [k])
+                shares.append(share(changes))
+            check_alike(changes, full)
+        weights = dict(changes.full_weights())
+        error = torch.cat([(weights[name] - master).abs().flatten() for name, master in plain.parameters().items()])
+        return shares, float(error.mean())
+
+    for shares, error in run_ranks(run):
+        assert shares[3] > 0.5 > max(shares[1:3] + shares[4:]), shares  # with the window before, which was coded
+        assert error < rate / 5  # bf16 rounds by about a tenth of a step
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("in the optimizer")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.off_device("one rank ends, and the other waits for it, as on NCCL until its watchdog")
+def test_a_step_that_raises_on_one_rank_ends_the_others() -> None:
+    """They wait for what it was to say, update nothing, and name it."""
+
+    def run() -> None:
+        zerosync = make(3, {"gather_changes": True, "param_memory_budget": "all"}, BF16, ZERO)
+        for k in range(3):
+            if k == 2 and rank() == 1:
+                zerosync.engine.optimizer.optimizer.register_step_pre_hook(fail)
+            step(zerosync, k)
+
+    lost, raised = run_ranks(run, expect="any", timeout=60)
+    assert raised.error == "ArithmeticError"
+    assert lost.error == "RankError"
+    assert "rank 1: has stopped: ArithmeticError in the optimizer step, 2 optimizer step(s) done" in lost.message

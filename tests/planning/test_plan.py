@@ -231,6 +231,19 @@ def test_the_assumed_share_of_changes(backend: str) -> None:
     assert all(CHANGES not in each.options for each in usual_sets((1, 2, 3), dtype="fp32"))
 
 
+@pytest.mark.parametrize("budget", ["all", 0.5, {"device": 0.5, "host": "all"}])
+def test_the_assumed_share_of_held_parameters(budget: Any) -> None:
+    """On stage 3 the others are gathered in full."""
+    zero = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    workload = dataclasses.replace(WORKLOAD, dtype="bf16", micro_batches=1, deepspeed=zero)
+    held = {"param_memory_budget": budget}
+    sets = [OptionSet(ZEROSYNC, 3, options) for options in (held, held | {CHANGES: True})]
+    made = plan(workload, Cluster(4, 4), sets)
+    full, changes = made.outcomes
+    saved = (full.bytes_sent - changes.bytes_sent) / (0.7 * 2 * made.parameters * 3 / 4)
+    assert saved == pytest.approx(1.0, rel=0.01) if budget == "all" else 0.1 < saved <= 0.5
+
+
 def matrices() -> tuple[nn.Module, Any]:
     return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]), (torch.zeros(2048, 128),)
 

@@ -80,8 +80,13 @@ class Stage12Engine(AttachedEngine):
         restore_flat_parameters(self.engine.optimizer, self.reducer.groups, self.names)
         self.masters.adopt(self._weights())
 
+    def before_save(self) -> None:
+        super().before_save()
+        self.reducer.check_gathers()
+
     def version(self) -> int:
         self.wait_for_parameters()
+        self.reducer.check_gathers()
         return self._times_written
 
     def _weights(self) -> Iterator[Weights]:

@@ -56,8 +56,13 @@ class InFlight:
         self.is_done = False
 
     def wait_on(self, streams: Streams, stream: Any) -> None:
-        """Let ``stream`` wait for the works, and others for the event after that; ``None``: whichever waits first."""
+        """Let ``stream`` wait for the works, and others for the event after that; ``None``: whichever waits first.
+
+        Called on a stream that comes after it, if it was waited for already.
+        """
         self._streams, self._stream = streams, stream
+        if self.is_done and stream is not None:
+            self.event = streams.record_unshard(streams.caller)
 
     def then(self, use: Callable[[Any], Any]) -> None:
         """Let ``use`` have the result where it is waited for, in whose place the result is what that returns."""

@@ -7,7 +7,7 @@ Where the sign stays, it is the change in units of the last place, whatever the 
 Differences are coded in *levels*. A code of ``b`` bits has the differences from ``-(2**(b-1) - 1)`` to as much above
 zero; its last value is an *escape* (of 1 bit: 0 for no change, 1 for an escape). What has escaped is coded at the next
 level, in order, with more bits, and at the last one as it is. Each level has *room* for so many numbers, so that a row
-has a size that is known before it is coded. What has no room is lost: whoever codes compares the counts with the rooms.
+has a size that is known before it is coded. What has no room is lost: whoever codes has counted before.
 
 It takes few passes of vectorised operations, on any device. Where the host would have to wait for the device to learn
 how many numbers have escaped, positions are prefix sums; on the host, indices are faster.
@@ -27,13 +27,16 @@ WORTH = 0.9
 """What is gathered goes in full where its code would have more than this share of its bytes."""
 SURVEY_EVERY = 16
 """Steps after which that is looked at again."""
+SMALLEST = 2**14
+"""Bytes of a bucket in full below which it goes in full: its words in a survey would be above one in a hundred."""
+WORDS = len(BITS) + 2
+"""Of 64 bits, of a bucket in a survey."""
 _RAW = 16
 _SIGN = 2**15
 _UNIT = 64  # numbers of which a room has a multiple: so each level begins at a multiple of 8 bytes
 _ALIGNMENT = 16  # bytes of which a row has a multiple
 _HOST_PIECE = 2**18  # numbers that are coded at a time on the host: they stay in a processor's cache
 _DEVICE_PIECE = 2**22
-_SAMPLED = 4  # of so many numbers, one is looked at for an estimate
 _ONES = 0x0101010101010101
 _PACK_1, _UNPACK_1 = 0x0102040810204080, 0x8040201008040201 - 2**64
 _PACK_2 = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
@@ -55,18 +58,6 @@ class Plan(NamedTuple):
         """Of a coded row."""
         nbytes = sum(bits * room // 8 for bits, room in self.levels)
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    def widened(self, counts: Sequence[int]) -> Plan | None:
-        """Return a plan for numbers for which this one has no room; ``None``: it has.
-
-        Args:
-            counts: as :func:`encode` returns them with this plan; the largest, of several rows.
-        """
-        escaped = dict(zip(BITS, counts, strict=True))
-        for level, ((bits, _), (_, room)) in enumerate(itertools.pairwise(self.levels), start=1):
-            if escaped[bits] > room:  # what escapes from later levels was not counted
-                return Plan(self.numel, (*self.levels[:level], (_RAW, _rounded(escaped[bits]))))
-        return None
 
 
 def choose_plan(numel: int, counts: Sequence[float], per_escape: int = 2) -> Plan:
@@ -97,36 +88,19 @@ def is_codable(tensor: torch.Tensor) -> bool:
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
-def encode(new: torch.Tensor, old: torch.Tensor, plan: Plan, out: torch.Tensor) -> torch.Tensor:
+def encode(new: torch.Tensor, old: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
     """Code how ``new`` differs from ``old``, both flat, of one 16-bit dtype and of the plan's size.
 
     Args:
+        plan: with room for what :func:`count` has counted of them.
         out: bytes, of the plan's size, at an address that is a multiple of 8.
-
-    Returns:
-        How many differences do not fit in each of :data:`BITS`, as int64: estimated for fewer bits than the first
-        level's, and too small for more bits than those of a level that has overflown; else exact.
     """
     new, old = new.view(torch.int16), old.view(torch.int16)
-    first = plan.levels[0][0]
-    counts = torch.zeros(len(BITS), dtype=torch.int64, device=new.device)
-    smaller = [index for index, bits in enumerate(BITS) if bits < first]
-
-    def pieces() -> Iterator[torch.Tensor]:
-        for begin, end in _pieces(plan.numel, new.device, 1):
-            difference = new[begin:end] - old[begin:end]
-            sample = difference[: -(-len(difference) // _SAMPLED)]
-            for index in smaller:
-                counts[index] += _count(sample, BITS[index]) * len(difference) // len(sample)
-            yield _padded(difference)
-
-    _encode_level(pieces(), plan, 0, out, counts, new.device)
-    return counts
+    pieces = (_padded(new[begin:end] - old[begin:end]) for begin, end in _pieces(plan.numel, new.device, 1))
+    _encode_level(pieces, plan, 0, out)
 
 
-def _encode_level(
-    pieces: Iterator[torch.Tensor], plan: Plan, level: int, out: torch.Tensor, counts: torch.Tensor, device: Any
-) -> None:
+def _encode_level(pieces: Iterator[torch.Tensor], plan: Plan, level: int, out: torch.Tensor) -> None:
     bits, room = plan.levels[level]
     if bits == _RAW:
         coded = out[: 2 * room].view(torch.int16)
@@ -137,7 +111,7 @@ def _encode_level(
             begin = end
         return
     nbytes = bits * room // 8
-    escaped = _Escaped(plan.levels[level + 1][1], device)
+    escaped = _Escaped(plan.levels[level + 1][1], out.device)
     begin = 0
     for piece in pieces:
         code = _code(piece, bits)
@@ -146,16 +120,11 @@ def _encode_level(
         begin += size
         escaped.add(piece, _escapes(code, bits))
     out[begin:nbytes].zero_()  # escapes to nowhere must not be there
-    counts[BITS.index(bits)] = escaped.count
-    numbers = escaped.numbers
-    for each in BITS:
-        if bits < each < plan.levels[level + 1][0]:  # one that the plan leaves out
-            counts[BITS.index(each)] = _count(numbers, each)
-    _encode_level(_split(numbers), plan, level + 1, out[nbytes:], counts, device)
+    _encode_level(_split(escaped.numbers), plan, level + 1, out[nbytes:])
 
 
 def count(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return how many differences do not fit in each of :data:`BITS`, as :func:`encode` does, without coding any."""
+    """Return how many differences do not fit in each of :data:`BITS`, as int64."""
     new, old = new.view(torch.int16), old.view(torch.int16)
     counts = torch.zeros(len(BITS), dtype=torch.int64, device=new.device)
     for begin, end in _pieces(len(new), new.device, 1):
@@ -181,7 +150,6 @@ class _Escaped(_Compaction):
     """The differences of one row that have escaped from a level, in order.
 
     Attributes:
-        count: of them, also of those without room.
         numbers: as many as there is room for, and zeros in the place of those that did not come.
     """
 
@@ -191,37 +159,42 @@ class _Escaped(_Compaction):
         self._memory = torch.zeros(room + 2, dtype=torch.int16, device=device)
         self.numbers = self._memory[1 : room + 1]
         self._indexed = self._is_on_host(device)
-        self.count: Any = 0 if self._indexed else torch.zeros((), dtype=torch.int64, device=device)
+        self._count: Any = 0 if self._indexed else torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, piece: torch.Tensor, escapes: torch.Tensor) -> None:
         if self._indexed:
             indices = _indices(escapes)
-            fitting = max(0, min(len(indices), self._room - self.count))
+            fitting = max(0, min(len(indices), self._room - self._count))
             if fitting:
-                begin = self.count
+                begin = self._count
                 torch.gather(piece, 0, indices[:fitting], out=self.numbers[begin : begin + fitting])
-            self.count += len(indices)
+            self._count += len(indices)
             return
         escapes = escapes.long()
-        slots = (escapes.cumsum(0) + self.count) * escapes
+        slots = (escapes.cumsum(0) + self._count) * escapes
         self._memory.scatter_(0, slots.clamp_max_(self._room + 1), piece)
-        self.count = self.count + escapes.sum()
+        self._count = self._count + escapes.sum()
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
 
 
-def decode(coded: torch.Tensor, rows: torch.Tensor, plan: Plan) -> None:
+def decode(coded: torch.Tensor, rows: torch.Tensor, plan: Plan, holds: torch.Tensor | None = None) -> None:
     """Let ``rows``, which have the old numbers, have the new ones.
 
     Args:
-        coded: the coded rows, one per row.
+        coded: the coded rows, one per row; any bytes where it does not hold.
         rows: of the plan's size and a 16-bit dtype. Each is contiguous.
+        holds: whether they are to have them, a single value on their device; by default, they are.
     """
     numbers = rows.view(torch.int16)
+    factor = holds if holds is None else holds.to(torch.int16)
     for begin, end, differences in _decode_level(coded, plan, 0):
         end = min(end, plan.numel)
-        numbers[:, begin:end] += differences[:, : end - begin]
+        if factor is None:
+            numbers[:, begin:end] += differences[:, : end - begin]
+        else:
+            numbers[:, begin:end].addcmul_(differences[:, : end - begin], factor)
 
 
 def _decode_level(coded: torch.Tensor, plan: Plan, level: int) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -344,6 +317,30 @@ def _indices(escapes: torch.Tensor) -> torch.Tensor:
     import numpy
 
     return torch.from_numpy(numpy.flatnonzero(escapes.numpy().view(bool)))
+
+
+# ---- surveys -------------------------------------------------------------------------------------------------------
+
+
+def words_of(new: torch.Tensor, old: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the :data:`WORDS` of a bucket in a survey, of which the largest of any rank are to be found.
+
+    Args:
+        new, old: as for :func:`count`, of this rank.
+        before: a digest of what all ranks had before.
+    """
+    return torch.cat([count(new, old), torch.stack([before, ~before])])
+
+
+def are_alike(words: Sequence[int]) -> bool:
+    """Return whether all ranks had the same digest, by the largest words."""
+    return words[-2] == ~words[-1]
+
+
+def worthwhile_plan(numel: int, words: Sequence[int], header: int) -> Plan | None:
+    """Return the plan for rows of ``numel`` numbers, of ``header`` bytes more; ``None``: they are to go in full."""
+    plan = choose_plan(numel, words[: len(BITS)])
+    return plan if header + plan.nbytes <= WORTH * 2 * numel else None
 
 
 # ---- digests -------------------------------------------------------------------------------------------------------

@@ -275,20 +275,21 @@ class HostCopy:
 
     Args:
         streams: of the engine.
-        numel: elements of int64.
+        numel: elements of int64, at most.
     """
 
     def __init__(self, streams: Streams, numel: int) -> None:
         self._accelerator = streams._accelerator
         self.numel = numel
         self._copy = torch.empty(numel, dtype=torch.int64)
+        self._filled = self._copy
         self._event: Any = None
         if streams.concurrent:
             self._copy, self._event = self._accelerator.pin_memory(self._copy), self._accelerator.Event()
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Copy ``tensor``, without waiting on a device with streams."""
-        self._copy.copy_(tensor, non_blocking=True)
+        """Copy ``tensor``, flat, without waiting on a device with streams."""
+        self._filled = self._copy[: len(tensor)].copy_(tensor, non_blocking=True)
         if self._event is not None:
             self._event.record(self._accelerator.current_stream())
 
@@ -296,4 +297,4 @@ class HostCopy:
         """Return the elements that were copied last."""
         if self._event is not None:
             self._event.synchronize()
-        return self._copy.tolist()
+        return self._filled.tolist()

@@ -1,40 +1,41 @@
 """The gather of updated parameters of 16 bits as what has changed in them, bit for bit (R7).
 
 On stages 1 and 2 every rank has the parameters as they were before the step, so a rank need only send how its own have
-changed (``comm/differences.py``). All rows of a gather have one size, which all ranks must know before any of them
-knows how much has changed elsewhere. So a bucket is coded by a *plan* that all ranks made alike of the step before:
-each row begins with a *header* that says how many differences its rank had. Where a rank had more than the plan has
-room for, all ranks see it there and gather the bucket once more, with room enough, or in full. Before the first plan,
-and where none was worth it, a bucket is gathered in full, and an all-reduce of four words, a *survey*, takes the place
-of the headers.
+changed (``comm/differences.py``). All rows of a gather have one size, which all ranks must know. So when a step has
+written the shards, ranks *survey* the buckets: one all-reduce of six words for each says how many changes of which size
+a rank has at most, and whether all start from the same parameters, by a digest. All that a gather needs is known then,
+before it is issued, on all ranks alike: none has to be repeated, and the host has waited once (H4). What is gathered in
+full is surveyed not at all, and is on its way while the rest is stepped.
 
-The header also has a digest of all parameters of the bucket before the step: ranks that do not start from the same
-gather in full, and say which rank has others. A checksum covers header and code.
+A row has a checksum, of its code and of the number of the step. Where it does not fit, nothing is updated from it. On a
+device with streams, the host reads that with the next survey, on all ranks, or before parameters are saved.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, largest, named_ranks, phase
+from zerosync_strategy.core.comm.collectives import InFlight, gather_words, named_ranks, phase
 from zerosync_strategy.core.comm.differences import (
     BITS,
+    SMALLEST,
     SURVEY_EVERY,
-    WORTH,
+    WORDS,
     Plan,
-    choose_plan,
-    count,
+    are_alike,
     decode,
     digest,
     encode,
+    words_of,
+    worthwhile_plan,
 )
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Topology
@@ -43,50 +44,25 @@ from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 
-# Words of 64 bits in a header.
-_STEP, _PLAN, _COUNTS, _BEFORE = 0, 1, slice(2, 6), 6
-_TIMES = slice(7, 9)  # microseconds of a step: coded, in full
-_CHECKSUM = 9
-_HEADER = 80  # bytes, a multiple of 16
-_ANSWER = len(BITS) + 2 + 3
+_STEP, _CHECKSUM = 0, 1  # words of 64 bits in the header of a row
+_HEADER = 16  # bytes
+_OF_ALL = 3  # words of a survey beside those of buckets: the times of this rank, and one more than who sent damage
 _CODED = 2**16  # more than the tag of a gather in full
 
-WASTE = 0.01
-"""What overflows cost, as a share of the bytes of full gathers, beyond what was saved."""
-_SLACK = 0.1  # room for more than the step before had
 
-
-class _Coding:
-    """How one bucket is gathered.
+class _Surveyed(NamedTuple):
+    """A bucket whose changes this rank has counted.
 
     Attributes:
-        plan: of the next step, if it is coded.
-        survey_in: steps until the next survey; none in this step: 1 and above.
-        surveyed: in this step, what this rank has counted.
+        rows, stepped, step, tag: as for :meth:`ChangesGather.launch`.
+        words: of it, in the survey.
     """
 
-    def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.survey_in = 0
-        self.surveyed: torch.Tensor | None = None
-
-
-class _Sent(NamedTuple):
-    """What this rank sends of a bucket.
-
-    Attributes:
-        rows: all parameters of the bucket, a row per rank; this rank's own are new.
-        old: what its own were.
-        before: the digest of all as they were.
-        step, tag: as for :meth:`ChangesGather.launch`.
-    """
-
-    bucket: FlatBucket
     rows: torch.Tensor
-    old: torch.Tensor
-    before: torch.Tensor
+    stepped: torch.Tensor
     step: int
     tag: int
+    words: torch.Tensor
 
 
 class ChangesGather:
@@ -101,17 +77,17 @@ class ChangesGather:
     Attributes:
         sent_bytes, dense_bytes: what this rank has sent for gathers since :meth:`reset_counts`, and what it had sent in
             full.
+        most_words: of a survey.
     """
 
     def __init__(self, layout: FlatLayout, automatic: bool, streams: Streams, topology: Topology) -> None:
         self._layout, self._streams, self._topology = layout, streams, topology
         self._way = FasterWay(automatic)
-        self._codings = {bucket: _Coding() for bucket in layout.buckets}
-        nbytes = [self._nbytes(bucket) for bucket in layout.buckets]
-        self._room, self._all = max(nbytes) // 2, sum(nbytes)
-        self._answer = HostCopy(streams, _ANSWER)
-        self._in_flight: dict[FlatBucket, tuple[torch.Tensor, InFlight]] = {}  # what is coded, and its gather
+        self._room = max(map(self._nbytes, layout.buckets)) // 2
+        self.most_words = WORDS * len(layout.buckets) + _OF_ALL
+        self._in_flight: list[tuple[int, InFlight]] = []  # bytes of coded gathers
         self._abandoned: list[InFlight] = []  # their memory must outlive them
+        self._damage: torch.Tensor | None = None  # by rank, whether it has sent some since it was read last
         self.reset_counts()
         self.reset()
 
@@ -119,10 +95,10 @@ class ChangesGather:
         """The next gathers are full: parameters were loaded, or a step has raised. On all ranks alike."""
         self._way.reset()
         self._began = 0.0
-        self._told: list[int] | None = None  # the times of all ranks in sum
-        self._debt = 0.0  # bytes sent less those of full gathers and what overflows may cost
-        for coding in self._codings.values():
-            coding.plan, coding.survey_in, coding.surveyed = None, 0, None
+        self._told: tuple[int, int] | None = None  # the longest times of any rank
+        self._is_first = True
+        self._pauses: Counter[FlatBucket] = Counter()  # for how many steps a bucket is not surveyed
+        self._surveyed: dict[FlatBucket, _Surveyed] = {}
 
     def reset_counts(self) -> None:
         self.sent_bytes = self.dense_bytes = 0
@@ -136,134 +112,164 @@ class ChangesGather:
             self._streams.host_waits_for_caller()
         self._began = time.perf_counter()
 
-    def launch(self, bucket: FlatBucket, rows: torch.Tensor, stepped: torch.Tensor, step: int, tag: int) -> InFlight:
+    def launch(
+        self, bucket: FlatBucket, rows: torch.Tensor, stepped: torch.Tensor, step: int, tag: int
+    ) -> InFlight | None:
         """Begin to give ``stepped``, this rank's part of ``bucket``, to all ranks.
 
         Args:
             rows: all parameters of the bucket, a row per rank, which the gather updates.
             step: counts them, alike on all ranks.
             tag: off NCCL, of gathers in full; coded ones have another.
+
+        Returns:
+            ``None``: what has changed was counted, and :func:`launch_surveyed` begins to gather it.
         """
-        layout, coding = self._layout, self._codings[bucket]
-        own = rows[layout.rank]
+        if bucket in self._surveyed:
+            return None
         nbytes = self._nbytes(bucket)
         self.dense_bytes += self._sent(nbytes)
-        self._debt -= (1 + WASTE) * nbytes
-        plan = coding.plan if self._way.codes and self._debt <= 0 else None
-        if plan is None:
-            if coding.plan is None and coding.survey_in == 0:
-                new = torch.empty_like(own).copy_(stepped, non_blocking=True)
-                coding.surveyed = count(new, own)
-                own.copy_(new)
+        if not self._way.codes or self._is_first or nbytes < SMALLEST or self._is_paused(bucket):
+            return self._launch_full(bucket, rows, stepped, tag)
+        own = rows[self._layout.rank]
+        new = torch.empty_like(own).copy_(stepped, non_blocking=True)
+        words = words_of(new, own, digest(rows.view(1, -1))[0])
+        self._surveyed[bucket] = _Surveyed(rows, stepped, step, tag, words)
+        return None
+
+    def _is_paused(self, bucket: FlatBucket) -> bool:
+        if not self._pauses[bucket]:
+            return False
+        self._pauses[bucket] -= 1
+        return True
+
+    def survey(self) -> list[torch.Tensor]:
+        """This rank has stepped all that is its own: return what all have counted. Collective."""
+        from deepspeed import comm
+
+        if not self._surveyed and self._damage is None:
+            return []
+        by_bucket = [each.words for each in self._surveyed.values()]
+        of_all = torch.zeros(_OF_ALL, dtype=torch.int64, device=self._layout.params[0].device)
+        for word, measured in zip(of_all, self._way.own_times(), strict=False):
+            word.fill_(measured)
+        if self._damage is not None:
+            ranks = torch.arange(1, len(self._damage) + 1, device=of_all.device)
+            of_all[-1].copy_((self._damage * ranks).amax())
+            self._damage = None
+        words = torch.cat([*by_bucket, of_all])
+        comm.all_reduce(words, op=dist.ReduceOp.MAX, group=self._layout.process_group)
+        return [words]
+
+    def launch_surveyed(self, told: Iterator[int]) -> None:
+        """Begin to gather what was surveyed. Collective.
+
+        Args:
+            told: what :meth:`survey` has returned.
+
+        Raises:
+            RankError: on all ranks: what some rank has received since the last survey was damaged.
+        """
+        surveyed, self._surveyed = self._surveyed, {}
+        by_bucket = [list(islice(told, WORDS)) for _ in surveyed]
+        coded, full, damaged = islice(told, _OF_ALL)
+        if damaged:
+            raise self._refused([damaged - 1], "the parameters gathered after the last step")
+        if surveyed:
+            self._told = coded, full
+        for (bucket, each), words in zip(surveyed.items(), by_bucket, strict=True):
+            if not are_alike(words):
+                self._warn_of_others(bucket, each.words)
+                plan = None
+            elif (plan := worthwhile_plan(bucket.stripe.width, words, _HEADER)) is None:
+                self._pauses[bucket] = SURVEY_EVERY
+            if plan is None:
+                bucket.gather = self._launch_full(bucket, each.rows, each.stepped, each.tag)
             else:
-                own.copy_(stepped, non_blocking=True)
-            coding.survey_in = max(coding.survey_in - 1, 0)
-            return self._launch_full(bucket, rows, tag)
-        before, old = digest(rows.view(1, -1))[0], own.clone()
-        own.copy_(stepped, non_blocking=True)
-        return self._launch_coded(_Sent(bucket, rows, old, before, step, tag), plan)
+                bucket.gather = self._launch_coded(bucket, each, plan)
 
-    def _launch_coded(self, sent: _Sent, plan: Plan) -> InFlight:
-        layout, size = self._layout, _HEADER + plan.nbytes
-        while self._in_flight and self._bytes_in_flight + layout.world_size * size > self._room:
-            next(iter(self._in_flight.values()))[1].wait()
-        coded = torch.empty(layout.world_size, size, dtype=torch.uint8, device=sent.rows.device)
-        with phase("code_changes", sent.bucket.name):
-            self._encode(coded[layout.rank], sent, plan)
-        self._count(coded.nbytes)
-        gather = layout.all_gather(coded, sent.tag + _CODED, sent.bucket.gather_label)
-        gather.then(lambda _: self._arrived(sent, coded, plan))
-        self._in_flight[sent.bucket] = coded, gather
-        return gather
-
-    @property
-    def _bytes_in_flight(self) -> int:
-        return sum(coded.nbytes for coded, _ in self._in_flight.values())
-
-    def _launch_full(self, bucket: FlatBucket, rows: torch.Tensor, tag: int) -> InFlight:
-        self._count(self._nbytes(bucket))
+    def _launch_full(self, bucket: FlatBucket, rows: torch.Tensor, stepped: torch.Tensor, tag: int) -> InFlight:
+        rows[self._layout.rank].copy_(stepped, non_blocking=True)
+        self.sent_bytes += self._sent(self._nbytes(bucket))
         return self._layout.all_gather(rows, tag, bucket.gather_label)
 
-    def _encode(self, out: torch.Tensor, sent: _Sent, plan: Plan) -> None:
+    def _launch_coded(self, bucket: FlatBucket, surveyed: _Surveyed, plan: Plan) -> InFlight:
+        layout, size = self._layout, _HEADER + plan.nbytes
+        self._make_room(size * layout.world_size)
+        own = surveyed.rows[layout.rank]
+        coded = torch.empty(layout.world_size, size, dtype=torch.uint8, device=own.device)
+        out = coded[layout.rank]
+        with phase("code_changes", bucket.name):
+            new = torch.empty_like(own).copy_(surveyed.stepped, non_blocking=True)
+            encode(new, own, plan, out[_HEADER:])
+            own.copy_(new)
         header = out[:_HEADER].view(torch.int64)
-        header[_STEP].fill_(sent.step)
-        header[_PLAN].fill_(_name(plan))
-        header[_COUNTS].copy_(encode(sent.rows[self._layout.rank], sent.old, plan, out[_HEADER:]))
-        header[_BEFORE].copy_(sent.before)
-        for word, measured in zip(header[_TIMES], self._way.own_times(), strict=True):
-            word.fill_(measured)
+        header[_STEP].fill_(surveyed.step)
         header[_CHECKSUM].zero_()
         header[_CHECKSUM].copy_(digest(out.view(1, -1))[0])
+        self.sent_bytes += self._sent(coded.nbytes)
+        if self._streams.concurrent and self._damage is None:
+            self._damage = torch.zeros(layout.world_size, dtype=torch.bool, device=own.device)
+        gather = layout.all_gather(coded, surveyed.tag + _CODED, bucket.gather_label)
+        gather.then(lambda _: self._arrived(bucket, surveyed, plan, coded, gather))
+        self._in_flight.append((coded.nbytes, gather))
+        return gather
 
-    def _arrived(self, sent: _Sent, coded: torch.Tensor, plan: Plan) -> None:
-        """What every rank has coded is there: update the rows of the others, after another gather if need be."""
-        bucket, rows = sent.bucket, sent.rows
-        if bucket not in self._in_flight or self._in_flight[bucket][0] is not coded:
-            return  # of a step that has raised
-        del self._in_flight[bucket]
+    def _make_room(self, nbytes: int) -> None:
+        """Let gathers arrive, the first first, until those in flight have half a bucket with ``nbytes`` more."""
+        self._in_flight = [(size, gather) for size, gather in self._in_flight if not gather.is_done]
+        while self._in_flight and sum(size for size, _ in self._in_flight) + nbytes > self._room:
+            _, gather = self._in_flight.pop(0)
+            gather.wait()
+
+    @torch.no_grad()
+    def _arrived(
+        self, bucket: FlatBucket, surveyed: _Surveyed, plan: Plan, coded: torch.Tensor, gather: InFlight
+    ) -> None:
+        """What every rank has coded is there: update the rows of the others, if all of it is what was sent."""
+        if gather in self._abandoned:
+            return
+        rows, rank = surveyed.rows, self._layout.rank
         headers = coded[:, :_HEADER].view(torch.int64)
         checksums = headers[:, _CHECKSUM].clone()
         headers[:, _CHECKSUM] = 0
-        intact = checksums == digest(coded)
-        expected = (headers[:, _STEP] == sent.step) & (headers[:, _PLAN] == _name(plan))
-        before = headers[:, _BEFORE]
-        flags = torch.stack([intact.all(), expected.all(), (before == before[0]).all()])
-        self._answer.begin(torch.cat([headers[:, _COUNTS].amax(0), headers[:, _TIMES].sum(0), flags]))
-        *counts, time_coded, time_full, is_intact, is_expected, is_alike = self._answer.read()
-        if not is_intact or not is_expected:
-            raise self._refused(bucket, intact, expected)
-        self._told = [time_coded, time_full]
-        coding, rank = self._codings[bucket], self._layout.rank
-        wider = plan.widened(counts)
-        if not is_alike:
-            self._warn_of_others(bucket, before.tolist())
-        elif wider is None:
-            with phase("decode_changes", bucket.name):
-                for part in (slice(0, rank), slice(rank + 1, None)):
-                    if len(rows[part]):
-                        decode(coded[part, _HEADER:], rows[part], plan)
-            self._prepare(bucket, counts)
-            return
-        elif self._is_worth(bucket, wider):
-            self._launch_coded(sent, wider).wait()
-            return
-        coding.plan, coding.survey_in = None, 0
-        self._launch_full(bucket, rows, sent.tag).wait()
+        intact = (checksums == digest(coded)) & (headers[:, _STEP] == surveyed.step)
+        if self._damage is not None:  # the host does not wait for the answer
+            self._damage.logical_or_(~intact)
+        elif not all(found := intact.tolist()):
+            ranks = [each for each, is_intact in enumerate(found) if not is_intact]
+            raise self._refused(ranks, f"what has arrived for {bucket.gather_label}")
+        with phase("decode_changes", bucket.name):
+            for part in (slice(0, rank), slice(rank + 1, None)):
+                if len(rows[part]):
+                    decode(coded[part, _HEADER:], rows[part], plan, intact.all())
+        self._streams.record_stream_for_gathers(coded, self._streams.caller)
 
     def end_step(self) -> None:
-        """All gathers of this step are complete. Collective where buckets were surveyed."""
-        surveyed = [(bucket, coding) for bucket, coding in self._codings.items() if coding.surveyed is not None]
-        if surveyed:
-            own = torch.cat([coding.surveyed for _, coding in surveyed if coding.surveyed is not None]).tolist()
-            found = largest(own, self._layout.process_group)
-            for index, (bucket, coding) in enumerate(surveyed):
-                counts = found[index * len(BITS) : (index + 1) * len(BITS)]
-                self._prepare(bucket, counts)
-                coding.surveyed = None
+        """All gathers of this step are complete, or on their way (U5)."""
+        self._is_first = False
         if self._way.measures:
             self._streams.host_waits_for_caller()
         if self._way.end_turn(time.perf_counter() - self._began, self._told):
-            for coding in self._codings.values():  # plans are of long ago, if it did not code
-                coding.plan, coding.survey_in = None, 0
+            self._pauses.clear()
         self._told = None
 
     def abandon(self) -> None:
         """A step has raised: what is in flight updates nothing, and the next gathers are full."""
-        self._abandoned += [gather for _, gather in self._in_flight.values()]
+        self._abandoned += [gather for _, gather in self._in_flight if not gather.is_done]
         self._in_flight.clear()
+        self._damage = None
         self.reset()
 
-    def _prepare(self, bucket: FlatBucket, counts: Sequence[int]) -> None:
-        """Plan the next step of a bucket by the largest counts of all ranks in this one."""
-        room = [each * (1 + _SLACK) + 4 * math.sqrt(each) + 32 for each in counts]
-        plan, coding = choose_plan(bucket.stripe.width, room), self._codings[bucket]
-        if self._is_worth(bucket, plan):
-            coding.plan = plan
-        else:
-            coding.plan, coding.survey_in = None, SURVEY_EVERY
+    def check(self) -> None:
+        """Somebody else is about to read the parameters.
 
-    def _is_worth(self, bucket: FlatBucket, plan: Plan) -> bool:
-        return (_HEADER + plan.nbytes) * self._layout.world_size <= WORTH * self._nbytes(bucket)
+        Raises:
+            RankError: what this rank has received in the last step was damaged.
+        """
+        if self._damage is not None and any(found := self._damage.tolist()):
+            ranks = [rank for rank, is_damaged in enumerate(found) if is_damaged]
+            raise self._refused(ranks, "the parameters gathered after the last step")
 
     # ---- counts and errors -----------------------------------------------------------------------------------------
 
@@ -273,37 +279,40 @@ class ChangesGather:
     def _sent(self, nbytes: int) -> int:
         return self._topology.sent(nbytes, self._layout.process_group).nbytes
 
-    def _count(self, nbytes: int) -> None:
-        self.sent_bytes += self._sent(nbytes)
-        self._debt = max(self._debt + nbytes, -2.0 * self._all)
-
-    def _global(self, ranks: Sequence[int]) -> str:
+    def _named(self, ranks: Sequence[int]) -> str:
         return named_ranks(self._layout.process_group, ranks)
 
-    def _refused(self, bucket: FlatBucket, intact: torch.Tensor, expected: torch.Tensor) -> RankError:
-        found = torch.stack([intact, expected], dim=1).tolist()
-        damaged = [rank for rank, (is_intact, _) in enumerate(found) if not is_intact]
-        if damaged:
-            what = f"is not what rank {self._global(damaged)} has sent, by its checksum"
-        else:
-            others = [rank for rank, (_, is_expected) in enumerate(found) if not is_expected]
-            what = f"is of another step or code than this rank's, from rank {self._global(others)}"
+    def _refused(self, ranks: Sequence[int], what: str) -> RankError:
         return RankError(
-            f"gather_changes: what has arrived for {bucket.gather_label} {what}. Parameters on this rank are of two"
-            " steps now: go back to the last checkpoint. If it happens again, check the network, or leave out"
+            f"gather_changes: {what} is not what rank {self._named(ranks)} has sent, by its checksum. Parameters are of"
+            " two steps now: go back to the last checkpoint. If it happens again, check the network, or leave out"
             " 'gather_changes'."
         )
 
-    def _warn_of_others(self, bucket: FlatBucket, before: list[int]) -> None:
+    def _warn_of_others(self, bucket: FlatBucket, words: torch.Tensor) -> None:
+        before = [of_rank[0] for of_rank in gather_words([int(words[len(BITS)])], self._layout.process_group)]
         common = Counter(before).most_common(1)[0][0]
         others = [rank for rank, each in enumerate(before) if each != common]
         warnings.warn(
-            f"gather_changes: before this step, {listed([f'rank {each}' for each in self._global(others).split(', ')])}"
-            f" had other parameters than rank {self._global([before.index(common)])}, in {bucket.names}. They were"
+            f"gather_changes: before this step, {listed([f'rank {each}' for each in self._named(others).split(', ')])}"
+            f" had other parameters than rank {self._named([before.index(common)])}, in {bucket.names}. They are"
             " gathered in full: each rank's part of them holds for all. Change parameters alike on all ranks.",
             stacklevel=2,
         )
 
 
-def _name(plan: Plan) -> int:
-    return zlib.crc32(repr(plan).encode())
+def launch_surveyed(gathers: Sequence[ChangesGather], answer: HostCopy) -> None:
+    """All that is this rank's own was stepped: survey what was counted, and begin to gather it. Collective.
+
+    The host waits once.
+
+    Args:
+        answer: has room for all their ``most_words``.
+    """
+    surveys = [(gather, gather.survey()) for gather in gathers]
+    words = [each for _, of_gather in surveys for each in of_gather]
+    if words:
+        answer.begin(torch.cat(words))
+        told = iter(answer.read())
+        for gather in [gather for gather, of_gather in surveys if of_gather]:
+            gather.launch_surveyed(told)

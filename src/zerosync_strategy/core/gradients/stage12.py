@@ -10,10 +10,11 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.nodes import Sent
+from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import Level, choose_buckets
-from zerosync_strategy.core.gradients.changes import ChangesGather
+from zerosync_strategy.core.gradients.changes import ChangesGather, launch_surveyed
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -63,6 +64,8 @@ class Stage12Reducer(Reducer):
             if config.gather_changes and layout.world_size > 1 and layout.params
             if zero12.flat_parameters(self.optimizer, layout.group_index).dtype.itemsize == 2
         }
+        if self.changes:
+            self._answer = HostCopy(self.streams, sum(changes.most_words for changes in self.changes.values()))
         return buckets
 
     def allocate_shards(self) -> None:
@@ -158,6 +161,11 @@ class Stage12Reducer(Reducer):
         for changes in self.changes.values():
             changes.reset()
 
+    def check_gathers(self) -> None:
+        """Raise a :class:`RankError` if what the last step has gathered was damaged, as far as it has not yet."""
+        for changes in self.changes.values():
+            changes.check()
+
     def take_gather_bytes(self) -> tuple[int, int]:
         """Return the bytes that gathers of changes have sent since the last call, and those of full gathers."""
         sent = sum(changes.sent_bytes for changes in self.changes.values())
@@ -184,6 +192,8 @@ class Stage12Reducer(Reducer):
         by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:
             self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
+        if self.changes:
+            launch_surveyed(list(self.changes.values()), self._answer)
         for layout, buckets in by_layout:
             gathers = [(bucket.stripe, bucket.gather) for bucket in buckets if bucket.gather is not None]
             for bucket in buckets:

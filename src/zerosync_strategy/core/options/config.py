@@ -106,11 +106,11 @@ class ZeroSyncConfig:
             raise TypeError(
                 f"ZeroSync option 'gather_changes' takes True, False or \"auto\", got {self.gather_changes!r}."
             )
-        if self.gather_changes and self.overlap_gather:
+        if self.gather_changes == AUTO and self.overlap_gather:
             raise ValueError(
-                f"ZeroSync option 'gather_changes' got {self.gather_changes!r} with overlap_gather=True. Ranks see when"
-                " changes arrive whether they have to gather in full, and must do so in one order, which a gather that"
-                " goes on after the step does not have. Leave one of them out."
+                f"ZeroSync option 'gather_changes' got {AUTO!r} with overlap_gather=True, and measures steps, while the"
+                " time of a gather that goes on after the step is spent in the next forward. Give gather_changes=True,"
+                " or leave one of them out."
             )
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
             raise TypeError(

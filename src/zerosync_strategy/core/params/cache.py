@@ -304,6 +304,8 @@ class ParameterCache:
 
     def before_read(self, param: Any) -> None:
         """A reader whom no hook serves finds what is held there, or on its way."""
+        if self._steps:
+            return  # at its end DeepSpeed gathers what is persistent, which is not to bring the rest of a bucket
         bucket = self._bucket_of.get(param._zerosync_record)
         if bucket is not None:
             if self.plan.holds_all:

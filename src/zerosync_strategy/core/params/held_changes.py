@@ -25,16 +25,17 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, gather_words, is_native, named_ranks, phase
 from zerosync_strategy.core.comm.differences import (
-    BITS,
+    SMALLEST,
     SURVEY_EVERY,
-    WORTH,
+    WORDS,
     Plan,
-    choose_plan,
-    count,
+    are_alike,
     decode,
     digest,
     encode,
     is_codable,
+    words_of,
+    worthwhile_plan,
 )
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
@@ -48,8 +49,6 @@ from zerosync_strategy.core.params.gathers import UnshardedBytes
 
 _DIGEST, _STEP = 0, 1  # words of 64 bits in the header of a row
 _HEADER = 16  # bytes
-_WORDS = len(BITS) + 2  # of a bucket in a survey: counts, a digest and its complement
-_SMALLEST = 2**14  # bytes of a bucket in full for which its words in the survey are below one in a hundred
 _OURS = 3  # references to the memory of a bucket: the parameter's former tensor, the flat view of it, and that count's
 
 
@@ -168,7 +167,7 @@ class HeldChanges:
 
         On all ranks alike.
         """
-        if not self._way.codes or not _are_codable(params) or self._nbytes(params) < _SMALLEST:
+        if not self._way.codes or not _are_codable(params) or self._nbytes(params) < SMALLEST:
             return
         ids = _ids(params)
         if self._pauses[ids] > 0:
@@ -202,41 +201,31 @@ class HeldChanges:
             *found, coded, full = self._largest(buckets)
             self._told = coded, full
             for kept in buckets:
-                *counts, most, most_of_complements = found[:_WORDS]
-                del found[:_WORDS]
-                if most != ~most_of_complements:
+                words = found[:WORDS]
+                del found[:WORDS]
+                if not are_alike(words):
                     self._warn_of_others(kept)
                     self.drop(kept.params)
+                elif (plan := worthwhile_plan(kept.width, words, _HEADER)) is None:
+                    self._pauses[_ids(kept.params)] = SURVEY_EVERY
+                    self.drop(kept.params)
                 else:
-                    self._plan(kept, counts)
+                    kept.plan, kept.writes = plan, _writes(kept.params)
 
     def _largest(self, buckets: Sequence[_Kept]) -> list[int]:
         """Return the largest words of any rank: of each bucket, and what each has measured."""
         from deepspeed import comm
 
-        times = self._way.own_times()
-        numel = _WORDS * len(buckets) + len(times)
-        words = torch.empty(numel, dtype=torch.int64, device=buckets[0].before[0].device)
-        for index, kept in enumerate(buckets):
-            of_bucket = words[_WORDS * index : _WORDS * (index + 1)]
-            of_bucket[: len(BITS)].copy_(count(*kept.own_rows()))
-            of_bucket[-2].copy_(kept.digest())
-            torch.bitwise_not(of_bucket[-2], out=of_bucket[-1])
-        for word, measured in zip(words[-len(times) :], times, strict=True):
+        by_bucket = [words_of(*kept.own_rows(), kept.digest()) for kept in buckets]
+        times = by_bucket[0].new_empty(2)
+        for word, measured in zip(times, self._way.own_times(), strict=True):
             word.fill_(measured)
+        words = torch.cat([*by_bucket, times])
         comm.all_reduce(words, op=dist.ReduceOp.MAX, group=self._process_group)
-        if self._answer is None or self._answer.numel != numel:
-            self._answer = HostCopy(self._streams, numel)
+        if self._answer is None or self._answer.numel < len(words):
+            self._answer = HostCopy(self._streams, len(words))
         self._answer.begin(words)
         return self._answer.read()
-
-    def _plan(self, kept: _Kept, counts: Sequence[int]) -> None:
-        plan = choose_plan(kept.width, counts)
-        if (_HEADER + plan.nbytes) * self._world_size > WORTH * self._nbytes(kept.params):
-            self._pauses[_ids(kept.params)] = SURVEY_EVERY
-            self.drop(kept.params)
-            return
-        kept.plan, kept.writes = plan, _writes(kept.params)
 
     # ---- gathers ---------------------------------------------------------------------------------------------------
 

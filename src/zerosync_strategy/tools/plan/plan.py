@@ -193,7 +193,7 @@ def plan(
         first = first or each
         collectives = {kind: (calls, nbytes) for kind, (calls, nbytes) in each["collectives"].items()}
         if options.options.get(jobs.CHANGES):
-            _gather_changes(collectives, each["parameters"], cluster)
+            _gather_changes(collectives, each["by_changes"], cluster)
         sent, resident = crossing(collectives, cluster), dict(each["resident"])
         if at_once:
             timed = found[TIMED, index]

@@ -136,8 +136,9 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
 
     Returns:
         ``collectives``: by kind ``[calls, bytes]``; ``peak``: allocated bytes by kind at the moment of the
-        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``nbytes_once``: bytes
-        of each gradient and of each trained parameter; ``batch``: the shape of a micro-batch; ``options``: in force.
+        most; ``resident``: the same of memory that was written to; ``parameters``: their number; ``by_changes``: of how
+        many ``gather_changes`` would gather the changes; ``nbytes_once``: bytes of each gradient and of each trained
+        parameter; ``batch``: the shape of a micro-batch; ``options``: in force.
     """
     join(cluster)
     map_large_blocks()
@@ -163,6 +164,7 @@ def _steps(training: Training, workload: Workload, counter: LevelCounter, ledger
                 training.backward(training.forward())
                 ledger.classify({NODE_SHARDS: training.node_shards()})
                 parts.append(dict(counter.take()))
+            by_changes = training.gathered_by_changes()
             training.step()
             parts.append(dict(counter.take()))
     repeated = [parts[1]] * (workload.micro_batches - backwards) if len(parts) > 2 else []
@@ -171,6 +173,7 @@ def _steps(training: Training, workload: Workload, counter: LevelCounter, ledger
         "peak": ledger.allocated.peak,
         "resident": ledger.written.peak,
         "parameters": training.parameters,
+        "by_changes": by_changes,
         "nbytes_once": training.nbytes_once,
         "batch": training.batch,
         "options": training.options,

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
-from zerosync_strategy.core.engine import contract, torch_internals, zero
+from zerosync_strategy.core.engine import contract, torch_internals, zero, zero3
 from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
 from zerosync_strategy.core.options.budgets import AUTO
 from zerosync_strategy.tools.plan.jobs import (
@@ -116,6 +117,20 @@ class Training:
     def node_shards(self) -> list[torch.Tensor]:
         """Return what is kept in node shards now."""
         return [] if self.zerosync is None else self.zerosync._attached.node_shards()
+
+    def gathered_by_changes(self) -> int:
+        """Return how many elements ``gather_changes`` would gather by their changes after the step that comes.
+
+        On stages 1 and 2 all that is trained; on stage 3 of that what is held on the device now.
+        """
+        if self.zerosync is None:
+            return 0
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        attached = self.zerosync._attached
+        if isinstance(attached, Stage3Engine):
+            held = {record.param for record in attached.cache.plan.held()}
+            params = [param for param in params if param in held and not zero3.is_persistent(param)]
+        return sum(map(zero3.full_numel, params))
 
     def forward(self) -> Any:
         """Return the loss of the micro-batch."""
