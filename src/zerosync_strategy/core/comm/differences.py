@@ -128,14 +128,11 @@ def count(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     new, old = new.view(torch.int16), old.view(torch.int16)
     counts = torch.zeros(len(BITS), dtype=torch.int64, device=new.device)
     for begin, end in _pieces(len(new), new.device, 1):
-        difference = new[begin:end] - old[begin:end]
+        size = (new[begin:end] - old[begin:end]).abs_().sub_(1)  # of -2**15, which has no positive, as of 2**15
+        is_larger = torch.empty_like(size)  # not of bool: several times as fast on the host
         for index, bits in enumerate(BITS):
-            counts[index] += _count(difference, bits)
+            counts[index] += torch.count_nonzero(torch.ge(size, _half(bits), out=is_larger))
     return counts
-
-
-def _count(differences: torch.Tensor, bits: int) -> torch.Tensor:
-    return _escapes(_code(differences, bits), bits).sum()
 
 
 class _Compaction:
