@@ -1,8 +1,9 @@
 """Train a Lightning project's own model under DDP and on ZeroSync; print how far their weights are apart.
 
 python -m tests.ecosystem.fit PROJECT, in the environment of a row. ``projects/PROJECT.py`` has ``fit(options)``, which
-makes a model and data of its project and trains it with a Trainer of these options. Ranks are forked from this process,
-which has imported it.
+makes a model and data of its project and trains it with a Trainer of these options; ``PLAIN`` is the strategy without
+ZeroSync, if it is not "ddp", and ``OPTIONS`` has what ZeroSyncStrategy takes beside the stage. Ranks are forked from
+this process, which has imported it.
 """
 
 import importlib
@@ -10,19 +11,24 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.ecosystem.runs import REPORT, ratios
 from tests.harness.ranks import RanksError, run_ranks
 
 RANKS, STEPS, ACCUMULATION, SECONDS = 2, 4, 2, 300
+HERE = Path.cwd()  # ranks have folders of their own
+PERSISTENT = 64  # elements: biases and norms persist, as in models of their usual size, and weights are sharded
 
 
 def main() -> None:
     project = importlib.import_module(f"tests.ecosystem.projects.{sys.argv[1]}")
     found: dict[str, Any] = {}
     before = after = {}
+    sent: list[float] = []
     for name in ("plain", "2", "3"):
         try:
             outcome = run_ranks(train, project, name, world_size=RANKS, timeout=SECONDS)[0]
@@ -37,6 +43,8 @@ def main() -> None:
             found[name] = distance(after, before)
         else:
             found[name] = distance(after, outcome[1])
+            sent += ratios(report(name))
+    found["sent"] = sent
     print(json.dumps(found))
 
 
@@ -49,7 +57,11 @@ def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     if name != "plain":
         from zerosync_strategy import ZeroSyncStrategy
 
-        strategy = ZeroSyncStrategy(stage=int(name))
+        sharded = {"stage3_param_persistence_threshold": PERSISTENT} if name == "3" else {}
+        config = {"zero_optimization": {"stage": int(name)} | sharded}
+        strategy = ZeroSyncStrategy(config=config, **getattr(project, "OPTIONS", {}))
+        report(name).unlink(missing_ok=True)
+        os.environ[REPORT] = f"1:{report(name)}"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     library.seed_everything(1, verbose=False)
     project.fit(
@@ -62,6 +74,11 @@ def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     if seen.steps != STEPS:
         raise AssertionError(f"{seen.steps} optimizer steps instead of {STEPS}")
     return seen.before, seen.after
+
+
+def report(name: str) -> Path:
+    """The file of the reports of a run."""
+    return HERE / f"steps-{name}.log"
 
 
 def watcher(base: type) -> Any:
