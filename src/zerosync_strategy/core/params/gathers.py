@@ -148,7 +148,7 @@ NO_GRADIENTS = "forwards without gradients"
 
 
 class GatherCount:
-    """Counts, in the records of parameters, how often modules have them gathered for steps.
+    """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
     Attributes:
         sections: called where forwards without gradients begin, and where they end (``None``).
@@ -159,7 +159,7 @@ class GatherCount:
         self._is_for_step = True
 
     def add(self, params: Iterable[Any]) -> None:
-        """Modules have ``params`` gathered."""
+        """``params`` are gathered for modules, or for readers whom no hook serves."""
         if self._is_for_step:
             for param in params:
                 param._zerosync_record.gathers += 1

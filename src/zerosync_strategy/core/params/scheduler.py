@@ -59,7 +59,7 @@ class GatherScheduler:
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
             every rank before the same gathers.
-        count: of what modules gather for steps.
+        count: of what modules and readers gather for steps.
         host: has parameters that need not be gathered again; ``None``: there are none.
         node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
@@ -352,6 +352,8 @@ class GatherScheduler:
             RankError: other ranks did not take part.
         """
         self.wait_for(param)
+        if zero3.is_released(param):
+            self.count.add((param,))
         (full,) = self.values([param])
         return full
 
