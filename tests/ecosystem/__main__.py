@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("kind", choices=["trainers", "projects"])
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--only", default="", metavar="PATTERN", help="of the trainers, commands like this")
+    again = "of the trainers, run this stage alone; of the others, what was saved last is compared"
+    parser.add_argument("--again", type=int, choices=STAGES, help=again)
     options = parser.parse_args()
     kind = trainers if options.kind == "trainers" else projects
     by_name = {row.name: row for row in kind.ROWS}
@@ -52,14 +54,14 @@ def main() -> int:
         row = by_name[name]
         print(f"== {name}", flush=True)
         try:
-            problems += run_trainer(row, options.only) if isinstance(row, trainers.Row) else run_project(row)
+            problems += run_trainer(row, options) if isinstance(row, trainers.Row) else run_project(row)
         except InstallError as error:
             print(f"cannot be installed: {error}", flush=True)
             problems += 1
     return min(problems, 1)
 
 
-def run_trainer(row: trainers.Row, only: str) -> int:
+def run_trainer(row: trainers.Row, options: argparse.Namespace) -> int:
     environment = Environment(row.name, row.packages, row.without, row.repository)
     releases = said(environment, row.shown)
     material = FOLDER / row.name / "material"
@@ -68,9 +70,10 @@ def run_trainer(row: trainers.Row, only: str) -> int:
     order = [f"`{program.name}`" for each in trainers.ROWS for program in each.programs]
     problems = 0
     for program in row.programs:
-        if re.search(only, program.name):
+        if re.search(options.only, program.name):
             folder = FOLDER / row.name / "runs" / program.name.replace(" ", "-")
-            outcome = runs.run(program, material, folder, environment.variables)
+            stages = (0, *STAGES) if options.again is None else (options.again,)
+            outcome = runs.run(program, material, folder, environment.variables, stages)
             problems += write(TRAINERS, f"`{program.name}`", releases, outcome, order)
     return problems
 

@@ -90,10 +90,10 @@ def watcher(base: type) -> Any:
         steps = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.before = full(pl_module)
+            type(self).before = full(pl_module)  # some programs copy what they are given
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.after, self.steps = full(pl_module), trainer.global_step
+            type(self).after, type(self).steps = full(pl_module), trainer.global_step
 
     return Watcher()
 

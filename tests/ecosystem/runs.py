@@ -106,17 +106,22 @@ class Outcome:
         return [f"{self.moved:.0e}", *(re.sub(r"/\S*/", "", text.replace("|", ",")) for text in texts), sent]
 
 
-def run(program: Program, material: Path, folder: Path, variables: Mapping[str, str]) -> Outcome:
-    """Run a program without DeepSpeed and with each stage on ZeroSync; compare what it saved."""
+def run(
+    program: Program, material: Path, folder: Path, variables: Mapping[str, str], stages: Sequence[int] = (0, *STAGES)
+) -> Outcome:
+    """Run a program without DeepSpeed and with each stage on ZeroSync; compare what it saved.
+
+    Of ``stages`` alone; of the others, what they left in ``folder`` before is used again.
+    """
     reference = Case(material, folder / "plain", 0)
-    if error := start(program, reference, variables):
+    if error := start(program, reference, variables) if 0 in stages else "":
         return Outcome(float("nan"), dict.fromkeys(STAGES, f"does not run without DeepSpeed: {error}"))
     wanted = weights(reference.out)
     found: dict[int, float | str] = {}
     sent: list[float] = []
     for stage in STAGES:
         case = Case(material, folder / f"stage{stage}", stage)
-        error = start(program, case, variables)
+        error = start(program, case, variables) if stage in stages else ""
         found[stage] = error or distance(wanted, weights(case.out))
         sent += [] if error else ratios(case.report)
     return Outcome(distance(wanted, beginning(wanted, material)), found, sent)

@@ -16,7 +16,7 @@ OPTIONS = {"param_memory_budget": "all"}  # the equation's derivatives need the 
 
 
 class Poisson(SpatialProblem):
-    output_variables = ("u",)
+    output_variables: ClassVar[Any] = ["u"]
     spatial_domain = CartesianDomain({"x": [0, 1], "y": [0, 1]})
     domains: ClassVar[Any] = {"inside": spatial_domain, "below": CartesianDomain({"x": [0, 1], "y": 0})}
     conditions: ClassVar[Any] = {

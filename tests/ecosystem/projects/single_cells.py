@@ -6,6 +6,8 @@ import anndata
 import numpy as np
 from scvi.model import SCVI
 
+PLAIN = "ddp_find_unused_parameters_true"
+
 
 def fit(options: dict[str, Any]) -> None:
     counts = np.random.default_rng(0).poisson(3.0, (128, 20)).astype(np.float32)

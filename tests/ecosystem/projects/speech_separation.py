@@ -11,6 +11,7 @@ from pytorch_lightning import Trainer
 from tests.ecosystem.projects.data import loader
 
 LIBRARY = "pytorch_lightning"
+PLAIN = "ddp_find_unused_parameters_true"  # the last block leads to no mask
 
 
 def fit(options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from tests.ecosystem.projects.data import loader
 
 
 def fit(options: dict[str, Any]) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    net = torch.nn.Sequential(torch.nn.Linear(16, 128), torch.nn.ReLU(), torch.nn.Linear(128, 3))
     routine = ClassificationRoutine(
         num_classes=3,
         model=net,
