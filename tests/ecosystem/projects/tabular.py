@@ -31,7 +31,9 @@ def fit(options: dict[str, Any]) -> None:
     )
     model = TabularModel(
         data_config=DataConfig(target=["target"], continuous_cols=["one", "two"], categorical_cols=["kind"]),
-        model_config=CategoryEmbeddingModelConfig(task="regression", layers="16-8", use_batch_norm=False, dropout=0.0),
+        model_config=CategoryEmbeddingModelConfig(
+            task="regression", layers="128-64", use_batch_norm=False, dropout=0.0
+        ),
         optimizer_config=OptimizerConfig(optimizer="SGD"),
         trainer_config=training,
         verbose=False,
