@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
 from tests.harness.engines import make_engine
@@ -95,6 +96,13 @@ def refers_to_another(engine: Any, *_: Any) -> None:
         engine.reference(torch.ones(1, WIDTH))
 
 
+def generates(engine: Any, zerosync: Any, step: int) -> None:
+    """As GRPO, which gathers the model for it."""
+    if step == 3:
+        with GatheredParameters(list(engine.module.layers.parameters())), torch.no_grad():
+            engine.module(torch.ones(1, WIDTH))
+
+
 def forwards_twice(engine: Any, zerosync: Any, step: int) -> None:
     engine(torch.ones(1, WIDTH))  # with gradients that no backward uses
 
@@ -132,7 +140,10 @@ def test_the_ratio_holds_for_what_modules_ask_for(between: Any, options: dict[st
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_what_is_sent_beside_steps_is_counted_apart_and_named(budget: Any, tmp_path: Path) -> None:
     others = "engines without ZeroSync"
-    sections = {saves(tmp_path): "full weights", evaluates: "forwards without gradients", refers_to_another: others}
+    sections = {
+        saves(tmp_path): "full weights", evaluates: "forwards without gradients", generates: "GatheredParameters",
+        refers_to_another: others,
+    }  # fmt: skip
     for between, name in sections.items():
         for reports in run_ranks(train, 3, between, param_memory_budget=budget):
             assert all(0.98 <= report.ratio <= 1.02 for report in reports[1:]), reports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -145,17 +145,19 @@ def name_of(names: Mapping[int, str], param_id: int) -> str:
 
 NO_GRADIENTS = "forwards without gradients"
 """The section of what modules gather where there is no backward to come, as to evaluate."""
+CONTEXTS = "GatheredParameters"
+"""The section of what a program gathers itself, as to generate."""
 
 
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
     Attributes:
-        sections: called where forwards without gradients begin, and where they end (``None``).
+        sections: a context around what is not for a step, by its name.
     """
 
     def __init__(self) -> None:
-        self.sections: list[Callable[[str | None], None]] = []
+        self.sections: list[Callable[[str], AbstractContextManager[None]]] = []
         self._is_for_step = True
 
     def add(self, params: Iterable[Any]) -> None:
@@ -168,11 +170,16 @@ class GatherCount:
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients: what modules gather in it is not for a step."""
         before, self._is_for_step = self._is_for_step, False
-        for enter in self.sections:
-            enter(NO_GRADIENTS)
         try:
-            yield
+            with self.apart(NO_GRADIENTS):
+                yield
         finally:
             self._is_for_step = before
-            for enter in self.sections:
-                enter(None if before else NO_GRADIENTS)
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[None]:
+        """Around what is sent for ``section``, and not for a step."""
+        with ExitStack() as stack:
+            for apart in self.sections:
+                stack.enter_context(apart(section))
+            yield
