@@ -4,12 +4,14 @@ from typing import Any
 
 import anndata
 import numpy as np
+import scvi
 from scvi.model import SCVI
 
 PLAIN = "ddp_find_unused_parameters_true"
 
 
 def fit(options: dict[str, Any]) -> None:
+    scvi.settings.seed = 1  # else it splits its data anew in every run
     counts = np.random.default_rng(0).poisson(3.0, (128, 20)).astype(np.float32)
     cells = anndata.AnnData(counts)
     SCVI.setup_anndata(cells)
