@@ -159,6 +159,7 @@ class GatherCount:
     def __init__(self) -> None:
         self.sections: list[Callable[[str], AbstractContextManager[None]]] = []
         self._is_for_step = True
+        self._in_context = False
 
     def add(self, params: Iterable[Any]) -> None:
         """``params`` are gathered for modules, or for readers whom no hook serves."""
@@ -175,6 +176,19 @@ class GatherCount:
                 yield
         finally:
             self._is_for_step = before
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        self._in_context = True
+        try:
+            yield
+        finally:
+            self._in_context = False
+
+    def of_context(self) -> AbstractContextManager[None]:
+        """Around what is gathered for no module, and for no step where a context begins."""
+        return self.apart(CONTEXTS) if self._in_context else nullcontext()
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:

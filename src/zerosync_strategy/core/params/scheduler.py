@@ -32,7 +32,7 @@ from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
-from zerosync_strategy.core.params.gathers import CONTEXTS, GatherActivity, GatherCount, ParameterGather, UnshardedBytes
+from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
 from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
@@ -85,7 +85,6 @@ class GatherScheduler:
         self.in_backward: list[Callable[[int], None]] = []
         self.begun: list[BegunCollectives] = []
         self.count = GatherCount()
-        self._in_context = False
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
@@ -302,15 +301,6 @@ class GatherScheduler:
         if digest is not None and not digest.tagged and not noted:
             note_launch(group.process_group, self._device, self.activity(group, params))
 
-    @contextmanager
-    def in_context(self) -> Iterator[None]:
-        """Around the beginning of a ``GatheredParameters`` context: what it gathers, and does not find held."""
-        self._in_context = True
-        try:
-            yield
-        finally:
-            self._in_context = False
-
     # ---- readers -------------------------------------------------------------------------------------------------
 
     def wait_for(self, param: Any) -> None:
@@ -352,8 +342,11 @@ class GatherScheduler:
                 group = run[0]._zerosync_record.group
                 if group.changes is not None:
                     group.changes.drop(run)
-                apart = self.count.apart(CONTEXTS) if self._in_context else nullcontext()
-                with apart, self.gathering(group, run), rank_status().activity(self.activity(group, run)):
+                with (
+                    self.count.of_context(),
+                    self.gathering(group, run),
+                    rank_status().activity(self.activity(group, run)),
+                ):
                     run[0].all_gather_coalesced(run).wait()
 
     def unshard(self, param: Any) -> torch.Tensor:
