@@ -9,6 +9,7 @@ Without rows it runs all. Exits 1 if a program fails, if its weights differ, or 
 import argparse
 import datetime
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,28 +20,30 @@ from tests.ecosystem.projects import rows as projects
 from tests.ecosystem.runs import STAGES, Outcome
 from tests.matrix.table import Table
 
-_STAGES = [f"stage {stage}" for stage in STAGES]
-_ALIGNED = [":---", ":---", "---:", *["---:"] * len(STAGES), ":---"]
+_MEASURED = ["moved", *(f"stage {stage}" for stage in STAGES), "sent"]
+_ALIGNED = [":---", ":---", *["---:"] * len(_MEASURED), ":---"]
 TRAINERS = Table(
     "<!-- trainers: made by `make trainers` -->",
     "<!-- end of the trainers -->",
-    ["command", "releases", "moved", *_STAGES, "date"],
+    ["command", "releases", *_MEASURED, "date"],
     _ALIGNED,
 )
 PROJECTS = Table(
     "<!-- projects: made by `make projects` -->",
     "<!-- end of the projects -->",
-    ["project", "releases", "moved", *_STAGES, "date"],
+    ["project", "releases", *_MEASURED, "date"],
     _ALIGNED,
 )
-MATERIAL = ROOT / "tests" / "ecosystem" / "material.py"
+MATERIAL = ROOT / "tests" / "ecosystem"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ecosystem", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=["trainers", "projects"])
     parser.add_argument("rows", nargs="*", metavar="ROW")
-    parser.add_argument("--only", default="", metavar="WORD", help="of the trainers, commands with this word")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="of the trainers, commands like this")
+    again = "of the trainers, run this stage alone; of the others, what was saved last is compared"
+    parser.add_argument("--again", type=int, choices=STAGES, help=again)
     options = parser.parse_args()
     kind = trainers if options.kind == "trainers" else projects
     by_name = {row.name: row for row in kind.ROWS}
@@ -51,24 +54,26 @@ def main() -> int:
         row = by_name[name]
         print(f"== {name}", flush=True)
         try:
-            problems += run_trainer(row, options.only) if isinstance(row, trainers.Row) else run_project(row)
+            problems += run_trainer(row, options) if isinstance(row, trainers.Row) else run_project(row)
         except InstallError as error:
             print(f"cannot be installed: {error}", flush=True)
             problems += 1
     return min(problems, 1)
 
 
-def run_trainer(row: trainers.Row, only: str) -> int:
-    environment = Environment(row.name, row.packages, row.without)
+def run_trainer(row: trainers.Row, options: argparse.Namespace) -> int:
+    environment = Environment(row.name, row.packages, row.without, row.repository)
     releases = said(environment, row.shown)
     material = FOLDER / row.name / "material"
-    subprocess.run([environment.python, str(MATERIAL), str(material)], env=environment.variables, check=True)
+    make = [environment.python, str(MATERIAL / row.material), str(material)]
+    subprocess.run(make, env=environment.variables, check=True)
     order = [f"`{program.name}`" for each in trainers.ROWS for program in each.programs]
     problems = 0
     for program in row.programs:
-        if only in program.name:
+        if re.search(options.only, program.name):
             folder = FOLDER / row.name / "runs" / program.name.replace(" ", "-")
-            outcome = runs.run(program, material, folder, environment.variables)
+            stages = (0, *STAGES) if options.again is None else (options.again,)
+            outcome = runs.run(program, material, folder, environment.variables, stages)
             problems += write(TRAINERS, f"`{program.name}`", releases, outcome, order)
     return problems
 
@@ -88,7 +93,8 @@ def run_project(row: projects.Project) -> int:
     except (IndexError, ValueError):
         found = {"plain": runs.last_error(log.read_text())}
     stages = {stage: found.get(str(stage), f"does not run without DeepSpeed: {found['plain']}") for stage in STAGES}
-    outcome = Outcome(found["plain"] if isinstance(found["plain"], float) else float("nan"), stages)
+    moved = found["plain"] if isinstance(found["plain"], float) else float("nan")
+    outcome = Outcome(moved, stages, found.get("sent", ()))
     return write(PROJECTS, row.name, releases, outcome, [each.name for each in projects.ROWS])
 
 

@@ -39,7 +39,7 @@ for _name in ("nms", "qnms"):
 
 
 class InstallError(RuntimeError):
-    """An environment could not be made; the text is the end of pip's."""
+    """An environment could not be made; the text is the end of pip's, or git's."""
 
 
 class Environment:
@@ -49,16 +49,19 @@ class Environment:
         name: of the row.
         packages: requirements for pip. The first is the row's own, of which ``without`` are not installed.
         without: names of what it asks for and runs without on a CPU.
+        repository: the address and tag of what is cloned into its folder ``repository``.
 
     Attributes:
         python: the interpreter.
         variables: the environment variables of what runs there.
 
     Raises:
-        InstallError: a package could not be installed.
+        InstallError: a package could not be installed, or the repository not cloned.
     """
 
-    def __init__(self, name: str, packages: Sequence[str], without: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, packages: Sequence[str], without: Sequence[str] = (), repository: tuple[str, str] | None = None
+    ) -> None:
         self.folder = FOLDER / name
         self.python = str(self.folder / "bin" / "python")
         self.variables = {
@@ -67,10 +70,14 @@ class Environment:
             "PYTHONPATH": str(ROOT / "src"),
             "DS_BUILD_OPS": "0",
         }
-        made_for = "\n".join([*packages, "without:", *without, sys.executable])
+        made_for = "\n".join([*packages, "without:", *without, *(repository or ()), sys.executable])
         stamp = self.folder / "made-for.txt"
         if not stamp.exists() or stamp.read_text() != made_for:
             self._make(list(packages), without)
+            if repository is not None:
+                address, tag = repository
+                target = str(self.folder / "repository")
+                _run(["git", "clone", "-q", "--depth", "1", "--branch", tag, address, target], os.environ)
             stamp.write_text(made_for)
 
     def versions(self, names: Sequence[str]) -> list[str]:

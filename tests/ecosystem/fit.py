@@ -1,8 +1,9 @@
 """Train a Lightning project's own model under DDP and on ZeroSync; print how far their weights are apart.
 
 python -m tests.ecosystem.fit PROJECT, in the environment of a row. ``projects/PROJECT.py`` has ``fit(options)``, which
-makes a model and data of its project and trains it with a Trainer of these options. Ranks are forked from this process,
-which has imported it.
+makes a model and data of its project and trains it with a Trainer of these options; ``PLAIN`` is the strategy without
+ZeroSync, if it is not "ddp", and ``OPTIONS`` has what ZeroSyncStrategy takes beside stage 3. Ranks are forked from
+this process, which has imported it.
 """
 
 import importlib
@@ -10,19 +11,24 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.ecosystem.runs import REPORT, ratios
 from tests.harness.ranks import RanksError, run_ranks
 
 RANKS, STEPS, ACCUMULATION, SECONDS = 2, 4, 2, 300
+HERE = Path.cwd()  # ranks have folders of their own
+PERSISTENT = 64  # elements: biases and norms persist, as in models of their usual size, and weights are sharded
 
 
 def main() -> None:
     project = importlib.import_module(f"tests.ecosystem.projects.{sys.argv[1]}")
     found: dict[str, Any] = {}
     before = after = {}
+    sent: list[float] = []
     for name in ("plain", "2", "3"):
         try:
             outcome = run_ranks(train, project, name, world_size=RANKS, timeout=SECONDS)[0]
@@ -37,6 +43,8 @@ def main() -> None:
             found[name] = distance(after, before)
         else:
             found[name] = distance(after, outcome[1])
+            sent += ratios(report(name))
+    found["sent"] = sent
     print(json.dumps(found))
 
 
@@ -44,12 +52,19 @@ def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     """As one rank: train once, with DDP or a stage of ZeroSync; the full parameters before and after."""
     warnings.simplefilter("ignore")
     library = importlib.import_module(getattr(project, "LIBRARY", "lightning.pytorch"))
-    seen = watcher(library.Callback)
+    seen = watcher(library)
     strategy: Any = getattr(project, "PLAIN", "ddp")
     if name != "plain":
         from zerosync_strategy import ZeroSyncStrategy
 
-        strategy = ZeroSyncStrategy(stage=int(name))
+        zero: dict[str, Any] = {"stage": int(name)}
+        options: dict[str, Any] = {}
+        if name == "3":
+            zero["stage3_param_persistence_threshold"] = PERSISTENT
+            options = getattr(project, "OPTIONS", {})
+        strategy = ZeroSyncStrategy(config={"zero_optimization": zero}, **options)
+        report(name).unlink(missing_ok=True)
+        os.environ[REPORT] = f"1:{report(name)}"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     library.seed_everything(1, verbose=False)
     project.fit(
@@ -64,19 +79,25 @@ def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     return seen.before, seen.after
 
 
-def watcher(base: type) -> Any:
+def report(name: str) -> Path:
+    """The file of the reports of a run."""
+    return HERE / f"steps-{name}.log"
+
+
+def watcher(library: Any) -> Any:
     """A callback that keeps the full parameters where training begins and ends."""
 
-    class Watcher(base):  # type: ignore[misc]
+    class Watcher(library.Callback):  # type: ignore[misc]
         before: dict[str, torch.Tensor]
         after: dict[str, torch.Tensor]
         steps = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.before = full(pl_module)
+            type(self).before = full(pl_module)  # some programs copy what they are given
+            library.seed_everything(1, verbose=False)  # setting up has drawn numbers, which may be others
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.after, self.steps = full(pl_module), trainer.global_step
+            type(self).after, type(self).steps = full(pl_module), trainer.global_step
 
     return Watcher()
 

@@ -2,9 +2,12 @@
 
 model/            a Llama of two layers with random weights, and its tokenizer
 reward/           the same with one output, for reward models
-NAME/train.jsonl  conversations, preferences, judged answers and prompts, of unequal lengths
+adapter/          LoRA that adds nothing, if there is PEFT, for trainers that draw their own before they take a seed
+NAME/train.jsonl  conversations, preferences, judged answers and prompts, of unequal lengths, but for the answers of
+                  "even"; conversations have test.jsonl, too
 """
 
+import importlib.util
 import json
 import random
 import sys
@@ -85,17 +88,35 @@ def make(folder: Path) -> None:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
+    if importlib.util.find_spec("peft"):
+        make_adapter(folder)
     pairs = [(sentence(), sentence(), sentence()) for _ in range(ROWS)]
     asked = [[{"role": "user", "content": question}] for question, _, _ in pairs]
     good = [[{"role": "assistant", "content": answer}] for _, answer, _ in pairs]
     bad = [[{"role": "assistant", "content": answer}] for _, _, answer in pairs]
     everything = list(zip(asked, good, bad, strict=True))
-    write(folder / "conversations", [{"messages": a + g} for a, g, _ in everything])
+    conversations = [{"messages": a + g} for a, g, _ in everything]
+    write(folder / "conversations", conversations)
+    write(folder / "conversations", conversations[:8], "test")
     write(folder / "preferences", [{"prompt": a, "chosen": g, "rejected": b} for a, g, b in everything])
+    rejected = [{"messages": a + g, "rejected_response": b[0]["content"]} for a, g, b in everything]
+    write(folder / "rejected", rejected)  # preferences as ms-swift reads them
     judged = [{"prompt": a, "completion": (g, b)[n % 2], "label": n % 2 == 0} for n, (a, g, b) in enumerate(everything)]
     write(folder / "judged", judged)
     write(folder / "prompts", [{"prompt": a} for a in asked])
+    even = (answer for answer in iter(sentence, None) if len(tokenizer(answer).input_ids) == 10)
+    answers = [[{"role": "assistant", "content": next(even)}] for _ in pairs]
+    write(folder / "even", [{"messages": a + g} for a, g in zip(asked, answers, strict=True)])
     write(folder / "instructions", [{"instruction": q, "input": "", "output": a} for q, a, _ in pairs])
+
+
+def make_adapter(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder / "adapter")
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -111,9 +132,9 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def write(folder: Path, rows: list[dict[str, object]]) -> None:
+def write(folder: Path, rows: list[dict[str, object]], split: str = "train") -> None:
     folder.mkdir(exist_ok=True)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

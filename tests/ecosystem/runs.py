@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ NOT_ATTACHED = "there was nothing to attach to"  # by zerosync run
 SECONDS = 900
 # Weights of two runs are the same if they differ by less than this part of what training changed.
 SAME = 0.01
+# What a step sends, over the minimum: within these, from the second step on.
+LEAST, MOST = 0.98, 1.02
+REPORT = "ZEROSYNC_REPORT"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,15 @@ class Case:
     @property
     def out(self) -> Path:
         return self.folder / "out"
+
+    def source(self, path: str) -> str:
+        """Where a file of the row's repository lies."""
+        return str(self.material.parent / "repository" / path)
+
+    @property
+    def report(self) -> Path:
+        """Where the report of each optimizer step goes, a line each."""
+        return self.folder / "steps.log"
 
     def write(self, name: str, content: object) -> str:
         """Write a configuration file, as JSON, which YAML can read too; its path."""
@@ -64,10 +76,12 @@ class Outcome:
     Attributes:
         moved: how far training moved the weights without DeepSpeed, as the largest absolute change.
         stages: by stage, the largest absolute difference of its weights from those, or the error.
+        ratios: of what each step sent, over the minimum, from the second step on; of all stages.
     """
 
     moved: float
     stages: Mapping[int, float | str]
+    ratios: Sequence[float] = ()
 
     def good(self, stage: int) -> bool:
         found = self.stages[stage]
@@ -75,7 +89,11 @@ class Outcome:
 
     @property
     def problems(self) -> bool:
-        return not all(map(self.good, self.stages))
+        return not all(map(self.good, self.stages)) or not self.sends_the_minimum
+
+    @property
+    def sends_the_minimum(self) -> bool:
+        return bool(self.ratios) and min(self.ratios) >= LEAST and max(self.ratios) <= MOST
 
     @property
     def cells(self) -> list[str]:
@@ -83,21 +101,30 @@ class Outcome:
             f"{found:.0e}" if self.good(stage) else f"**{found:.0e}**" if isinstance(found, float) else found
             for stage, found in self.stages.items()
         ]
-        return [f"{self.moved:.0e}", *(re.sub(r"/\S*/", "", text.replace("|", ",")) for text in texts)]
+        sent = " to ".join(dict.fromkeys(f"{found(self.ratios):.3f}" for found in (min, max) if self.ratios))
+        sent = sent if self.sends_the_minimum else f"**{sent or 'none'}**"
+        return [f"{self.moved:.0e}", *(re.sub(r"/\S*/", "", text.replace("|", ",")) for text in texts), sent]
 
 
-def run(program: Program, material: Path, folder: Path, variables: Mapping[str, str]) -> Outcome:
-    """Run a program without DeepSpeed and with each stage on ZeroSync; compare what it saved."""
+def run(
+    program: Program, material: Path, folder: Path, variables: Mapping[str, str], stages: Sequence[int] = (0, *STAGES)
+) -> Outcome:
+    """Run a program without DeepSpeed and with each stage on ZeroSync; compare what it saved.
+
+    Of ``stages`` alone; of the others, what they left in ``folder`` before is used again.
+    """
     reference = Case(material, folder / "plain", 0)
-    if error := start(program, reference, variables):
+    if error := start(program, reference, variables) if 0 in stages else "":
         return Outcome(float("nan"), dict.fromkeys(STAGES, f"does not run without DeepSpeed: {error}"))
     wanted = weights(reference.out)
     found: dict[int, float | str] = {}
+    sent: list[float] = []
     for stage in STAGES:
         case = Case(material, folder / f"stage{stage}", stage)
-        error = start(program, case, variables)
+        error = start(program, case, variables) if stage in stages else ""
         found[stage] = error or distance(wanted, weights(case.out))
-    return Outcome(distance(wanted, beginning(wanted, material)), found)
+        sent += [] if error else ratios(case.report)
+    return Outcome(distance(wanted, beginning(wanted, material)), found, sent)
 
 
 def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:
@@ -110,6 +137,7 @@ def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:
         name, _, given[name] = command.pop(0).partition("=")
     if case.stage:
         command = ["zerosync", "run", *command]
+        given[REPORT] = f"1:{case.report}"
     print("$", *(f"{name}={value}" for name, value in given.items()), *command, flush=True)
     begun = time.monotonic()
     log = case.folder / "log.txt"
@@ -133,6 +161,13 @@ def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:
     if case.stage and NOT_ATTACHED in log.read_text():
         return "ZeroSync was not attached"
     return "" if weight_files(case.out) else "saved no weights"
+
+
+def ratios(report: Path) -> list[float]:
+    """What each step sent, over the minimum, from the second step on; of a file of reports, a line each."""
+    text = report.read_text() if report.exists() else ""
+    lines = re.findall(r"step (\d+):.* sent [^;]*?, ([\d.]+) x the minimum", text)
+    return [float(ratio) for step, ratio in lines if step != "1"]
 
 
 def quiet(folder: Path) -> dict[str, str]:
@@ -167,9 +202,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def beginning(like: Mapping[str, torch.Tensor], material: Path) -> dict[str, torch.Tensor]:
     """What weights of these names were before training; adapters begin with nothing added, B of the product at zero."""
-    if any("lora_" in name for name in like):
-        return {name: value * ("lora_A" in name) for name, value in like.items()}
-    for model in ("model", "reward"):  # the base of one is saved without the prefix
+    if any("lora" in name for name in like):
+        return {name: value * ("lora_A" in name or "lora.down" in name) for name, value in like.items()}
+    for model in (folder.name for folder in material.iterdir() if weight_files(folder)):
+        # the base of one is saved without the prefix
         found = {name.removeprefix("model."): value for name, value in weights(material / model).items()}
         if all(name.removeprefix("model.") in found for name in like):
             return {name: found[name.removeprefix("model.")] for name in like}

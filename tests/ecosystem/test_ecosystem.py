@@ -14,15 +14,21 @@ from tests.ecosystem.projects import rows as projects
 from tests.matrix.table import FILE
 
 
-def program(*values: float) -> runs.Program:
-    """One that saves these weights: without DeepSpeed, on stage 2, on stage 3; NaN: it fails."""
+def program(*values: float, ratio: float = 1.01) -> runs.Program:
+    """One that saves these weights: without DeepSpeed, on stage 2, on stage 3; NaN: it fails.
+
+    Its second step sends ``ratio`` times the minimum.
+    """
 
     def command(case: runs.Case) -> list[str]:
         value = values[(0, 2, 3).index(case.stage)]
         lines = [
-            "import sys, torch", "from safetensors.torch import save_file", "from pathlib import Path",
+            "import os, sys, torch", "from safetensors.torch import save_file", "from pathlib import Path",
             "if sys.argv[2] == 'nan': raise ValueError('not this one')",
             "Path(sys.argv[1]).mkdir()",
+            "report = Path(os.environ.get('ZEROSYNC_REPORT', '1:/dev/null').partition(':')[2])",
+            "said = 'step {}: 2 backwards, 1 reduction; sent 1 kB, {:.3f} x the minimum; beside it 1 kB for others'",
+            f"report.write_text('\\n'.join([said.format(1, 9.0), said.format(2, {ratio})]))",
             "save_file({'w': torch.full((2,), float(sys.argv[2]))}, sys.argv[1] + '/w.safetensors')",
         ]  # fmt: skip
         script = case.write("program.py", "\n".join(lines))
@@ -48,7 +54,7 @@ def test_weights_are_compared_with_those_of_the_program_by_itself(tmp_path: Path
     assert outcome.moved == 1.0
     assert outcome.stages == {2: pytest.approx(1e-3, rel=1e-3), 3: 0.5}
     assert (outcome.good(2), outcome.good(3), outcome.problems) == (True, False, True)
-    assert outcome.cells == ["1e+00", "1e-03", "**5e-01**"]
+    assert outcome.cells == ["1e+00", "1e-03", "**5e-01**", "1.010"]
 
 
 def test_a_program_that_fails_is_named_by_its_error(tmp_path: Path, variables: dict[str, str]) -> None:
@@ -56,6 +62,13 @@ def test_a_program_that_fails_is_named_by_its_error(tmp_path: Path, variables: d
     assert outcome.stages == {2: "ValueError: not this one", 3: 0.0}
     outcome = runs.run(program(math.nan, 1.0, 1.0), tmp_path, tmp_path / "runs", variables)
     assert outcome.problems and "does not run without DeepSpeed: ValueError" in outcome.cells[1]
+
+
+def test_what_steps_send_is_a_problem_where_it_is_not_the_minimum(tmp_path: Path, variables: dict[str, str]) -> None:
+    for ratio, problem, cell in ((1.0, False, "1.000"), (1.03, True, "**1.030**"), (0.9, True, "**0.900**")):
+        outcome = runs.run(program(1.0, 1.0, 1.0, ratio=ratio), tmp_path, tmp_path / "runs", variables)
+        assert (outcome.problems, outcome.cells[-1]) == (problem, cell)
+        assert outcome.ratios == [ratio, ratio]  # of both stages, but for the first step
 
 
 def test_weights_that_did_not_move_prove_nothing(tmp_path: Path, variables: dict[str, str]) -> None:

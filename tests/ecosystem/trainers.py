@@ -6,7 +6,10 @@ from pathlib import Path
 from tests.ecosystem.runs import Case, Program
 
 SCRIPTS = Path(__file__).parent / "scripts"
-STEPS, ACCUMULATION, RATE = 4, 2, 1e-3
+STEPS, ACCUMULATION, RATE, RANKS = 4, 2, 1e-3, 2
+LORA = ["q_proj", "v_proj"]
+# Of elements: norms persist, as in models of their usual size, and weights are sharded.
+SHARDED = {"stage3_param_persistence_threshold": 64}
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Row:
         programs: what is run.
         without: what the trainer asks for and a CPU does not need, by the beginning of the name.
         shown: packages whose releases the table says.
+        repository: where programs are that no package has, as its address and tag.
+        material: the file here that makes what they train on.
     """
 
     name: str
@@ -26,6 +31,8 @@ class Row:
     programs: tuple[Program, ...]
     without: tuple[str, ...] = ()
     shown: tuple[str, ...] = ("deepspeed", "accelerate", "transformers")
+    repository: tuple[str, str] | None = None
+    material: str = "material.py"
 
 
 def deepspeed(case: Case) -> str:
@@ -33,7 +40,7 @@ def deepspeed(case: Case) -> str:
     return case.write(
         "deepspeed.json",
         {
-            "zero_optimization": {"stage": case.stage},
+            "zero_optimization": {"stage": case.stage} | (SHARDED if case.stage == 3 else {}),
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
@@ -75,7 +82,7 @@ def trl(method: str, data: str, model: str = "model", adapter: bool = False, **o
         if method == "grpo":
             settings["reward_model_name_or_path"] = str(case.material / "reward")
         if adapter:
-            settings |= {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+            settings |= {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": LORA}
         file = case.write("training.yaml", settings)
         if not case.stage:
             ranks = 2 if method in RANKS_DIFFER else 1
@@ -99,10 +106,6 @@ TRL = Row(
     ),
     shown=("trl", "peft", "deepspeed", "accelerate", "transformers"),
 )
-
-
-RANKS = 2
-LORA = ["q_proj", "v_proj"]
 
 
 def batch(case: Case) -> int:
@@ -140,7 +143,7 @@ def llamafactory(method: str, adapter: bool = False) -> Program:
 
 def swift(method: str, adapter: bool = False, **options: object) -> Program:
     def command(case: Case) -> list[str]:
-        data = "preferences" if method == "rlhf" else "conversations"
+        data = "rejected" if method == "rlhf" else "conversations"
         settings: dict[str, object] = {
             "model": case.material / "model", "model_type": "llama", "template": "chatml",
             "dataset": case.material / data / "train.jsonl", "tuner_type": "lora" if adapter else "full",
@@ -163,7 +166,8 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
 
 def axolotl(adapter: bool = False) -> Program:
     def command(case: Case) -> list[str]:
-        rows = {"path": str(case.material / "conversations"), "type": "chat_template", "split": "train"}
+        # It averages over each rank's own tokens: one process is the same program where all answers are as long.
+        rows = {"path": str(case.material / "even"), "type": "chat_template", "split": "train"}
         settings: dict[str, object] = {
             "base_model": str(case.material / "model"), "datasets": [rows],
             "dataset_prepared_path": str(case.folder / "data"),
@@ -171,22 +175,18 @@ def axolotl(adapter: bool = False) -> Program:
             "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "optimizer": "adamw_torch",
             "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False, "flash_attention": False,
             "sdp_attention": True, "logging_steps": 1, "save_strategy": "no", "num_epochs": 1, "dataset_num_proc": 1,
-            "save_safetensors": True,
+            "save_safetensors": True, "seed": 42,
         }  # fmt: skip
         if adapter:
-            settings |= {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": LORA}
+            settings |= {
+                "adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": LORA,
+                "lora_model_dir": str(case.material / "adapter"),
+            }  # fmt: skip
         if case.stage:
             settings["deepspeed"] = deepspeed(case)
         file = case.write("training.yaml", settings)
-        return [
-            "axolotl",
-            "train",
-            file,
-            "--launcher",
-            "torchrun",
-            "--",
-            f"--nproc_per_node={RANKS if case.stage else 1}",
-        ]
+        ranks = RANKS if case.stage else 1
+        return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={ranks}"]
 
     return Program(f"axolotl train{', LoRA' * adapter}", command)
 
@@ -206,6 +206,45 @@ def embeddings() -> Program:
         return ["torchrun", f"--nproc_per_node={RANKS}", str(SCRIPTS / "embeddings.py"), *given]
 
     return Program("torchrun embeddings.py", command)
+
+
+def peft(adapter: bool = False) -> Program:
+    def command(case: Case) -> list[str]:
+        settings: dict[str, object] = {
+            "model_name_or_path": case.material / "model", "dataset_name": case.material / "conversations",
+            "output_dir": case.out, "max_steps": STEPS, "per_device_train_batch_size": batch(case),
+            "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "max_length": 128, "bf16": False,
+            "report_to": "none", "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
+            "save_strategy": "steps", "save_steps": 2,
+        }  # fmt: skip
+        if adapter:
+            settings |= {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0, "lora_target_modules": ",".join(LORA)}
+        given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        script = case.source("examples/sft/train.py")
+        if not case.stage:
+            return ["torchrun", "--nproc_per_node=1", script, *given]
+        return ["accelerate", "launch", "--config_file", launch(case), script, *given]
+
+    return Program(f"accelerate launch peft/examples/sft/train.py{', LoRA' * adapter}", command)
+
+
+def diffusers(name: str) -> Program:
+    path = f"examples/text_to_image/{name}"
+
+    def command(case: Case) -> list[str]:
+        settings: dict[str, object] = {
+            "pretrained_model_name_or_path": case.material / "pipeline", "train_data_dir": case.material / "images",
+            "output_dir": case.out, "resolution": 32, "train_batch_size": 2, "max_train_steps": STEPS,
+            "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "seed": 1, "report_to": "none",
+            "mixed_precision": "no", "checkpointing_steps": 1000,
+        }  # fmt: skip
+        given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        # Each rank draws its own noise, so one process would be another program.
+        if not case.stage:
+            return ["ACCELERATE_USE_CPU=true", "torchrun", f"--nproc_per_node={RANKS}", case.source(path), *given]
+        return ["accelerate", "launch", "--config_file", launch(case), case.source(path), *given]
+
+    return Program(f"accelerate launch diffusers/{path}", command)
 
 
 ROWS = [
@@ -241,5 +280,20 @@ ROWS = [
         ("sentence-transformers==6.2.0", "datasets"),
         (embeddings(),),
         shown=("sentence-transformers", "deepspeed", "accelerate", "transformers"),
+    ),
+    Row(
+        "PEFT",
+        ("peft==0.20.0", "trl==1.16.0"),
+        (peft(), peft(adapter=True)),
+        shown=("peft", "trl", "deepspeed", "accelerate", "transformers"),
+        repository=("https://github.com/huggingface/peft", "v0.20.0"),
+    ),
+    Row(
+        "diffusers",
+        ("diffusers==0.40.0", "peft", "torchvision", "datasets"),
+        (diffusers("train_text_to_image.py"), diffusers("train_text_to_image_lora.py")),
+        shown=("diffusers", "peft", "deepspeed", "accelerate", "transformers"),
+        repository=("https://github.com/huggingface/diffusers", "v0.40.0"),
+        material="pictures.py",
     ),
 ]  # fmt: skip

@@ -51,7 +51,7 @@ class Stage3Engine(AttachedEngine):
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self.scheduler.begun.append(self.reducer.pipeline.begun)
-        self.scheduler.count.sections.append(self.traffic.enter)
+        self.scheduler.count.sections.append(self.traffic.apart)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.activity)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -98,7 +98,7 @@ class Stage3Engine(AttachedEngine):
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
         self.scheduler.begun.remove(self.reducer.pipeline.begun)
-        self.scheduler.count.sections.remove(self.traffic.enter)
+        self.scheduler.count.sections.remove(self.traffic.apart)
         self._parameters.detach()
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:

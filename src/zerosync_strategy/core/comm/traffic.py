@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,12 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend, use_current_names
+
+OTHERS = "engines without ZeroSync"
+"""The section of what their forwards gather."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class EngineCounter(CollectiveCounter):
 
     def start(self) -> EngineCounter:
         super().start()
+        patches.replace(patches.FORWARD, _forward)
         _reset_unattributed()  # set-up counts for no engine
         return self
 
@@ -179,9 +185,28 @@ class EngineCounter(CollectiveCounter):
 
 
 def _reset_unattributed() -> None:
-    for counter in comm_backend()._zerosync_counters:
-        if isinstance(counter, EngineCounter):
-            counter.traffic = {}
+    for counter in _engine_counters():
+        counter.traffic = {}
+
+
+def _engine_counters() -> list[EngineCounter]:
+    counters = getattr(comm_backend(), "_zerosync_counters", ())
+    return [counter for counter in counters if isinstance(counter, EngineCounter)]
+
+
+def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of any engine: what one sends that is not attached, as a reference model's, is for no step here."""
+
+    @functools.wraps(stock)
+    def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_zerosync_attached" in vars(engine):
+            return stock(engine, *args, **kwargs)
+        with ExitStack() as stack:
+            for counter in _engine_counters():
+                stack.enter_context(counter.apart(OTHERS))
+            return stock(engine, *args, **kwargs)
+
+    return forward
 
 
 class _CountingBackend:

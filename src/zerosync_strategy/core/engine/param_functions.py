@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -143,9 +143,10 @@ def intercept_contexts() -> None:
 def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
-        if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
-            _gather_in_buckets(context.params)
-        stock(context)
+        with _told(context):
+            if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
+                _gather_in_buckets(context.params)
+            stock(context)
         for record in _records(context.params if context.enabled else ()):
             record.claim(Claim.CONTEXT)
 
@@ -164,6 +165,15 @@ def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
                 record.drop(Claim.CONTEXT)
 
     return leave
+
+
+@contextmanager
+def _told(context: Any) -> Iterator[None]:
+    """Around the beginning of ``context``, whose gathers are for no step."""
+    with ExitStack() as stack:
+        for owner in {record.owner for record in _records(context.params if context.enabled else ())}:
+            stack.enter_context(owner.count.in_context())
+        yield
 
 
 def _gather_in_buckets(params: Iterable[Any]) -> None:

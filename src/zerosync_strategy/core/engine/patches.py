@@ -49,6 +49,7 @@ _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
 # fmt: off
 BROADCAST_MODEL = Patch(_ENGINE, "_broadcast_model", "parameters without dimensions are broadcast")
 CONFIGURE_MODEL = Patch(_ENGINE, "_configure_distributed_model", "parameters may be in any memory layout")
+FORWARD = Patch(_ENGINE, "forward", "what engines without ZeroSync gather in forwards is counted apart")
 SHARD = Patch(f"{_PARTITION}.Init", "_zero_init_param",
               "parameters without dimensions, and in any memory layout, are sharded")
 ENTER_INIT = Patch(f"{_PARTITION}.Init", "__enter__", "a zero.Init inside another one, over other ranks, is an error")

@@ -388,11 +388,17 @@ class ParameterCache:
             self.plan.count(gathering.parameters_of(module))
 
     def release(self, param: Any) -> bool:
-        """Reshard ``param`` if nothing uses it, or hold it. Return whether DeepSpeed has nothing left to do."""
+        """Reshard ``param`` if nothing uses it, or hold it. Return whether DeepSpeed has nothing left to do.
+
+        DeepSpeed itself reshards persistent ones wherever it does not know the order of modules.
+        """
         record = param._zerosync_record
-        if (record.hold or self._infers) and not self._releases_all and zero3.is_gathered(param):
-            self.plan.claim((record,))
-            return True
+        if not self._releases_all and zero3.is_gathered(param):
+            if record.hold or self._infers:
+                self.plan.claim((record,))
+                return True
+            if zero3.is_persistent(param):
+                return True
         return gathering.release(self._coordinator, param)
 
     @contextmanager

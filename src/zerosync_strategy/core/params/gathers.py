@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -145,21 +145,24 @@ def name_of(names: Mapping[int, str], param_id: int) -> str:
 
 NO_GRADIENTS = "forwards without gradients"
 """The section of what modules gather where there is no backward to come, as to evaluate."""
+CONTEXTS = "GatheredParameters"
+"""The section of what a program gathers itself, as to generate."""
 
 
 class GatherCount:
-    """Counts, in the records of parameters, how often modules have them gathered for steps.
+    """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
     Attributes:
-        sections: called where forwards without gradients begin, and where they end (``None``).
+        sections: a context around what is not for a step, by its name.
     """
 
     def __init__(self) -> None:
-        self.sections: list[Callable[[str | None], None]] = []
+        self.sections: list[Callable[[str], AbstractContextManager[None]]] = []
         self._is_for_step = True
+        self._in_context = False
 
     def add(self, params: Iterable[Any]) -> None:
-        """Modules have ``params`` gathered."""
+        """``params`` are gathered for modules, or for readers whom no hook serves."""
         if self._is_for_step:
             for param in params:
                 param._zerosync_record.gathers += 1
@@ -168,11 +171,29 @@ class GatherCount:
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients: what modules gather in it is not for a step."""
         before, self._is_for_step = self._is_for_step, False
-        for enter in self.sections:
-            enter(NO_GRADIENTS)
+        try:
+            with self.apart(NO_GRADIENTS):
+                yield
+        finally:
+            self._is_for_step = before
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        self._in_context = True
         try:
             yield
         finally:
-            self._is_for_step = before
-            for enter in self.sections:
-                enter(None if before else NO_GRADIENTS)
+            self._in_context = False
+
+    def of_context(self) -> AbstractContextManager[None]:
+        """Around what is gathered for no module, and for no step where a context begins."""
+        return self.apart(CONTEXTS) if self._in_context else nullcontext()
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[None]:
+        """Around what is sent for ``section``, and not for a step."""
+        with ExitStack() as stack:
+            for apart in self.sections:
+                stack.enter_context(apart(section))
+            yield

@@ -49,6 +49,7 @@ class HoldPlan:
         self._counted_windows = 0
         self._constants: list[Record] | None = None
         self._crossed: set[Record] = set()  # which the last step but one had left unsharded
+        self._persisting: set[Record] = set()  # persistent ones that no step changes, once a step has gathered them
         self.held_bytes = self.peak_bytes = 0
         self._set_budget(budget)
         self.counts = budget is not None and (budget > 0 or automatic or bool(self._copies))
@@ -62,7 +63,7 @@ class HoldPlan:
     def holds_all(self) -> bool:
         """Whether no module gathers anything between the first of a window and its step.
 
-        Not where all others are persistent: DeepSpeed reshards those too while it records the order of modules.
+        Not where all others are persistent: the modules that need those first gather them.
         """
         return self.budget is None
 
@@ -216,6 +217,8 @@ class HoldPlan:
         """A step has been taken: count from zero."""
         for copies in self._copies:
             copies.reset_counts()
+        gathered = filter(lambda record: zero3.is_gathered(record.param), self.constants())
+        self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def gathers_in(self, record: Record) -> tuple[int, int]:
         """Return how often the window that a step has ended had to gather a parameter, by what its modules asked for.
@@ -224,7 +227,7 @@ class HoldPlan:
             At all, and from other nodes.
         """
         host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
-        if record in self._crossed or (host is not None and host.was_there(param)):
+        if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
             return 0, 0
         if zero3.is_persistent(param):  # DeepSpeed's own step gathers it
             return 1, 1

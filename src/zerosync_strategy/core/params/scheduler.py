@@ -59,7 +59,7 @@ class GatherScheduler:
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
             every rank before the same gathers.
-        count: of what modules gather for steps.
+        count: of what modules and readers gather for steps.
         host: has parameters that need not be gathered again; ``None``: there are none.
         node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
@@ -342,7 +342,11 @@ class GatherScheduler:
                 group = run[0]._zerosync_record.group
                 if group.changes is not None:
                     group.changes.drop(run)
-                with self.gathering(group, run), rank_status().activity(self.activity(group, run)):
+                with (
+                    self.count.of_context(),
+                    self.gathering(group, run),
+                    rank_status().activity(self.activity(group, run)),
+                ):
                     run[0].all_gather_coalesced(run).wait()
 
     def unshard(self, param: Any) -> torch.Tensor:
@@ -352,6 +356,8 @@ class GatherScheduler:
             RankError: other ranks did not take part.
         """
         self.wait_for(param)
+        if zero3.is_released(param):
+            self.count.add((param,))
         (full,) = self.values([param])
         return full
 
