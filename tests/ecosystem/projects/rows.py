@@ -32,15 +32,12 @@ ROWS = [
     Project("kornia", ("kornia==0.9.0",), "differentiable_vision"),
     Project("chemprop", ("chemprop==2.3.1",), "molecules"),
     Project("gluonts", ("gluonts==0.17.0",), "estimators"),
-    Project("finetuning-scheduler", ("finetuning-scheduler==2.14.1",), "finetuning"),
     Project(
         "pytorch-tabular",
         ("pytorch-tabular==1.2.0", "requests"),
         "tabular",
         without=("kaleido", "wandb", "tensorboard"),
     ),
-    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting"),
-    Project("mlcolvar", ("mlcolvar==1.3.1",), "collective_variables"),
     Project("torch-uncertainty", ("torch-uncertainty==0.13.0", "torchvision", "timm"), "uncertainty"),
     Project(
         "darts", ("darts==0.48.1",), "time_series", without=("statsforecast", "shap", "xgboost", "nfoursid", "pyod")
@@ -50,9 +47,6 @@ ROWS = [
     Project("torchgeo", ("torchgeo==0.8.1", "torchvision"), "satellite_images"),
     Project("lightning-uq-box", ("lightning-uq-box==0.2.0", "torchvision"), "quantified"),
     Project("pina-mathlab", ("pina-mathlab==0.3.2.post2610",), "equations"),
-    Project("deeptab", ("deeptab==2.1.0",), "tables"),
-    Project("pytorch-lifestream", ("pytorch-lifestream==0.7.0", "pyarrow<18"), "events"),
-    Project("torch-spatiotemporal", ("torch-spatiotemporal==0.9.5", "torch-geometric"), "sensors"),
     Project(
         "litgpt", ("litgpt==0.5.13",), "language_models", without=("huggingface", "tokenizers", "torch", "lightning")
     ),
