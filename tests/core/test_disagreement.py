@@ -202,7 +202,9 @@ def test_collectives_of_an_aborted_backward_on_nccl(
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
 
     def run() -> float:
-        zero = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}
+        zero = dict.fromkeys(
+            ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_param_persistence_threshold"), 0
+        )  # so that backwards gather
         engine = engine_with_timeout(stage, **(zero if stage == 3 else {}))
         attach(engine, **options)
         hook = engine.module[0 if alike else 2 * rank()].bias.register_hook(_raise)
