@@ -15,8 +15,9 @@ from tests.harness.releases import needs_fp16
 from zerosync_strategy import RankError, attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
-from zerosync_strategy.core.comm.differences import SURVEY_EVERY, digest
+from zerosync_strategy.core.comm.differences import digest
 from zerosync_strategy.core.comm.faster import MEASURE_EVERY, FasterWay
+from zerosync_strategy.core.comm.surveys import SURVEY_EVERY
 from zerosync_strategy.core.gradients import buckets, changes
 from zerosync_strategy.core.gradients.changes import _HEADER, ChangesGather
 

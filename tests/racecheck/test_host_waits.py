@@ -14,7 +14,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import RankError, attach
 from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
-from zerosync_strategy.core.comm import differences, messages
+from zerosync_strategy.core.comm import messages, surveys
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.gradients import buckets, changes
@@ -93,7 +93,7 @@ def test_gathers_of_changes_are_asked_about_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * WIDTH * WIDTH, 2))
     for module in (changes, held_changes):
         monkeypatch.setattr(module, "SMALLEST", 0)
-    monkeypatch.setattr(differences, "WORTH", 100.0)
+    monkeypatch.setattr(surveys, "WORTH", 100.0)
     monkeypatch.setitem(SCENARIOS, name, (int(name[0]), CHANGES[name], {}, BF16))
 
     def run() -> Any:
@@ -109,7 +109,7 @@ def test_gathers_of_changes_are_asked_about_once(monkeypatch: pytest.MonkeyPatch
 def test_damage_updates_nothing_and_is_known_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """On all ranks, though one has received it. Before that, the rank's own part alone is that of the step."""
     gather = buckets.all_gather
-    monkeypatch.setattr(differences, "WORTH", 100.0)
+    monkeypatch.setattr(surveys, "WORTH", 100.0)
     monkeypatch.setattr(changes, "SMALLEST", 0)
 
     def damaged(rows: torch.Tensor, *told: Any) -> InFlight:

@@ -23,14 +23,6 @@ import torch
 
 BITS = (1, 2, 4, 8)
 """Of a code, smallest first. Above them numbers have 16 bits, as they are."""
-WORTH = 0.9
-"""What is gathered goes in full where its code would have more than this share of its bytes."""
-SURVEY_EVERY = 16
-"""Steps after which that is looked at again."""
-SMALLEST = 2**14
-"""Bytes of a bucket in full below which it goes in full: its words in a survey would be above one in a hundred."""
-WORDS = len(BITS) + 2
-"""Of 64 bits, of a bucket in a survey."""
 _RAW = 16
 _SIGN = 2**15
 _UNIT = 64  # numbers of which a room has a multiple: so each level begins at a multiple of 8 bytes
@@ -314,30 +306,6 @@ def _indices(escapes: torch.Tensor) -> torch.Tensor:
     import numpy
 
     return torch.from_numpy(numpy.flatnonzero(escapes.numpy().view(bool)))
-
-
-# ---- surveys -------------------------------------------------------------------------------------------------------
-
-
-def words_of(new: torch.Tensor, old: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return the :data:`WORDS` of a bucket in a survey, of which the largest of any rank are to be found.
-
-    Args:
-        new, old: as for :func:`count`, of this rank.
-        before: a digest of what all ranks had before.
-    """
-    return torch.cat([count(new, old), torch.stack([before, ~before])])
-
-
-def are_alike(words: Sequence[int]) -> bool:
-    """Return whether all ranks had the same digest, by the largest words."""
-    return words[-2] == ~words[-1]
-
-
-def worthwhile_plan(numel: int, words: Sequence[int], header: int) -> Plan | None:
-    """Return the plan for rows of ``numel`` numbers, of ``header`` bytes more; ``None``: they are to go in full."""
-    plan = choose_plan(numel, words[: len(BITS)])
-    return plan if header + plan.nbytes <= WORTH * 2 * numel else None
 
 
 # ---- digests -------------------------------------------------------------------------------------------------------

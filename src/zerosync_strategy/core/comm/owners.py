@@ -171,9 +171,9 @@ def give_from_owners(
     from deepspeed import comm
 
     rank, device = dist.get_rank(process_group), parts[0][1].device
-    if not is_native(process_group, device) and nodes is not None:
-        return _relay_from_owners(parts, nodes, tag, label)
     if not is_native(process_group, device):
+        if nodes is not None:
+            return _relay_from_owners(parts, nodes, tag, label)
         of: dict[int, list[torch.Tensor]] = {}
         for owner, part in parts:
             of.setdefault(owner, []).append(part)

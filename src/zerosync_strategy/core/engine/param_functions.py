@@ -143,7 +143,7 @@ def intercept_contexts() -> None:
 def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def enter(context: Any) -> None:
-        with _told(context):
+        with _counted_apart(context):
             if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
                 _gather_in_buckets(context.params)
             stock(context)
@@ -168,7 +168,7 @@ def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _told(context: Any) -> Iterator[None]:
+def _counted_apart(context: Any) -> Iterator[None]:
     """Around the beginning of ``context``, whose gathers are for no step."""
     with ExitStack() as stack:
         for owner in {record.owner for record in _records(context.params if context.enabled else ())}:

@@ -14,33 +14,29 @@ device with streams, the host reads that with the next survey, on all ranks, or 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, gather_words, named_ranks, phase
-from zerosync_strategy.core.comm.differences import (
-    BITS,
-    SMALLEST,
-    SURVEY_EVERY,
-    WORDS,
-    Plan,
-    are_alike,
-    decode,
-    digest,
-    encode,
-    words_of,
-    worthwhile_plan,
-)
+from zerosync_strategy.core.comm.collectives import InFlight, named_ranks, phase
+from zerosync_strategy.core.comm.differences import BITS, Plan, decode, digest, encode
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.engine.zero import listed
+from zerosync_strategy.core.comm.surveys import (
+    SMALLEST,
+    SURVEY_EVERY,
+    WORDS,
+    CodedGathers,
+    are_alike,
+    survey,
+    warn_of_others,
+    words_of,
+    worthwhile_plan,
+)
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 
@@ -83,9 +79,8 @@ class ChangesGather:
     def __init__(self, layout: FlatLayout, automatic: bool, streams: Streams, topology: Topology) -> None:
         self._layout, self._streams, self._topology = layout, streams, topology
         self._way = FasterWay(automatic)
-        self._room = max(map(self._nbytes, layout.buckets)) // 2
+        self._coded = CodedGathers(max(map(self._nbytes, layout.buckets)) // 2)
         self.most_words = WORDS * len(layout.buckets) + _OF_ALL
-        self._in_flight: list[tuple[int, InFlight]] = []  # bytes of coded gathers
         self._abandoned: list[InFlight] = []  # their memory must outlive them
         self._damage: torch.Tensor | None = None  # by rank, whether it has sent some since it was read last
         self.reset_counts()
@@ -145,21 +140,15 @@ class ChangesGather:
 
     def survey(self) -> list[torch.Tensor]:
         """This rank has stepped all that is its own: return what all have counted. Collective."""
-        from deepspeed import comm
-
         if not self._surveyed and self._damage is None:
             return []
         by_bucket = [each.words for each in self._surveyed.values()]
-        of_all = torch.zeros(_OF_ALL, dtype=torch.int64, device=self._layout.params[0].device)
-        for word, measured in zip(of_all, self._way.own_times(), strict=False):
-            word.fill_(measured)
+        damaged = torch.zeros(1, dtype=torch.int64, device=self._layout.params[0].device)
         if self._damage is not None:
-            ranks = torch.arange(1, len(self._damage) + 1, device=of_all.device)
-            of_all[-1].copy_((self._damage * ranks).amax())
+            ranks = torch.arange(1, len(self._damage) + 1, device=damaged.device)
+            damaged.copy_((self._damage * ranks).amax())
             self._damage = None
-        words = torch.cat([*by_bucket, of_all])
-        comm.all_reduce(words, op=dist.ReduceOp.MAX, group=self._layout.process_group)
-        return [words]
+        return [survey(by_bucket, self._way.own_times(), self._layout.process_group, damaged)]
 
     def launch_surveyed(self, told: Iterator[int]) -> None:
         """Begin to gather what was surveyed. Collective.
@@ -179,7 +168,7 @@ class ChangesGather:
             self._told = coded, full
         for (bucket, each), words in zip(surveyed.items(), by_bucket, strict=True):
             if not are_alike(words):
-                self._warn_of_others(bucket, each.words)
+                warn_of_others(int(each.words[len(BITS)]), bucket.names, self._layout.process_group)
                 plan = None
             elif (plan := worthwhile_plan(bucket.stripe.width, words, _HEADER)) is None:
                 self._pauses[bucket] = SURVEY_EVERY
@@ -195,7 +184,7 @@ class ChangesGather:
 
     def _launch_coded(self, bucket: FlatBucket, surveyed: _Surveyed, plan: Plan) -> InFlight:
         layout, size = self._layout, _HEADER + plan.nbytes
-        self._make_room(size * layout.world_size)
+        self._coded.make_room(size * layout.world_size)
         own = surveyed.rows[layout.rank]
         coded = torch.empty(layout.world_size, size, dtype=torch.uint8, device=own.device)
         out = coded[layout.rank]
@@ -212,15 +201,8 @@ class ChangesGather:
             self._damage = torch.zeros(layout.world_size, dtype=torch.bool, device=own.device)
         gather = layout.all_gather(coded, surveyed.tag + _CODED, bucket.gather_label)
         gather.then(lambda _: self._arrived(bucket, surveyed, plan, coded, gather))
-        self._in_flight.append((coded.nbytes, gather))
+        self._coded.add(coded.nbytes, gather)
         return gather
-
-    def _make_room(self, nbytes: int) -> None:
-        """Let gathers arrive, the first first, until those in flight have half a bucket with ``nbytes`` more."""
-        self._in_flight = [(size, gather) for size, gather in self._in_flight if not gather.is_done]
-        while self._in_flight and sum(size for size, _ in self._in_flight) + nbytes > self._room:
-            _, gather = self._in_flight.pop(0)
-            gather.wait()
 
     @torch.no_grad()
     def _arrived(
@@ -256,8 +238,7 @@ class ChangesGather:
 
     def abandon(self) -> None:
         """A step has raised: what is in flight updates nothing, and the next gathers are full."""
-        self._abandoned += [gather for _, gather in self._in_flight if not gather.is_done]
-        self._in_flight.clear()
+        self._abandoned += self._coded.take_all()
         self._damage = None
         self.reset()
 
@@ -287,17 +268,6 @@ class ChangesGather:
             f"gather_changes: {what} is not what rank {self._named(ranks)} has sent, by its checksum. Parameters are of"
             " two steps now: go back to the last checkpoint. If it happens again, check the network, or leave out"
             " 'gather_changes'."
-        )
-
-    def _warn_of_others(self, bucket: FlatBucket, words: torch.Tensor) -> None:
-        before = [of_rank[0] for of_rank in gather_words([int(words[len(BITS)])], self._layout.process_group)]
-        common = Counter(before).most_common(1)[0][0]
-        others = [rank for rank, each in enumerate(before) if each != common]
-        warnings.warn(
-            f"gather_changes: before this step, {listed([f'rank {each}' for each in self._named(others).split(', ')])}"
-            f" had other parameters than rank {self._named([before.index(common)])}, in {bucket.names}. They are"
-            " gathered in full: each rank's part of them holds for all. Change parameters alike on all ranks.",
-            stacklevel=2,
         )
 
 

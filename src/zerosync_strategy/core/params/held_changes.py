@@ -15,7 +15,6 @@ What arrives has the digest of the values that its rank has, which is compared w
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,23 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, gather_words, is_native, named_ranks, phase
-from zerosync_strategy.core.comm.differences import (
-    SMALLEST,
-    SURVEY_EVERY,
-    WORDS,
-    Plan,
-    are_alike,
-    decode,
-    digest,
-    encode,
-    is_codable,
-    words_of,
-    worthwhile_plan,
-)
+from zerosync_strategy.core.comm.collectives import all_gather, is_native, named_ranks, phase
+from zerosync_strategy.core.comm.differences import Plan, decode, digest, encode, is_codable
 from zerosync_strategy.core.comm.faster import FasterWay
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
+from zerosync_strategy.core.comm.surveys import (
+    SMALLEST,
+    SURVEY_EVERY,
+    WORDS,
+    CodedGathers,
+    are_alike,
+    survey,
+    warn_of_others,
+    words_of,
+    worthwhile_plan,
+)
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.gathering import Arrival
 from zerosync_strategy.core.engine.param_functions import for_training
@@ -140,8 +138,7 @@ class HeldChanges:
         self._step = 0
         self._kept: dict[Any, _Kept] = {}  # by parameter
         self._pauses: Counter[tuple[int, ...]] = Counter()  # by ids: for how many steps a bucket is not kept
-        self._room = 0  # bytes of the largest bucket
-        self._in_flight: list[tuple[int, InFlight]] = []  # bytes of coded gathers
+        self._coded = CodedGathers()
         self._answer: HostCopy | None = None
         self._damage: tuple[torch.Tensor, HostCopy] | None = None  # by rank, whether its values did not arrive
         self.reset_counts()
@@ -176,7 +173,7 @@ class HeldChanges:
         for param in params:  # whoever updates the memory comes after the caller's stream
             if (gather := param._zerosync_record.gather) is not None:
                 self._streams.caller_waits_for(gather.users)
-        self._room = max(self._room, self._nbytes(params))
+        self._coded.room = max(self._coded.room, self._nbytes(params))
         self._kept.update(dict.fromkeys(params, _Kept(params)))
 
     def drop_all(self) -> None:
@@ -204,7 +201,8 @@ class HeldChanges:
                 words = found[:WORDS]
                 del found[:WORDS]
                 if not are_alike(words):
-                    self._warn_of_others(kept)
+                    names = listed([param._zerosync_record.name for param in kept.params])
+                    warn_of_others(int(kept.digest()), names, self._process_group)
                     self.drop(kept.params)
                 elif (plan := worthwhile_plan(kept.width, words, _HEADER)) is None:
                     self._pauses[_ids(kept.params)] = SURVEY_EVERY
@@ -214,14 +212,8 @@ class HeldChanges:
 
     def _largest(self, buckets: Sequence[_Kept]) -> list[int]:
         """Return the largest words of any rank: of each bucket, and what each has measured."""
-        from deepspeed import comm
-
         by_bucket = [words_of(*kept.own_rows(), kept.digest()) for kept in buckets]
-        times = by_bucket[0].new_empty(2)
-        for word, measured in zip(times, self._way.own_times(), strict=True):
-            word.fill_(measured)
-        words = torch.cat([*by_bucket, times])
-        comm.all_reduce(words, op=dist.ReduceOp.MAX, group=self._process_group)
+        words = survey(by_bucket, self._way.own_times(), self._process_group)
         if self._answer is None or self._answer.numel < len(words):
             self._answer = HostCopy(self._streams, len(words))
         self._answer.begin(words)
@@ -259,7 +251,7 @@ class HeldChanges:
         plan = kept.plan
         assert plan is not None
         size = _HEADER + plan.nbytes
-        self._make_room(size * self._world_size)
+        self._coded.make_room(size * self._world_size)
         new, old = kept.own_rows()
         coded = torch.empty(self._world_size, size, dtype=torch.uint8, device=new.device)
         own = coded[self._rank]
@@ -275,16 +267,9 @@ class HeldChanges:
         else:
             gather = self._nodes.all_gather(coded, tag, "")
         gather.then(lambda _: self._arrived(kept, plan, coded))
-        self._in_flight.append((coded.nbytes, gather))
+        self._coded.add(coded.nbytes, gather)
         arrival: Arrival = gather.wait
         return arrival
-
-    def _make_room(self, nbytes: int) -> None:
-        """Let gathers arrive, the first first, until those in flight have a bucket of bytes with ``nbytes`` more."""
-        self._in_flight = [(size, gather) for size, gather in self._in_flight if not gather.is_done]
-        while self._in_flight and sum(size for size, _ in self._in_flight) + nbytes > self._room:
-            _, gather = self._in_flight.pop(0)
-            gather.wait()
 
     @for_training
     @torch.no_grad()
@@ -325,17 +310,6 @@ class HeldChanges:
                 " here, by their digest. What was computed with them since the last step is wrong: go back to the last"
                 " checkpoint. If it happens again, check the network, or leave out 'gather_changes'."
             )
-
-    def _warn_of_others(self, kept: _Kept) -> None:
-        words = [of_rank[0] for of_rank in gather_words([int(kept.digest())], self._process_group)]
-        common = Counter(words).most_common(1)[0][0]
-        names = listed([param._zerosync_record.name for param in kept.params])
-        warnings.warn(
-            f"gather_changes: before this step, rank {self._named([word != common for word in words])} had other"
-            f" parameters than rank {self._named([word == common for word in words])}, in {names}. They are gathered"
-            " in full: each rank's part of them holds for all. Change parameters alike on all ranks.",
-            stacklevel=2,
-        )
 
     def _named(self, is_meant: Sequence[Any]) -> str:
         return named_ranks(self._process_group, [rank for rank, meant in enumerate(is_meant) if meant])
