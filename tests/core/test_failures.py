@@ -210,8 +210,9 @@ def test_ranges() -> None:
 @pytest.mark.parametrize("how", ["killed", "late"])
 def test_errors_of_gloo_are_recognised(how: str) -> None:
     def run() -> Any:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+        dist.init_process_group("gloo")
         dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))  # not before: setting up may take longer
         if os.environ["RANK"] == "1":
             if how == "killed":
                 os.kill(os.getpid(), 9)
