@@ -181,7 +181,8 @@ def axolotl(adapter: bool = False) -> Program:
                 "lora_model_dir": str(case.material / "adapter"),
             }  # fmt: skip
         if case.stage:
-            settings["deepspeed"] = deepspeed(case)
+            # Of several ranks, each puts its model on the device of its number, unless its memory is limited.
+            settings |= {"deepspeed": deepspeed(case), "max_memory": {"cpu": "8GiB"}}
         file = case.write("training.yaml", settings)
         ranks = RANKS if case.stage else 1
         return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={ranks}"]
