@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -76,13 +77,17 @@ def make(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer([sentence() for _ in range(500)])
-    for name, cls in (("model", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+    kinds: tuple[tuple[str, Any, dict[str, int]], ...] = (
+        ("model", LlamaForCausalLM, {}),
+        ("reward", LlamaForSequenceClassification, {"num_labels": 1}),  # which says to ms-swift what a model is for
+    )
+    for name, cls, outputs in kinds:
         torch.manual_seed(0)
         model = cls(
             LlamaConfig(
                 vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
-                bos_token_id=1, eos_token_id=5, pad_token_id=3, num_labels=1,
+                bos_token_id=1, eos_token_id=5, pad_token_id=3, **outputs,
             )
         )  # fmt: skip
         model.save_pretrained(folder / name)

@@ -159,7 +159,8 @@ def swift(method: str, adapter: bool = False, **options: object) -> Program:
         given = [word for name, value in settings.items() for word in (f"--{name}", *str(value).split(" "))]
         return [*torchrun(case, f"NPROC_PER_NODE={RANKS}"), "swift", method, *given]
 
-    return Program(f"swift {method}{', LoRA' * adapter}", command)
+    chosen = " ".join(f"--{name} {value}" for name, value in options.items())
+    return Program(f"swift {method} {chosen}".rstrip() + ", LoRA" * adapter, command)
 
 
 def axolotl(adapter: bool = False) -> Program:
@@ -181,7 +182,8 @@ def axolotl(adapter: bool = False) -> Program:
                 "lora_model_dir": str(case.material / "adapter"),
             }  # fmt: skip
         if case.stage:
-            settings["deepspeed"] = deepspeed(case)
+            # Of several ranks, each puts its model on the device of its number, unless its memory is limited.
+            settings |= {"deepspeed": deepspeed(case), "max_memory": {"cpu": "8GiB"}}
         file = case.write("training.yaml", settings)
         ranks = RANKS if case.stage else 1
         return ["axolotl", "train", file, "--launcher", "torchrun", "--", f"--nproc_per_node={ranks}"]
@@ -240,7 +242,10 @@ ROWS = [
     Row(
         "ms-swift",
         ("ms-swift==4.6.0",),
-        (swift("sft"), swift("sft", adapter=True), swift("rlhf", adapter=True, rlhf_type="dpo")),
+        (
+            swift("sft"), swift("sft", adapter=True),
+            swift("rlhf", rlhf_type="dpo"), swift("rlhf", adapter=True, rlhf_type="dpo"),
+        ),
         without=("attrdict", "oss2"),
         shown=("ms-swift", "peft", "deepspeed", "accelerate", "transformers"),
     ),

@@ -42,7 +42,7 @@ class StepReport:
             one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
             modules, since the gradient or step before it and up to its own.
         apart: bytes that this rank sent since the step before and not for a step, by what for: checkpoints, full
-            parameters or weights, forwards without gradients, ``GatheredParameters`` contexts, forwards of
+            parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts, forwards of
             engines without ZeroSync. They are in no other number.
         budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
         gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step; on ZeRO-3

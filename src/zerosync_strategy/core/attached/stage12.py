@@ -32,7 +32,8 @@ class Stage12Engine(AttachedEngine):
         super().__init__(engine, config)
         self.states = self._make_states()
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
-        self.pending = FlatPendingGradients(engine, self.reducer, self.window, self.activity, states=self.states)
+        common = (engine, self.reducer, self.window, self.activity, self.traffic.apart)
+        self.pending = FlatPendingGradients(*common, states=self.states)
         self.meter = Stage12Meter(engine.module, self.traffic, self.window, self.reducer)
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints

@@ -53,7 +53,7 @@ class Stage3Engine(AttachedEngine):
         self.scheduler.begun.append(self.reducer.pipeline.begun)
         self.scheduler.count.sections.append(self.traffic.apart)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
-        self.pending = PendingGradients(engine, self.reducer, self.window, self.activity)
+        self.pending = PendingGradients(engine, self.reducer, self.window, self.activity, self.traffic.apart)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self.budgets = automatic_budgets(engine, config, self.reducer, (self.scheduler, self.cache))
 

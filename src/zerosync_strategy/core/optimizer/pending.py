@@ -20,6 +20,11 @@ from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.states import StripedStates
 
+FULL_GRADIENTS = "full gradients"
+"""The section of what programs that read gradients gather."""
+
+Section = Callable[[str], AbstractContextManager[None]]
+
 
 class PendingGradients:
     """The gradients of one engine's window, as a program sees them before the step.
@@ -28,15 +33,15 @@ class PendingGradients:
         engine: the DeepSpeed engine.
         reducer, window: of its gradients.
         activity: around what may communicate.
+        apart: around what is sent and is not for the step.
     """
 
-    def __init__(
-        self, engine: Any, reducer: Reducer, window: Window, activity: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
         self._engine = engine
         self._reducer = reducer
         self._window = window
         self._activity = activity
+        self._apart = apart
         self._configured_clip_norm: float | None = None  # while another one is in force
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 
@@ -106,7 +111,7 @@ class PendingGradients:
         if self._are_shown or self._window.state is WindowState.CLOSED:
             yield
             return
-        with self._activity("the gather of the gradients"):
+        with self._activity("the gather of the gradients"), self._apart(FULL_GRADIENTS):
             self._show()
         self._are_shown = True
         try:
@@ -186,10 +191,11 @@ class PendingGradients:
             )
         with self._activity("safe_get_full_grad()"):
             is_local = self._reducer.keeps_gradients and not self._window.early_reductions
-            if self._window.state is WindowState.OPEN and is_local:
-                return self._average(param)
-            self._window.reduce()
-            return stock()
+            averages = self._window.state is WindowState.OPEN and is_local
+            if not averages:
+                self._window.reduce()
+            with self._apart(FULL_GRADIENTS):
+                return self._average(param) if averages else stock()
 
     def check_reduced(self, function: str) -> None:
         """Before DeepSpeed's ``function`` reads or changes gradients in the shards.
