@@ -82,6 +82,11 @@ def probe(optimizer: Any) -> Finding:
     return found
 
 
+def switches_weights(optimizer: Any) -> bool:
+    """Return whether ``train()`` and ``eval()`` of ``optimizer`` exchange the weights that it steps for others."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
 def _probe(optimizer: Any) -> Finding:
     unknown = None
     for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
@@ -146,6 +151,9 @@ class _Trial:
             [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self._groups
         ]
         copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
+        switching = copies if switches_weights(self._optimizer) else []
+        for each in switching:
+            each.train()
         for step in range(self._steps):
             for parts in params:
                 for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
@@ -153,6 +161,8 @@ class _Trial:
                         param.grad = gradient.clone()
             for each in copies:
                 each.step()
+        for each in switching:
+            each.eval()
         drew = not torch.equal(torch.get_rng_state(), before) or random.getstate() != before_python
         self.drew_random_numbers |= drew
         return [_flat([param for part in parts for param in part]) for parts in params]
