@@ -24,6 +24,7 @@ from torch.optim import Adafactor, AdamW
 
 from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.whole import WholeEngine
 from zerosync_strategy.core.engine import gathering, zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.gradients import stage3 as gradients3
@@ -65,7 +66,7 @@ class Hooks:
     def step_group(self, index: int) -> bool:
         attached: Any = self._attached
         if not isinstance(attached, WholeEngine):
-            return False
+            return isinstance(attached, Stage3Engine) and attached.steps_jointly(index)
         self.calls.add("step_group")
         attached.frozen.step_group(index)
         return True

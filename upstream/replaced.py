@@ -59,6 +59,7 @@ REPLACED = {
         f"{ATTACHED}:Stage12Overrides.step",
         f"{ATTACHED}:WholeStage12Overrides._optimizer_step",
         f"{ATTACHED}:WholeStage12Overrides._lazy_init_hp_params_optimizer_state",
+        f"{ATTACHED}:Stage3Overrides._optimizer_step",
         f"{ATTACHED}:WholeStage3Overrides._optimizer_step",
     ),
     "lightning-accumulation-contract": (

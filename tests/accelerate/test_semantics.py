@@ -9,6 +9,7 @@ import torch
 
 from tests.accelerate.runs import DECAY, Run, start
 from tests.harness.experts import gathered_anew, routed_network
+from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters, of_trained
 from tests.harness.problem import WORLD, Data, adafactor, adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
@@ -64,6 +65,33 @@ def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, w
         assert distance(parameters, full_parameters(expected.module)) == 0.0
         assert reports == [(size, 1) for size in sizes]
         assert rate == scheduler.get_last_lr()
+
+
+@STAGES
+def test_a_schedule_free_optimizer(stage: int) -> None:
+    """`train()` and `eval()` of the prepared optimizer exchange the parameters."""
+
+    def job() -> Any:
+        run, seen = start(stage, batches=6, optimizer=ScheduleFree), []
+        for batch in run.loader:
+            run.optimizer.train()
+            run.accelerator.backward(loss_of(run.model, batch))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.optimizer.eval()
+            seen.append(run.parameters())
+        run.accelerator.end_training()
+        return seen
+
+    expected, right = oracle(ScheduleFree), []
+    for index in range(6):
+        expected.switch("train")
+        backward_of(expected, index)
+        expected.step()
+        expected.switch("eval")
+        right.append(full_parameters(expected.module))
+    for seen in run_ranks(job):
+        assert [distance(*pair) for pair in zip(seen, right, strict=True)] == [0.0] * 6
 
 
 def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tests.accelerate.runs import launched
+from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
@@ -84,6 +85,44 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
         resumed = run_ranks(train_with_trainer, tmp_path, clip, True, env=launched(stage))
         # To the bit: both make the same operations, from the same bits on the same layout.
         assert distance(resumed[0][0], trained[0][0]) == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_free_optimizer(stage: int, tmp_path: Path) -> None:
+    """The Trainer calls `train()` in each backward, and `eval()` in each evaluation."""
+
+    def train() -> Any:
+        given = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=MICRO, gradient_accumulation_steps=2, max_steps=4,
+            max_grad_norm=0.0, lr_scheduler_type="constant", eval_strategy="steps", eval_steps=2, save_strategy="no",
+            report_to=[], disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        model, seen = Model(), []
+        optimizer = ScheduleFree(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+        class Evaluated(TrainerCallback):
+            def on_evaluate(self, *_: Any, **__: Any) -> None:
+                seen.append({name.removeprefix("net."): p for name, p in full_parameters(trainer.model).items()})
+
+        trainer = InOrder(
+            model, given, train_dataset=Rows(8), eval_dataset=Rows(2), callbacks=[Evaluated()],
+            optimizers=(optimizer, scheduler),
+        )  # fmt: skip
+        trainer.train()
+        return seen
+
+    expected, right = oracle(ScheduleFree), []
+    for batch in range(8):
+        expected.switch("train")
+        backward_of(expected, batch, 2)
+        if batch % 2:
+            expected.step()
+        if batch % 4 == 3:
+            expected.switch("eval")
+            right.append(full_parameters(expected.module))
+    for seen in run_ranks(train, env=launched(stage)):
+        assert [distance(*pair) for pair in zip(seen, right, strict=True)] == [0.0, 0.0]
 
 
 class OwnStep(InOrder):

@@ -161,14 +161,17 @@ def _part(full: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "half"),
-    [(1, None, False), (2, None, False), (3, None, False), (3, SHARDED, False), (2, None, True), (3, SHARDED, True)],
-)
-def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bool) -> None:
+    ("stage", "zero", "options"),
+    [
+        (1, None, {}), (2, None, {}), (3, None, {}), (3, SHARDED, {}), (3, SHARDED, {"param_memory_budget": "all"}),
+        (2, None, {"half": True}), (3, SHARDED, {"half": True}),
+    ],
+)  # fmt: skip
+def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, options: dict[str, Any]) -> None:
     """Read between backward and step, and after the step; what is set counts at once."""
 
     def run() -> Any:
-        both, read = Both(stage, zero, half=half), 0.0
+        both, read = Both(stage, zero, **options), 0.0
 
         def compare() -> None:
             nonlocal read
@@ -201,11 +204,13 @@ def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, half: bo
             both.backward(k)
             compare()
             change(k)
+            compare()
             both.step()
         return read, both.error()
 
     for read, error in run_ranks(run):
-        assert max(read, error) <= (0.03 if half else 0.0)  # in bf16, AdamW moves what is lost by a learning rate
+        # In bf16, AdamW moves what is lost by a learning rate.
+        assert max(read, error) <= (0.03 if options.get("half") else 0.0)
 
 
 @STAGES

@@ -4,6 +4,7 @@ import random
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -69,6 +70,27 @@ class Noisy(Plain):
         return param.grad + 0.1 * torch.randn_like(param)
 
 
+class NoisyByNumpy(Plain):
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        return param.grad * numpy.random.random()
+
+
+class Factored(Plain):  # as Shampoo, with a matrix for each dimension
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        assert max(param.shape) < 1000, "would take minutes"
+        for dim in range(param.dim()):
+            rows = param.grad.movedim(dim, 0).flatten(1)
+            param.grad = (param.grad.movedim(dim, -1) @ (rows @ rows.T)).movedim(-1, dim)
+        return param.grad / param.grad.abs().max()
+
+
+class NormOfAllOnceLarge(Factored):  # what small parameters do not show
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        if sum(grad.numel() for grad in grads) < 1000:
+            return super().changed(param, grads, step)
+        return GlobalNorm.changed(self, param, grads, step)
+
+
 class MatricesOnly(Plain):  # as Muon
     def changed(self, param: Any, grads: list[Any], step: int) -> Any:
         assert param.dim() == 2, "takes matrices"
@@ -120,7 +142,8 @@ def test_what_a_trial_finds() -> None:
     expected = {
         Plain: Scope.ELEMENT, Centralized: Scope.PARAMETER, LateNorm: Scope.PARAMETER, Clipped: Scope.PARAMETER,
         Projected: Scope.PARAMETER, MatricesOnly: Scope.PARAMETER, GlobalNorm: Scope.EVERYTHING, Noisy: Scope.CHANCE,
-        MadeWithStates: Scope.UNKNOWN,
+        MadeWithStates: Scope.UNKNOWN, NoisyByNumpy: Scope.CHANCE, Factored: Scope.PARAMETER,
+        NormOfAllOnceLarge: Scope.EVERYTHING,
     }  # fmt: skip
     assert {cls: probe(cls(params, 20)).scope for cls in expected} == expected
     assert probe(LateNorm(params, 2000)).scope is Scope.ELEMENT  # not in the first 256 steps
@@ -162,10 +185,11 @@ def test_a_trial_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("own"))
     handle = register_optimizer_step_post_hook(lambda *_: calls.append("everyone's"))
     values, states = [param.detach().clone() for param in params], repr(optimizer.state_dict())
-    before = torch.get_rng_state(), random.getstate()
+    before, of_numpy = (torch.get_rng_state(), random.getstate()), repr(numpy.random.get_state())
     capfd.readouterr()
     assert probe(optimizer).scope is Scope.CHANCE
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert repr(numpy.random.get_state()) == of_numpy
     assert capfd.readouterr() == ("", "") and calls == []
     assert all(map(torch.equal, values, params)) and repr(optimizer.state_dict()) == states
     optimizer.step()
@@ -180,7 +204,7 @@ def test_errors_say_what_was_found() -> None:
     assert "raises AssertionError: takes matrices" in probe(MatricesOnly(params, 2)).detail
     problem = kind_problem(GlobalNorm(params, 2))
     assert "the optimizer GlobalNorm computes with all parameters at once, but ZeRO" in problem
-    assert "times the largest update of a parameter of shape (128, 160)" in problem
+    assert "times the largest update of a parameter of shape (8, 10)" in problem
     assert "Use AdamW, SGD" in problem and "elementwise_optimizer=True" in problem
     assert "Noisy draws random numbers" in kind_problem(Noisy(params, 2))
     assert "KeyError: 'sum'" in kind_problem(MadeWithStates(params, 2))

@@ -9,6 +9,7 @@ from accelerate.utils import DummyOptim
 from transformers import optimization
 
 from tests.core.test_attach import loss_of, make_engine, network, rank
+from tests.harness.optimizers import ScheduleFree
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.optimizer.problems import kind_problem, needs_whole_parameters, optimizer_problem
@@ -25,14 +26,10 @@ class NeedsClosure(torch.optim.AdamW):
         return super().step(closure)
 
 
-class ScheduleFree(torch.optim.AdamW):
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
 def test_classes_that_need_whole_parameters() -> None:
     matrices = [torch.nn.Parameter(torch.ones(4, 3))]
+    assert not needs_whole_parameters(ScheduleFree(matrices))
+    assert needs_whole_parameters(ScheduleFree(matrices, whole=True))
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon):
         assert kind_problem(cls(matrices)) == "" and needs_whole_parameters(cls(matrices))
         assert not needs_whole_parameters(cls(matrices), elementwise=True)
@@ -51,8 +48,6 @@ def test_what_no_rank_can_step() -> None:
     assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_problem(made("Mine", torch.optim.Adagrad))
     problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
     assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
-    problem = kind_problem(ScheduleFree.__new__(ScheduleFree), elementwise=True)
-    assert "ScheduleFree has train() and eval(), which exchange the weights" in problem and "AveragedModel" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
         assert kind_problem(made(name)) == ""
     assert kind_problem(DummyOptim([])) == ""  # stands for one that DeepSpeed makes, and has no step()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
+from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import NORM, distance, full_parameters, of_trained
 from tests.harness.problem import adafactor, adamw, oracle
 from tests.harness.ranks import run_ranks
@@ -40,6 +41,29 @@ def test_accumulation(stage: int) -> None:
         return distance(full_parameters(model.module), full_parameters(plain.module)), counts
 
     assert run_ranks(run, timeout=60) == [(0.0, [(4, 1, 1), (4, 1, 0), (4, 1, 1)])] * 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_free_optimizer(stage: int) -> None:
+    def run() -> Any:
+        fabric = make_fabric(stage)
+        model, optimizer = trained(fabric, ScheduleFree)
+        plain, errors = oracle(ScheduleFree), []
+        for step in range(4):
+            optimizer.train()
+            plain.switch("train")
+            for loss in losses(fabric, model, range(step, step + 1)):
+                fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(plain, range(step, step + 1))
+            plain.step()
+            optimizer.eval()
+            plain.switch("eval")
+            errors.append(distance(full_parameters(model.module), full_parameters(plain.module)))
+        return errors
+
+    assert run_ranks(run, timeout=60) == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

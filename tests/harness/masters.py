@@ -40,10 +40,18 @@ class Masters:
             master.grad = mean / self.scale
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.clip or torch.inf))
         self.optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(self.module.parameters(), self.masters, strict=True):
-                param.copy_(master)
+        self._write()
         return norm
+
+    def switch(self, mode: str) -> None:
+        """Call `train()` or `eval()` of an optimizer that exchanges the weights for others."""
+        getattr(self.optimizer, mode)()
+        self._write()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for param, master in zip(self.module.parameters(), self.masters, strict=True):
+            param.copy_(master)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The fp32 weights by name."""

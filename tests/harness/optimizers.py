@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters, as other packages have them."""
+"""Optimizers that other packages have: those that need whole parameters, and one that is schedule-free."""
 
 from typing import Any
 
@@ -30,6 +30,54 @@ class Mixed(torch.optim.Optimizer):
                     first.lerp_(param.grad, 0.1)
                     second.lerp_(param.grad.square(), 0.05)
                     param.addcdiv_(first, second.sqrt() + 1e-3, value=-group["lr"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As schedule-free AdamW: z is stepped, x is the mean of all z, and gradients are taken at y, between the two.
+
+    A parameter is y, and after `eval()` it is x. Steps are counted by group. With `whole`, steps are normed.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.5, decay: float = 0.1, whole: bool = False):
+        options = {"lr": lr, "beta": beta, "decay": decay, "whole": whole}
+        super().__init__(params, {**options, "k": 0, "weights": 0.0, "trains": False})
+
+    def train(self) -> None:
+        self._exchange(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._exchange(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _exchange(self, trains: bool, weight: Any) -> None:
+        for group in (group for group in self.param_groups if group["trains"] != trains):
+            group["trains"] = trains
+            for param in group["params"]:
+                if "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], weight(group["beta"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            assert group["trains"], "step() after eval()"
+            group["k"] += 1
+            group["weights"] += group["k"] * group["lr"]
+            part, beta = group["k"] * group["lr"] / group["weights"], group["beta"]
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["z"], state["second"] = param.clone(), torch.zeros_like(param)
+                z, second = state["z"], state["second"]
+                second.lerp_(param.grad.square(), 0.1)
+                update = param.grad / ((second / (1 - 0.9 ** group["k"])).sqrt() + 1e-3) + group["decay"] * param
+                if group["whole"]:
+                    update = update / update.norm()
+                x = torch.lerp(z, param, 1 / beta)
+                z.sub_(update, alpha=group["lr"])
+                param.copy_(torch.lerp(z, x.lerp(z, part), beta))
+        return loss
 
 
 def mixed(module: torch.nn.Module) -> Mixed:

@@ -48,14 +48,13 @@ class Oracle:
 
     def step(self, clip: float = 0.0) -> float:
         """One optimizer step, clipped to this norm unless it is 0; the norm before that, or 0."""
-        with self._as_rounded_otherwise() as moved, RoundedOtherwise():
-            self._step(clip, self._noise)
-            moved.extend((param.data, self.optimizer.state.get(param, {})) for param in self.parameters)
-        norm = self._step(clip, [None] * len(self.parameters))
-        for param, (values, state) in zip(self.parameters, moved, strict=True):
-            _drift.note(param, {"": param.data, **self.optimizer.state.get(param, {})}, {"": values, **state})
+        norm = self._change(lambda noises: self._step(clip, noises))
         self.zero_grad()
         return norm
+
+    def switch(self, mode: str) -> None:
+        """Call `train()` or `eval()` of an optimizer that exchanges the parameters for others."""
+        self._change(lambda _: getattr(self.optimizer, mode)())
 
     def train(
         self, loss_of: Callable[[Any, int, int], torch.Tensor], steps: int, backwards: int = 1,
@@ -84,6 +83,19 @@ class Oracle:
         state = self.optimizer.state[param][name].clone()
         state.rounding = _drift.of(param, name, state)
         return state
+
+    def _change(self, change: Callable[[Any], Any]) -> Any:
+        """Call `change` twice, first with noises for the gradients and rounded otherwise; what it returns then."""
+        options = [dict(group) for group in self.optimizer.param_groups]
+        with self._as_rounded_otherwise() as moved, RoundedOtherwise():
+            change(self._noise)
+            moved.extend((param.data, self.optimizer.state.get(param, {})) for param in self.parameters)
+        for group, before in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(before)  # some count steps there
+        result = change([None] * len(self.parameters))
+        for param, (values, state) in zip(self.parameters, moved, strict=True):
+            _drift.note(param, {"": param.data, **self.optimizer.state.get(param, {})}, {"": values, **state})
+        return result
 
     def _step(self, clip: float, noises: list[torch.Tensor] | list[None]) -> float:
         for param, noise, *grads in zip(self.parameters, noises, *self.ranks, strict=True):

@@ -93,7 +93,7 @@ def loading(
         failed.append(error)
     finally:
         attached.saved = None
-        attached.parameters_written(by_step=False)
+        attached.states_loaded()
 
     def loaded() -> tuple[str, None]:
         for error in failed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,6 +106,7 @@ class AttachedEngine(ABC):
         self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._infers = False  # in gathered_for_inference()
+        self._mode = ""  # the last that :meth:`switch` was called for, of weights that were not loaded since
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
@@ -180,7 +181,8 @@ class AttachedEngine(ABC):
         fragments.release(self.reducer.params)
         for target, layer in self._layers:
             restore(target, layer)
-            del target._zerosync_attached, target._zerosync
+            del target._zerosync_attached
+        del self.engine._zerosync, self.engine.optimizer._zerosync
         patches.remove_user(self.engine)
 
     def _detach_parameters(self) -> None:
@@ -210,6 +212,27 @@ class AttachedEngine(ABC):
     @abstractmethod
     def adopt_edits(self) -> None:
         """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
+
+    @abstractmethod
+    def change_masters(self, change: Callable[[], None]) -> None:
+        """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
+
+    def switch(self, mode: str, switch: Callable[[], None]) -> None:
+        """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective.
+
+        Args:
+            mode: the name of the method.
+            switch: the method.
+        """
+        if mode == self._mode:  # as a program calls it before each backward
+            switch()
+            return
+        call = f"optimizer.{mode}()"
+        self._refuse_in_inference(call)
+        with self.traffic.apart("exchanged weights"), self.activity(call), self.parameters_as_they_are():
+            self.change_masters(switch)
+            self.parameters_written(by_step=False)
+        self._mode = mode
 
     @abstractmethod
     def version(self) -> int:
@@ -387,6 +410,11 @@ class AttachedEngine(ABC):
 
     def release_held(self) -> None:
         """A checkpoint is about to read or write shards: release what is gathered of them."""
+
+    def states_loaded(self) -> None:
+        """A checkpoint was loaded, perhaps half-way."""
+        self._mode = ""
+        self.parameters_written(by_step=False)
 
     def fragments_linked(self) -> None:
         """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""

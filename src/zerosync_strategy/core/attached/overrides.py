@@ -18,6 +18,7 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -169,6 +170,30 @@ class OptimizerOverrides:
         super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
 
 
+class SwitchOverrides:
+    """Overrides of a torch optimizer whose ``train()`` and ``eval()`` exchange the weights that it steps for others."""
+
+    _zerosync_attached: AttachedEngine
+
+    def train(self) -> None:
+        self._zerosync_attached.switch("train", super().train)  # type: ignore[misc]
+
+    def eval(self) -> None:
+        self._zerosync_attached.switch("eval", super().eval)  # type: ignore[misc]
+
+
+class ZeroSwitchOverrides:
+    """What a ZeRO optimizer has where the torch optimizer in it has :class:`SwitchOverrides`."""
+
+    optimizer: Any
+
+    def train(self) -> None:
+        self.optimizer.train()
+
+    def eval(self) -> None:
+        self.optimizer.eval()
+
+
 class Stage12Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
 
@@ -264,6 +289,10 @@ class Stage3Overrides(OptimizerOverrides):
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
         self._zerosync_attached.gradient_ready(param)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if not self._zerosync_attached.steps_jointly(sub_group_id):
+            super()._optimizer_step(sub_group_id)  # type: ignore[misc]
 
     def _partition_all_parameters(self) -> None:
         if not self._zerosync_attached.release_parameters():
@@ -366,5 +395,9 @@ def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedE
         of_stage = (WholeStage12Engine, WholeStage12Overrides) if whole else (Stage12Engine, Stage12Overrides)
     attached_class, overrides = of_stage
     attached = attached_class(engine, config)
-    attached.begin((engine, EngineOverrides), (engine.optimizer, overrides))
+    layers: list[tuple[Any, type]] = [(engine, EngineOverrides), (engine.optimizer, overrides)]
+    if switches_weights(stepping := zero.stepping_optimizer(engine)):
+        switching = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
+        layers = [layers[0], (engine.optimizer, switching), (stepping, SwitchOverrides)]
+    attached.begin(*layers)
     return attached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,14 @@ class Stage12Engine(AttachedEngine):
     def adopt_edits(self) -> None:
         restore_flat_parameters(self.engine.optimizer, self.reducer.groups, self.names)
         self.masters.adopt(self._weights())
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        self.wait_for_parameters()
+        self.states.to_stripes()
+        self.adopt_edits()
+        self.frozen.change(change)
+        self.reducer.give_masters()
+        self.masters.stepped(self._weights())
 
     def before_save(self) -> None:
         super().before_save()

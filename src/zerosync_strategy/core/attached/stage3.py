@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.engine import contract, gathering, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import contract, gathering, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.autograd_functions import drop_functions
+from zerosync_strategy.core.engine.parameter import Claim, record_of
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.optimizer.frozen import counts_by_tensor
 from zerosync_strategy.core.optimizer.pending import PendingGradients
+from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.full_parameters import let_average
@@ -52,6 +55,7 @@ class Stage3Engine(AttachedEngine):
         self.scheduler.in_backward.append(self.window.comes_to)
         self.scheduler.begun.append(self.reducer.pipeline.begun)
         self.scheduler.count.sections.append(self.traffic.apart)
+        self._joint_step = _joint_step(engine)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.activity, self.traffic.apart)
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
@@ -73,6 +77,7 @@ class Stage3Engine(AttachedEngine):
                 f" 'zero_optimization.zero_hpz_partition_size' = {size}, with which DeepSpeed keeps parameters by node"
                 f" itself, and fills them anew in every step. Leave that out, and give node_size={size}."
             )
+        _check_calls(engine)
         if config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
 
@@ -111,6 +116,25 @@ class Stage3Engine(AttachedEngine):
         self.scheduler.shards_written()
         write_gathered_to_shards(self.reducer.params, self.names)
         self.masters.adopt(zero3_optimizer.weights(self.engine.optimizer))
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        optimizer, trained = self.engine.optimizer, self.reducer.params
+        if any(record_of(param).claims & Claim.CONTEXT for param in trained):
+            raise RuntimeError(
+                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
+                " writes back what is gathered. Call it before or after the block."
+            )
+        self.adopt_edits()
+        self.frozen.change(change)
+        zero3_optimizer.take_all_master_weights(optimizer)
+        self.masters.stepped(zero3_optimizer.weights(optimizer))
+
+    def steps_jointly(self, index: int) -> bool:
+        """DeepSpeed is about to step a sub-group: return whether that is not its own to do."""
+        if self._joint_step is None:
+            return False
+        self._joint_step.ready(index)
+        return True
 
     def _sends_parameters(self) -> str:
         nbytes, budget = size_text(self.meter.all_parameters_bytes), self.config.param_memory_budget
@@ -210,6 +234,27 @@ class Stage3Engine(AttachedEngine):
             self.unshard_on_read.prepare_deepcompile()
         self.meter.counts_gathers = False
         return compiling
+
+
+def _joint_step(engine: Any) -> zero3_optimizer.JointStep | None:
+    """Return what steps all sub-groups at once; ``None``: one call for each is as good."""
+    return zero3_optimizer.JointStep(engine.optimizer) if _needs_one_call(engine) else None
+
+
+def _needs_one_call(engine: Any) -> bool:
+    optimizer, stepping = engine.optimizer, zero.stepping_optimizer(engine)
+    return not counts_by_tensor(stepping) and len(zero3_optimizer.param_groups(optimizer)) > 1
+
+
+def _check_calls(engine: Any) -> None:
+    """Raise where the torch optimizer is to be called with all master weights, which are on disk."""
+    stepping = zero.stepping_optimizer(engine)
+    if zero3_optimizer.steps_from_disk(engine.optimizer) and (_needs_one_call(engine) or switches_weights(stepping)):
+        raise ValueError(
+            f"attach() found the optimizer {type(stepping).__name__}, which may count its steps by group or exchange"
+            " its weights by eval(), and 'offload_optimizer' on NVMe, from where DeepSpeed steps sub-groups one at a"
+            ' time. Use {"device": "cpu"}, or AdamW.'
+        )
 
 
 def _check_changes(engine: Any, config: ZeroSyncConfig) -> None:

@@ -163,6 +163,14 @@ def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     return stepped
 
 
+def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
+    """Return what :func:`stepped_shard` does, where something else than a step has changed the master weights."""
+    shard = stepped_shard(optimizer, index)
+    if optimizer.cpu_offload:
+        shard.copy_(master(optimizer, index).data)
+    return shard
+
+
 def relink_states(optimizer: Any) -> None:
     """Let the parameters have the states that the torch optimizer has made since they were given theirs."""
     optimizer._hp_optimizer_states_linked = False

@@ -11,7 +11,7 @@ import torch
 
 from zerosync_strategy.core.engine import contract, zero3
 from zerosync_strategy.core.engine.parameter import record_of
-from zerosync_strategy.core.engine.zero import MasterShard, offloads, sum_of_squares
+from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
 
 def param_groups(optimizer: Any) -> list[list[Any]]:
@@ -141,15 +141,77 @@ def take_master_weights(optimizer: Any, param: Any) -> None:
     """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
     record_of(param).write()
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
+    _reshard(param)
+
+
+def take_all_master_weights(optimizer: Any) -> None:
+    """Do what :func:`take_master_weights` does for all parameters, frozen ones included."""
+    params = list(itertools.chain.from_iterable(optimizer.fp16_groups))
+    for param in params:
+        record_of(param).write()
+    reassign_shards(optimizer)
+    for param in params:
+        _reshard(param)
+
+
+def _reshard(param: Any) -> None:
+    """Let go of what is gathered of ``param``, whose shard is newer: it is neither kept nor carried to the shard."""
+    record = record_of(param)
+    record.forget_changes()
     if zero3.is_gathered(param):
-        persistent, param.ds_persist = param.ds_persist, False  # what is gathered is out of date, and not kept
+        persistent, claims = param.ds_persist, record.bits
+        param.ds_persist, record.bits = False, 0
         param.partition()
-        param.ds_persist = persistent
+        param.ds_persist, record.bits = persistent, claims
+        record.settle()
 
 
 def flat_master_weights(optimizer: Any) -> list[Any]:
     """Return what the optimizer steps, by sub-group."""
     return list(optimizer.fp32_partitioned_groups_flat)
+
+
+@contextmanager
+def masters_in_groups(optimizer: Any) -> Iterator[None]:
+    """While active, the groups of the torch optimizer have the master weights, which DeepSpeed puts there in a step."""
+    optimizer._set_fp32_optimizer_param_groups()
+    try:
+        yield
+    finally:
+        optimizer._clear_fp32_optimizer_param_groups()
+
+
+def steps_from_disk(optimizer: Any) -> bool:
+    """Return whether master weights and states are on NVMe between two steps of their sub-group."""
+    return bool(getattr(optimizer, "swap_optimizer", False))
+
+
+class JointStep:
+    """Steps the sub-groups of the optimizer in one call of the torch optimizer, in place of one call for each.
+
+    A class that counts its steps by group would count those of the other sub-groups, too.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._gradients: list[torch.Tensor] = []
+
+    def ready(self, index: int) -> None:
+        """DeepSpeed has the gradient of sub-group ``index`` ready; with that of the last one, step."""
+        flats = flat_master_weights(self._optimizer)
+        if index == 0:
+            self._gradients = []
+        self._gradients.append(flats[index].grad)  # which DeepSpeed takes away after each
+        if index < len(flats) - 1:
+            return
+        for flat, gradient in zip(flats, self._gradients, strict=True):
+            flat.grad = gradient
+        with masters_in_groups(self._optimizer):
+            step_torch_optimizer(self._optimizer)
+        for flat in () if offloads(self._optimizer) else flats:
+            flat.grad = None
+        self._gradients = []
+        reassign_shards(self._optimizer)
 
 
 def master_shards(optimizer: Any) -> list[MasterShard]:
@@ -158,7 +220,7 @@ def master_shards(optimizer: Any) -> list[MasterShard]:
     Raises:
         ValueError: their states are not in memory, or another optimizer steps some of them.
     """
-    if getattr(optimizer, "swap_optimizer", False) or hasattr(optimizer, "backup_optimizer"):
+    if steps_from_disk(optimizer) or hasattr(optimizer, "backup_optimizer"):
         raise ValueError(
             "The optimizer trains parameters that are frozen, while 'offload_optimizer' keeps its states on NVMe or has"
             " a 'ratio' below 1: ZeRO would step them. Leave them out of the optimizer, or keep its states in memory."

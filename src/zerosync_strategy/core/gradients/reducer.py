@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +141,10 @@ class Reducer(GradientShards):
                 self.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
             )
         return floor
+
+    def masters_in_groups(self) -> AbstractContextManager[None]:
+        """While active, the groups of the torch optimizer have this rank's master weights."""
+        return nullcontext()
 
     @abstractmethod
     def states_made(self) -> None:

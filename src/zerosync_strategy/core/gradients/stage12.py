@@ -151,6 +151,20 @@ class Stage12Reducer(Reducer):
             rows, stepped = bucket.stripe.rows(flat), bucket.part_of(shard)
             bucket.gather = self.changes[layout].launch(bucket, rows, stepped, self.pipeline.windows_closed, tag)
 
+    @torch.no_grad()
+    def give_masters(self) -> None:
+        """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective."""
+        tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
+        buckets = [bucket for layout in self.layouts for bucket in layout.buckets if not bucket.is_empty]
+        for bucket in buckets:
+            index = bucket.layout.group_index
+            shard = zero12.changed_shard(self.optimizer, index)
+            bucket.launch_gather(zero12.flat_parameters(self.optimizer, index), shard, tag)
+        for bucket in buckets:
+            gather, bucket.gather = bucket.gather, None
+            assert gather is not None
+            gather.wait()
+
     def begin_update(self) -> None:
         """The optimizer is about to step."""
         for changes in self.changes.values():

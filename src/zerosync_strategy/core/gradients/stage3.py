@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -208,6 +209,9 @@ class Stage3Reducer(Reducer):
 
     def master_shards(self) -> list[zero.MasterShard]:
         return zero3_optimizer.master_shards(self.optimizer)
+
+    def masters_in_groups(self) -> AbstractContextManager[None]:
+        return zero3_optimizer.masters_in_groups(self.optimizer)
 
     def states_made(self) -> None:
         pass  # no parameter refers to them

@@ -165,6 +165,12 @@ class ExchangedStep(WholeStep):
         for sent in self._sent:
             self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(sent)
 
+    def change(self, change: Callable[[], None]) -> None:
+        if self._is_edited():
+            self._read_masters()
+        change()
+        self.give()
+
     def owner(self, param: Any) -> tuple[int, Any]:
         return self.owners[param], zero3.process_group(param)
 

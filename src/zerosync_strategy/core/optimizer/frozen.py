@@ -32,6 +32,12 @@ Runs = list[tuple[int, int]]
 """Where elements begin and end in master weights, ascending."""
 # What they do in a step is the sum of what they do to each tensor. Another class may count steps by group.
 STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
+_PACKAGES_BY_TENSOR = frozenset(["bitsandbytes", "deepspeed"])
+
+
+def counts_by_tensor(optimizer: Any) -> bool:
+    """Return whether several calls of its ``step()``, each with a part of its parameters, are known to be as one."""
+    return type(optimizer) in STEPPED_BY_TENSOR or type(optimizer).__module__.partition(".")[0] in _PACKAGES_BY_TENSOR
 
 
 @dataclass
@@ -43,7 +49,7 @@ class _Cohort:
 
 
 class _Part(NamedTuple):
-    """What one call of the optimizer's step is for: runs of a cohort in one slice of master weights."""
+    """What the optimizer is given in place of master weights: runs of a cohort in one slice of them."""
 
     group: dict[str, Any]
     flat: Any
@@ -91,7 +97,7 @@ class FrozenParameters:
             return
         masters = self._reducer.master_shards() if len(self._cohorts) > 1 else None
         if slices is None:
-            slices = [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters or ()]
+            slices = _whole(masters or ())
         if masters is None:
             self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in slices])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
@@ -102,6 +108,18 @@ class FrozenParameters:
             shared = (cohort.scalars.get(index) for cohort in self._cohorts)
             if scalars := next(filter(None, shared), None):
                 self._optimizer.state[flat].update(_copied(scalars))
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Call ``change``, a method of the torch optimizer, which changes the weights of what it has stepped."""
+        with self._reducer.masters_in_groups():
+            if len(self._cohorts) == 1:
+                change()
+                return
+            masters = self._reducer.master_shards()
+            parts = self._parts(_whole(masters), masters, self._cohorts)
+            stepped = [part for part in parts if part.scalars is not None]
+            with self._without_params():
+                self._call(stepped, change)
 
     def _slices(self) -> StepSlices | None:
         """Return the slices in which the coming step is to be made; ``None``: at once."""
@@ -154,22 +172,16 @@ class FrozenParameters:
 
         def step(*_: Any, **__: Any) -> None:
             work = list(parts())
-            last = max((number for number, part in enumerate(work) if part.runs), default=-1)
-            groups = [(group, group["params"]) for group in optimizer.param_groups]
-            try:
-                for group, _ in groups:
-                    group["params"] = []
-                for number, part in enumerate(work):
-                    if part.runs:
-                        part.group["params"] = views = _enter(optimizer, part)
-                        stock() if number == last else again()
-                        part.group["params"] = []
-                        part.cohort.scalars[part.master] = self._leave(part, views)
-                    if part.stepped is not None:
-                        part.stepped()
-            finally:
-                for group, flats in groups:
-                    group["params"] = flats
+            calls = [[part] for part in work] if counts_by_tensor(optimizer) else [work]
+            last = max((number for number, of_call in enumerate(calls) if _has_runs(of_call)), default=-1)
+            with self._without_params():
+                for number, of_call in enumerate(calls):
+                    # What counts steps by group counts those in which all is frozen, too.
+                    if _has_runs(of_call) or not counts_by_tensor(optimizer):
+                        self._call(of_call, stock if number == last else again)
+                    for part in of_call:
+                        if part.stepped is not None:
+                            part.stepped()
 
         optimizer.step = step
         try:
@@ -178,6 +190,28 @@ class FrozenParameters:
             del optimizer.step
             if own is not None:
                 optimizer.step = own
+
+    @contextmanager
+    def _without_params(self) -> Iterator[None]:
+        """While active, the groups of the torch optimizer have no parameters."""
+        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
+        try:
+            for group, _ in groups:
+                group["params"] = []
+            yield
+        finally:
+            for group, flats in groups:
+                group["params"] = flats
+
+    def _call(self, parts: Sequence[_Part], method: Callable[[], Any]) -> None:
+        """Call a method of the torch optimizer, whose groups have these parts and nothing else."""
+        entered = [(part, _enter(self._optimizer, part)) for part in parts if part.runs]
+        for part, views in entered:
+            part.group["params"] = part.group["params"] + views
+        method()
+        for part, views in entered:
+            part.group["params"] = []
+            part.cohort.scalars[part.master] = self._leave(part, views)
 
     def _leave(self, part: _Part, views: list[Any]) -> State:
         """Take the states of the ``views`` after their step; return those that are not of their shape."""
@@ -233,6 +267,15 @@ def _can_step_by_part(optimizer: Any) -> bool:
     )
 
 
+def _whole(masters: Sequence[MasterShard]) -> StepSlices:
+    """Return one slice of each of ``masters``: all of it."""
+    return [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters]
+
+
+def _has_runs(parts: Sequence[_Part]) -> bool:
+    return any(part.runs for part in parts)
+
+
 def _runs(master: MasterShard, params: set[Any]) -> Runs:
     """Return where the elements of ``params`` lie, neighbours as one."""
     runs: Runs = []
@@ -250,7 +293,7 @@ def _enter(optimizer: Any, part: _Part) -> list[torch.nn.Parameter]:
     shaped = {} if part.scalars is None else _shaped_states(optimizer.state[part.flat], part.flat)
     for begin, end in part.runs:
         view = torch.nn.Parameter(data[begin:end])
-        view.grad = gradient[begin:end]
+        view.grad = None if gradient is None else gradient[begin:end]
         if part.scalars is not None:
             optimizer.state[view] = {key: value[begin:end] for key, value in shaped.items()} | _copied(part.scalars)
         views.append(view)

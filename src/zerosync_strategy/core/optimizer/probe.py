@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,10 +45,12 @@ class Finding(NamedTuple):
     detail: str = ""
 
 
+# First, for what an optimizer makes of a flat piece may grow with its square, as the factors of Shampoo.
+_SMALL = ((8, 10), (6, 4, 3, 3), (37,))
 # Where thresholds leave small tensors out: factors begin at 128 rows and columns, 8 bits at 4096 elements.
 _SHAPES = ((128, 160), (6, 4, 3, 3), (37,))
 _MATRICES = ((128, 160), (160, 128))  # for those that take nothing else
-_CUT = 9001  # elements that the first rank has: it ends in mid-row
+_CUT = 9001  # elements that the first rank has, of small parameters a third: it ends in mid-row
 _SCALES = (1.0, 0.1, 10.0, 1.0, 100.0, 0.01, 1.0, 3.0)  # of the gradients in each step, across limits on their norm
 _LONGEST = 256  # steps at most, where something is done in every k-th
 _LEARNING_RATE = 1e-2  # where there is none
@@ -82,10 +85,22 @@ def probe(optimizer: Any) -> Finding:
     return found
 
 
+def switches_weights(optimizer: Any) -> bool:
+    """Return whether ``train()`` and ``eval()`` of ``optimizer`` exchange the weights that it steps for others."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
 def _probe(optimizer: Any) -> Finding:
+    counts = sorted({len(_SCALES), _steps(optimizer)})
+    small, steps = _try(optimizer, _SMALL, torch.float64, counts)
+    if small.scope in (Scope.EVERYTHING, Scope.CHANCE):
+        return small
+    differs = ""
+    if small.scope is Scope.PARAMETER:  # larger ones may still depend on each other
+        differs, counts = small.detail, [steps]
     unknown = None
     for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
-        found = _try(optimizer, shapes, dtype)
+        found, _ = _try(optimizer, shapes, dtype, counts, differs)
         if found.scope is not Scope.UNKNOWN:
             return found
         unknown = unknown or found
@@ -93,26 +108,41 @@ def _probe(optimizer: Any) -> Finding:
     return unknown
 
 
-def _try(optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Finding:
-    for steps in sorted({len(_SCALES), _steps(optimizer)}):
-        trial = _Trial(optimizer, shapes, dtype, steps)
-        try:
-            whole = trial.run(lambda tensors: [tensors])
-        except Exception as error:
-            return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
+def _try(
+    optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, counts: Sequence[int], differs: str = ""
+) -> tuple[Finding, int]:
+    """Return what a trial finds, and after how many steps.
+
+    Args:
+        counts: of steps, ascending; what differs after fewer is tried no further.
+        differs: by how much flat pieces do, if that is known.
+    """
+    for steps in counts:
+        found = _try_steps(_Trial(optimizer, shapes, dtype, steps), differs)
+        if found.scope is not Scope.ELEMENT:
+            break
+    return found, steps
+
+
+def _try_steps(trial: _Trial, differs: str) -> Finding:
+    try:
+        whole = trial.run(lambda tensors: [tensors])
+    except Exception as error:
+        return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
+    if not differs:
         try:
             differs = trial.difference(whole, trial.run(_ranks))
         except Exception as error:
             differs = f"a step of flat pieces raises {type(error).__name__}: {error}"
-        if differs and trial.drew_random_numbers:
-            return Finding(Scope.CHANCE, differs)
-        if differs:
-            try:
-                apart = trial.difference(whole, trial.run(lambda tensors: [[tensor] for tensor in tensors]))
-            except Exception as error:
-                apart = f"a step of one parameter raises {type(error).__name__}: {error}"
-            return Finding(Scope.EVERYTHING, apart) if apart else Finding(Scope.PARAMETER, differs)
-    return Finding(Scope.ELEMENT)
+    if not differs:
+        return Finding(Scope.ELEMENT)
+    if trial.drew_random_numbers:
+        return Finding(Scope.CHANCE, differs)
+    try:
+        apart = trial.difference(whole, trial.run(lambda tensors: [[tensor] for tensor in tensors]))
+    except Exception as error:
+        apart = f"a step of one parameter raises {type(error).__name__}: {error}"
+    return Finding(Scope.EVERYTHING, apart) if apart else Finding(Scope.PARAMETER, differs)
 
 
 # ---- a trial ---------------------------------------------------------------------------------------------------------
@@ -140,12 +170,16 @@ class _Trial:
         """Step as many copies as ``divide`` divides the parameters among; return these as they end, by group, flat."""
         torch.manual_seed(0)
         random.seed(0)
-        before, before_python = torch.get_rng_state(), random.getstate()
+        numpy.random.seed(0)
+        before = _random_states()
         generator = torch.Generator().manual_seed(2)
         params = [
             [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self._groups
         ]
         copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
+        switching = copies if switches_weights(self._optimizer) else []
+        for each in switching:
+            each.train()
         for step in range(self._steps):
             for parts in params:
                 for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
@@ -153,8 +187,9 @@ class _Trial:
                         param.grad = gradient.clone()
             for each in copies:
                 each.step()
-        drew = not torch.equal(torch.get_rng_state(), before) or random.getstate() != before_python
-        self.drew_random_numbers |= drew
+        for each in switching:
+            each.eval()
+        self.drew_random_numbers |= _random_states() != before
         return [_flat([param for part in parts for param in part]) for parts in params]
 
     def difference(self, one: Tensors, other: Tensors) -> str:
@@ -188,7 +223,13 @@ class _Trial:
 
 def _ranks(tensors: Tensors) -> list[Tensors]:
     flat = _flat(tensors)
-    return [[flat[:_CUT]], [flat[_CUT:]]]
+    cut = min(_CUT, flat.numel() // 3)
+    return [[flat[:cut]], [flat[cut:]]]
+
+
+def _random_states() -> list[Any]:
+    """Return the states of all generators that an optimizer may draw from, to be compared."""
+    return [bytes(torch.get_rng_state().numpy()), random.getstate(), repr(numpy.random.get_state(legacy=False))]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -278,7 +319,7 @@ def _unnoticed() -> Iterator[None]:
     """Around a trial: what it does is seen by nothing else in this process."""
     global_hooks: Any = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     hooks = [dict(each) for each in global_hooks]
-    state = random.getstate()
+    state, state_of_numpy = random.getstate(), numpy.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_disable_current_modes())  # such as the one in which a plan's replay leaves computing out
@@ -294,5 +335,6 @@ def _unnoticed() -> Iterator[None]:
             yield
         finally:
             random.setstate(state)
+            numpy.random.set_state(state_of_numpy)
             for each, saved in zip(global_hooks, hooks, strict=True):
                 each.update(saved)

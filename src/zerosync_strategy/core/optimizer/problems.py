@@ -114,13 +114,6 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
                 f"the optimizer {type(inner).__name__} takes a closure in step(), but ZeRO steps it without one. Let"
                 " the closure be optional: 'def step(self, closure=None)'."
             )
-        if callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
-            return (
-                f"the optimizer {type(inner).__name__} has train() and eval(), which exchange the weights that it"
-                " steps for others, as schedule-free ones do. ZeRO gives it master weights of its own, so that the"
-                " module would be evaluated and saved with those of the training. Use AdamW or SGD with a scheduler of"
-                " learning rates, or torch.optim.swa_utils.AveragedModel."
-            )
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,9 @@ class WholeStep(FrozenParameters):
         finally:
             for master in self.masters.values():
                 master.grad = None
+
+    def change(self, change: Callable[[], None]) -> None:
+        change()
 
     def states_of(self, param: Any) -> dict[str, Any]:
         """Return the optimizer's states of ``param``; empty where another rank has them."""
