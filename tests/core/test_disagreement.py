@@ -144,21 +144,30 @@ def _raise(_: Any) -> None:
 
 
 @pytest.mark.off_device("by order alone, reductions would meet others: ranks get the error of the next test")
+@pytest.mark.parametrize("how", ["engine", "raw", "raw, dropped by abort()"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int) -> None:
-    """Ranks raise at different places of a backward that reduces as it goes, and train on."""
+def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int, how: str) -> None:
+    """Ranks raise at different places of a backward that reduces as it goes, and train on.
+
+    In the first backward, DeepSpeed has not compared yet in which order modules run; later it has.
+    """
 
     def run() -> float:
         engine = make_engine(stage)
-        attach(engine, grad_memory_budget=0)  # a bucket per parameter
+        zerosync = attach(engine, grad_memory_budget=0)  # a bucket per parameter
         for k in range(3):
-            if k == 1:
+            if k < 2:
                 # Backward comes to the last layer's parameters first: rank 0 has sent them by then, and rank 1 none.
                 param = engine.module[2 * rank()].bias
                 hook = param.register_hook(_raise)
+                loss = loss_of(engine, 9, rank())
                 with pytest.raises(ValueError, match="boom"):
-                    engine.backward(loss_of(engine, 9, rank()))
+                    engine.backward(loss) if how == "engine" else loss.backward()
                 hook.remove()
+                if how == "raw":
+                    engine.zero_grad()
+                elif how != "engine":
+                    zerosync.abort()
             engine.backward(loss_of(engine, k, rank()))
             engine.step()
         module = network()

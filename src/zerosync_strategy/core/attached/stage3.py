@@ -158,6 +158,10 @@ class Stage3Engine(AttachedEngine):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        self.window.forward_begins()
+        if self.window.interrupted:  # at another place on each rank: they would compare the modules until there
+            self.window.interrupted = False
+            gathering.release_all(self.engine.optimizer, self.engine.module, self.cache.holds)
         if self.window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by whatever the program has called since the step
         renewed = self.cache.renew_hooks()

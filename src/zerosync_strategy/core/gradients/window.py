@@ -81,6 +81,7 @@ class Window:
         early_reductions: the reductions that were made while a backward ran.
         seconds: host time in reductions.
         dropped: backwards of the window that was dropped last, until the next backward; for errors.
+        interrupted: an exception has ended a backward, since somebody has set this to ``False``.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Window:
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
         self.backwards = self.reductions = self.early_reductions = self.dropped = self.unused = 0
         self.seconds = 0.0
+        self.interrupted = False
         self._stepped = False  # since the last engine.step() has ended
         self._zeroed = True  # zero_grad() has come since the last step
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
@@ -146,6 +148,10 @@ class Window:
             self._engine_backwards -= 1
             self._leave_backward()
         self._end_backward()
+
+    def forward_begins(self) -> None:
+        """A forward begins; a raw backward that has not ended by now has raised."""
+        self._reset_graphs()
 
     def enter_graph(self, ready: Any = None) -> None:
         """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here.
@@ -323,7 +329,7 @@ class Window:
     def abort(self, reason: str) -> None:
         """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
         if self._backward is _Backward.OURS:
-            self._reducer.interrupted()
+            self._interrupt()
         self._graphs.clear()
         self._leave_backward()
         self.changes.reset()
@@ -355,6 +361,11 @@ class Window:
         # A backward that raised never runs its final callback. Outside of any graph, none can be running.
         if torch._C._current_graph_task_id() == -1:
             if self._graphs:
-                self._reducer.interrupted()
+                self._interrupt()
             self._graphs.clear()
             self._leave_backward()
+
+    def _interrupt(self) -> None:
+        """An exception has ended a backward, at another place on each rank."""
+        self._reducer.interrupted()
+        self.interrupted = True
