@@ -3,9 +3,10 @@
     python benchmarks/whole_bytes.py --output benchmarks/results/<date>-whole-bytes
 
 The model has matrices of one size and nothing else. This process is one rank of W on torch's fake process group, which
-sends nothing: counted is what ZeroSync asks it to send in the third step, as its report has it: of a collective, the
-mean over the ranks; of an all-to-all, what this rank sends. So the first rank, which owns a matrix, and the last one,
-which may own none, are measured. The minimum is 2 (W-1)/W of the parameters' bytes.
+sends nothing: counted is what ZeroSync asks it to send in the third step, as its report has it: of a reduction to an
+owner and of an all-to-all, what this rank sends; of another collective, the mean over the ranks. So the first rank,
+which owns a matrix, and the last one, which may own none, are measured. The minimum is 2 (W-1)/W of the parameters'
+bytes.
 """
 
 from __future__ import annotations

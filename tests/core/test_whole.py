@@ -8,6 +8,15 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
+from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
 from torch import nn
 
 from tests.harness.data import noise
@@ -142,8 +151,6 @@ def test_frozen_edited_and_shown(stage: int) -> None:
     """A parameter that is frozen for a while; gradients and parameters that the program looks at and changes."""
 
     def run() -> float:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-
         net, plain = network(), network()
         engine = make_engine(net, mixed(net), stage, {"reduce_bucket_size": 60})
         zerosync = attach(engine)
@@ -160,6 +167,16 @@ def test_frozen_edited_and_shown(stage: int) -> None:
                         assert distance({"": param.grad}, {"": means[same]}) == 0.0
                         param.grad.mul_(0.5)
                 oracle.ranks = [[grad * 0.5 for grad in grads] for grads in oracle.ranks]
+            if k == 4:
+                zerosync.reduce()
+                first, *others = net.parameters()
+                safe_update_full_grad_vectorized([first], lambda grad, _: grad.clamp(-0.01, 0.02))
+                for param in others:
+                    safe_set_full_grad(param, safe_get_full_grad(param).clamp(-0.01, 0.02))
+                oracle.ranks = [[mean.clamp(-0.01, 0.02) for mean in oracle.gradients()]] * 2
+                if stage == 3:
+                    with pytest.raises(ValueError, match=r"not sharded. Use safe_get_full_grad\(\)"):
+                        safe_get_local_grad(first)
             engine.step()
             oracle.step()
             if k == 2:

@@ -20,11 +20,11 @@ MATRICES, WIDTH = 32, 16
 COLLECTIVES = ("reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
-def measure(stage: int, world_size: int) -> tuple[float, float, float, int, int]:
+def measure(stage: int, world_size: int, rank: int) -> tuple[float, float, float, int, int]:
     """Of the second step: bytes over AdamW's, and over the report's own; the largest tensor of a collective, matrices
     stepped, and collectives."""
     prepare_cpu()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(MATRICES)])
     optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
     bucket = 4 * WIDTH**2
@@ -58,15 +58,16 @@ def measure(stage: int, world_size: int) -> tuple[float, float, float, int, int]
 def test_bytes_buffers_and_balance(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerosync_strategy.core.gradients.reducer.SMALL_BYTES", 4 * WIDTH**2 * 4)
 
-    def of_rank_0(world_size: int) -> tuple[float, float, float, int, int]:
-        return run_ranks(measure, stage, world_size, world_size=1, env={"WORLD_SIZE": str(world_size)})[0]
+    def measured(world_size: int, rank: int) -> tuple[float, float, float, int, int]:
+        return run_ranks(measure, stage, world_size, rank, world_size=1, env={"WORLD_SIZE": str(world_size)})[0]
 
-    few, many = of_rank_0(8), of_rank_0(64)
+    few, many = measured(8, 0), measured(64, 0)
     for world_size, (of_adamw, of_report, largest, stepped, _) in ((8, few), (64, many)):
-        # Of 64 ranks only half own a matrix, and send all of it back.
-        more = 0 if stage == 2 else (1 + max(1, world_size / MATRICES)) / 2 / world_size
-        assert of_adamw == pytest.approx(1 + more, rel=0.01)
+        assert of_adamw == pytest.approx(1 if stage == 2 else 1 + 1 / (2 * world_size), rel=0.01)
         assert of_report == pytest.approx(1.0, rel=0.02)
         assert largest <= 4
         assert stepped == -(-MATRICES // world_size)
+    of_adamw, *_, stepped, _ = measured(64, 63)
+    assert of_adamw == pytest.approx(1 if stage == 2 else 1 + 1 / 128, rel=0.01)  # as of a rank that owns a matrix
+    assert stepped == 0
     assert many[-1] <= few[-1] + MATRICES  # a matrix at most for each reduction and broadcast

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -348,6 +348,17 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
     _zerosync_attached: WholeStage3Engine
 
+    def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
+        self._zerosync_attached.frozen.take_gradients(sub_group_id)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        if zero3_optimizer.scales_gradients(self):
+            factor = zero3_optimizer.step_factor(self, total_norm)
+            self._zerosync_attached.frozen.scale_gradients(sub_group_id, factor)
+
+    def has_overflow(self, *_: Any, **__: Any) -> bool:
+        return not self._zerosync_attached.reducer.norm().isfinite()
+
     def _optimizer_step(self, sub_group_id: int) -> None:
         self._zerosync_attached.frozen.step_group(sub_group_id)
 
@@ -370,13 +381,32 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
-            self._zerosync_attached.refuse_local_state("safe_get_local_optimizer_state()")
+            self._zerosync_attached.refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)  # type: ignore[misc]
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is not None:
-            self._zerosync_attached.refuse_local_state("safe_set_local_optimizer_state()")
+            self._zerosync_attached.refuse_local("safe_set_local_optimizer_state()")
         super().set_local_hp_param(value, param)
+
+    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        return self._zerosync_attached.read_gradient(param) if param.requires_grad else None
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
+        self._zerosync_attached.write_gradient(param, value)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
+        for param in param_list:
+            value = update_func(self._zerosync_attached.read_gradient(param), param)
+            self._zerosync_attached.write_gradient(param, value)
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> NoReturn:
+        self._zerosync_attached.refuse_local("safe_get_local_grad()")
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> NoReturn:
+        self._zerosync_attached.refuse_local("safe_set_local_grad()")
 
 
 def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:

@@ -15,11 +15,13 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.comm.collectives import largest
-from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero, zero3_optimizer, zero12
+from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero, zero3, zero3_optimizer, zero12
+from zerosync_strategy.core.engine.fragments import require_numel
 from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import AS_MANY, NOTHING_LOADED
 from zerosync_strategy.core.gradients.owned import OwnedReducer
+from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStep
 from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStep, WholeStep
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -167,14 +169,18 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
 
 
 class WholeStage3Engine(WholeEngine, Stage3Engine):
-    """An engine of stage 3: shards go to owners before a step, and back after it."""
+    """An engine of stage 3: gradients are reduced to owners, which give all ranks the shards of what they step."""
 
+    reducer: OwnedStage3Reducer
     frozen: ExchangedStep
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
         _check_options(engine)
         Stage3Engine.check_options(engine, config)
+
+    def _make_reducer(self) -> OwnedStage3Reducer:
+        return OwnedStage3Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
 
     def _make_frozen(self) -> ExchangedStep:
         return ExchangedStep(self.reducer, self.masters.digest)
@@ -186,11 +192,22 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
         """Return a state of ``param``; see :meth:`WholeStep.read_state`. Collective."""
         return self.frozen.read_state(param, key)
 
-    def refuse_local_state(self, function: str) -> NoReturn:
-        """Raise: a rank has no shard of a state."""
+    def read_gradient(self, param: Any) -> torch.Tensor:
+        """Return the averaged gradient of ``param``, in fp32. Collective."""
+        layout = self.reducer.layout_of(param)
+        return layout.read(self.reducer.shards[layout], param)
+
+    def write_gradient(self, param: Any, value: torch.Tensor) -> None:
+        """Set the averaged gradient of ``param``, where this rank owns it."""
+        require_numel(value, zero3.full_shape(param))
+        layout = self.reducer.layout_of(param)
+        layout.write(value, self.reducer.shards[layout], param)
+
+    def refuse_local(self, function: str) -> NoReturn:
+        """Raise: a rank has no shard of a gradient or a state."""
         raise ValueError(
-            f"{function} found an optimizer that needs whole parameters, whose states are not sharded. Use"
-            " safe_get_full_optimizer_state() or safe_set_full_optimizer_state()."
+            f"{function} found an optimizer that needs whole parameters, whose gradients and states are not sharded."
+            f" Use {function.replace('local', 'full')}."
         )
 
 

@@ -25,8 +25,9 @@ OTHERS = "engines without ZeroSync"
 class Traffic:
     """Collectives of one kind: how many calls, the bytes that one rank sends for them, and how many to other nodes.
 
-    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend``, what
-    this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is counted as that.
+    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend`` and
+    ``reduce``, what this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is
+    counted as that.
     """
 
     calls: int = 0
@@ -46,6 +47,7 @@ class _Kind(NamedTuple):
     passes: int = 1  # (W-1)/W of the payload each
     passes_on_gloo: int = 1
     to_one_rank: bool = False  # the whole payload is sent, whatever W
+    to_root: bool = False  # by every rank but the root, which sends nothing
     distinct: bool = False  # each rank receives something else
 
 
@@ -58,7 +60,7 @@ _KINDS = {
     "all_gather_coalesced": _Kind("output_tensors", 0, 2),
     "reduce_scatter": _Kind("input_list", 1, 3, passes_on_gloo=2),
     "reduce_scatter_tensor": _Kind("input_tensor", 1, 3, passes_on_gloo=2),
-    "reduce": _Kind("tensor", 0, 3),
+    "reduce": _Kind("tensor", 0, 3, to_root=True),
     "broadcast": _Kind("tensor", 0, 2),
     "all_to_all_single": _Kind("input", 1, 4, distinct=True),
     "all_to_all": _Kind("input_tensor_list", 1, 2, distinct=True),
@@ -232,7 +234,9 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
         tensors: Sequence[torch.Tensor] = [payload] if isinstance(payload, torch.Tensor) else payload
         native = is_native(group, tensors[0].device) if tensors else True
         sent = (kind.passes if native else kind.passes_on_gloo) * sum(tensor.nbytes for tensor in tensors)
-        if not kind.to_one_rank:
+        if kind.to_root:
+            sent *= argument(args, kwargs, "dst", 1) != dist.get_rank()
+        elif not kind.to_one_rank:
             sent = sent * (size - 1) // size
         to = argument(args, kwargs, "dst", 1) if kind.to_one_rank else None
         for counter in self._zerosync_counters:

@@ -261,7 +261,8 @@ STAGE_3 = (
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
     *rows("whole parameters", "optimizer", """
-        _optimizer_step(sub_group_id) _reassign_or_swap_out_partitioned_parameters(sub_group_id) sub_group_to_group_id
+        _prepare_sub_group(sub_group_id, timer_names) _optimizer_step(sub_group_id)
+        _reassign_or_swap_out_partitioned_parameters(sub_group_id) sub_group_to_group_id
         _set_fp32_optimizer_param_groups() _clear_fp32_optimizer_param_groups() +state_dict() +load_state_dict
         get_full_hp_param(param, optim_state_key)
     """),

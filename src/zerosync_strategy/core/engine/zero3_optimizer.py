@@ -61,6 +61,11 @@ def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> 
         optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group] if whole is None else [whole]
 
 
+def give_gradients(optimizer: Any, by_group: list[list[torch.Tensor]]) -> None:
+    """Let the optimizer have these gradients, of any number of elements, as its own of each sub-group."""
+    optimizer.averaged_gradients = dict(enumerate(by_group))
+
+
 def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
     """Return the gradient shards of a sub-group as one tensor, which its step need not copy; ``None``: they lie apart.
 
@@ -99,6 +104,14 @@ def scales_gradients(optimizer: Any) -> bool:
 def discard_gradients(optimizer: Any) -> None:
     """Remove the gradient shards that its step would use from the optimizer."""
     optimizer.averaged_gradients = {}
+
+
+def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
+    """Return by what a step multiplies its gradients of this ``norm``: to undo the scale of the loss, and to clip."""
+    scale = optimizer.loss_scale
+    if optimizer.clip_grad > 0:
+        scale = scale * ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
+    return 1.0 / scale
 
 
 def stock_norms(optimizer: Any) -> list[Any]:

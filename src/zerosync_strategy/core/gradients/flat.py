@@ -17,6 +17,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
+from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ReduceScatterInput, ShardLayout
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
@@ -70,7 +71,7 @@ class FlatLayout(ShardLayout):
             yield stripe.rows(memory), stripe.offset
 
     def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
-        return memory.narrow(0, self.offsets[param], param.numel())
+        return memory.narrow(0, self.offsets[param], zero3.full_numel(param))
 
     def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
         """Return which parts of ``param`` this rank has by stripes, or in DeepSpeed's own layout with ``stock``."""
@@ -81,11 +82,11 @@ class FlatLayout(ShardLayout):
         """Return ``param``'s elements of all ranks' shards, in its shape and in fp32. Collective."""
         from deepspeed import comm
 
-        full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        full = torch.zeros(zero3.full_numel(param), dtype=torch.float32, device=param.device)
         for own in self.shard_slices(param, stock):
             full[own.start : own.stop].copy_(own.of(shard))
         comm.all_reduce(full, group=self.process_group)
-        return full.view(param.shape)
+        return full.view(zero3.full_shape(param))
 
     def write(self, value: torch.Tensor, shard: torch.Tensor, param: Any, stock: bool = False) -> None:
         """Copy this rank's part of ``value``, of ``param``, into its shard."""

@@ -1,8 +1,9 @@
-"""ZeRO-1 and 2 with an optimizer that needs whole parameters: each is on the shard of one rank, its owner.
+"""Gradients of an optimizer that needs whole parameters: each is in the shard of one rank, the parameter's owner.
 
-A rank's shard has the parameters that it owns, one after the other, so that shards differ in size. A bucket collects
-gradients as every flat bucket does, in the order of their owners, and each owner's part is reduced to it. After the
-step, owners give their parameters to all ranks, in the flat buffer, whose layout stays DeepSpeed's.
+A rank's shard has the gradients of the parameters that it owns, one after the other, so that shards differ in size. In
+the memory that a bucket reduces, gradients are in the order of their owners, and each owner's part is reduced to it.
+After the step of ZeRO-1 and 2, owners give their parameters to all ranks, in the flat buffer, whose layout stays
+DeepSpeed's.
 
 Of several nodes, owners of one place follow each other in that order: what a rank sends to another one of its node, and
 its own node shard, are each one piece.
@@ -20,7 +21,8 @@ from zerosync_strategy.core.comm.collectives import Allocate, InFlight
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import choose_owners, give_from_owners, reduce_to_owners
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe
-from zerosync_strategy.core.gradients.buckets import Level, Part, ReduceScatterInput
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, Part, ReduceScatterInput
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 from zerosync_strategy.core.gradients.reducer import StepSlices
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
@@ -31,7 +33,10 @@ class OwnedLayout(FlatLayout):
 
     Attributes:
         own_offsets: where the parameters that this rank owns begin in its shard, ascending.
+        of_buckets: the parameters of each bucket, in its order.
     """
+
+    of_buckets: Sequence[Sequence[Any]]
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], owners: Mapping[Any, int],
@@ -43,19 +48,17 @@ class OwnedLayout(FlatLayout):
         for param, owner in self.owners.items():
             if owner == self.rank:
                 self.own_offsets[param] = self.shard_numel
-                self.shard_numel += param.numel()
-        self._numel = max((offset + param.numel() for param, offset in self.offsets.items()), default=0)
+                self.shard_numel += zero3.full_numel(param)
+        self._numel = max((offset + zero3.full_numel(param) for param, offset in self.offsets.items()), default=0)
 
     def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
-        self.buckets = []
-        offset = 0
+        self.buckets, self.of_buckets = [], [params for params, _ in buckets]
         firsts = [self.offsets[params[0]] for params, _ in buckets] + [self._numel]
         for (params, level), first, last in zip(buckets, firsts, firsts[1:], strict=False):
-            width = sum(param.numel() for param in params if param in self.own_offsets)
+            offset, width = self.own_part(params)
             self.buckets.append(
                 OwnedBucket(self, params, level, stripe=Stripe(first, last, width, offset), below=None, **common)
             )
-            offset += width
 
     @property
     def is_stock(self) -> bool:
@@ -67,7 +70,12 @@ class OwnedLayout(FlatLayout):
 
     def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
         own = self.own_offsets.get(param)
-        return [] if own is None else [ShardSlice(0, param.numel(), own)]
+        return [] if own is None else [ShardSlice(0, zero3.full_numel(param), own)]
+
+    def own_part(self, params: Sequence[Any]) -> tuple[int, int]:
+        """Return where in this rank's shard those of ``params``, neighbours, begin that it owns, and their elements."""
+        own = [param for param in params if param in self.own_offsets]
+        return self.own_offsets[own[0]] if own else 0, sum(map(zero3.full_numel, own))
 
     def reduce_scatter(
         self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
@@ -85,7 +93,7 @@ class OwnedLayout(FlatLayout):
         assert self.nodes is not None
         numels = [0] * self.nodes.size
         for param, owner in self.owners.items():
-            numels[owner % self.nodes.size] += param.numel()
+            numels[owner % self.nodes.size] += zero3.full_numel(param)
         return max(numels), sum(numels)
 
     def order_of(self, param: Any) -> tuple[int, int]:
@@ -99,8 +107,8 @@ class OwnedLayout(FlatLayout):
         memory = torch.empty(self._numel, dtype=dtype, device=device)
         for param, own in self.own_offsets.items():
             read(self.gradient_in(memory, param), own)
-        for bucket in self.buckets:
-            self.give(memory, bucket.params).wait()
+        for params in self.of_buckets:
+            self.give(memory, params).wait()
         return memory
 
     def give(
@@ -116,7 +124,7 @@ class OwnedLayout(FlatLayout):
         runs: list[tuple[int, int, int]] = []
         for param in params:
             owner, begin = self.owners[param], self.offsets[param] - origin
-            end = begin + param.numel()
+            end = begin + zero3.full_numel(param)
             if runs and runs[-1][0] == owner and runs[-1][2] == begin:
                 begin = runs.pop()[1]
             runs.append((owner, begin, end))
@@ -192,51 +200,44 @@ def _rows_in(memory: torch.Tensor, first: int, spans: _Spans) -> dict[int, torch
     return {key: memory[begin - first : end - first] for key, begin, end in cut if begin < end}
 
 
-class OwnedBucket(FlatBucket):
-    """A bucket of an :class:`OwnedLayout`, in whose memory the gradients are in the order of their owners."""
+class ToOwners(GradientBucket):
+    """A bucket of an :class:`OwnedLayout`, which reduces memory with the gradients in the order of their owners."""
 
     layout: OwnedLayout
 
-    def _lay_out(self) -> None:
+    def _lay_out_by_owner(self) -> dict[Any, int]:
+        """Choose where in the memory each gradient begins; returns it, ascending."""
         nodes = self.layout.nodes
-        self._head = self._first = 0
-        self._blanks = []
-        self._begins = {}
         self._rows: _Spans = {}  # by owner
         self._places: _Spans = {}  # by the place of the owner
         self._own_place: _Spans = {}  # by node, those of this rank's place
+        begins: dict[Any, int] = {}
         end = 0
 
         def lengthen(spans: _Spans, key: int, begin: int) -> None:
             spans[key] = spans.get(key, (begin, 0))[0], end
 
         for param in sorted(self.params, key=self.layout.order_of):
-            owner, begin, end = self.layout.owners[param], end, end + param.numel()
-            self._begins[id(param)] = begin
+            owner, begin, end = self.layout.owners[param], end, end + zero3.full_numel(param)
+            begins[param] = begin
             lengthen(self._rows, owner, begin)
             if nodes is not None:
                 node, place = divmod(owner, nodes.size)
                 lengthen(self._places, place, begin)
                 if place == nodes.place:
                     lengthen(self._own_place, node, begin)
-        self._numel = self._end = end
+        return begins
 
-    @property
-    def is_empty(self) -> bool:
-        return False
-
-    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
-        memory = self._complete()
-        if factor != 1.0:
-            memory.mul_(factor)
+    def _by_owner(self, memory: torch.Tensor) -> Iterator[ReduceScatterInput]:
+        """Yield ``memory``, in chunks, by the owners of what it has."""
         numel = self._chunk_width * self.layout.world_size
         spans = self._rows if self.nodes is None else self._places
-        own, width = self._rows.get(self.layout.rank, (0, 0))[0], self.stripe.width
-        for first in range(0, self._end, numel):
-            chunk = memory[first : min(first + numel, self._end)].to(self.layout.dtype)
+        offset, width = self.target
+        own = self._rows.get(self.layout.rank, (0, 0))[0]
+        for first in range(0, len(memory), numel):
+            chunk = memory[first : first + numel].to(self.layout.dtype)
             begin, end = (min(max(bound - own, 0), width) for bound in (first, first + len(chunk)))
-            part = Part(self.stripe.offset + begin, end - begin, first)
-            yield ReduceScatterInput(_rows_in(chunk, first, spans), part)
+            yield ReduceScatterInput(_rows_in(chunk, first, spans), Part(offset + begin, end - begin, first))
 
     def reduce_within(self, nodes: Nodes, rows: Mapping[int, torch.Tensor], ordered: bool, tag: int) -> InFlight:
         own = _row_of(nodes.place, rows)
@@ -255,6 +256,28 @@ class OwnedBucket(FlatBucket):
         sent = {node: row.to(self.layout.dtype) for node, row in rows.items()}
         group, ranks = nodes.ranks_between(sums.device)
         return reduce_to_owners(sent, own, group, ordered, tag, out, self.local.empty, self.label, ranks)
+
+
+class OwnedBucket(ToOwners, FlatBucket):
+    """A bucket of stage 1 or 2."""
+
+    layout: OwnedLayout
+
+    def _lay_out(self) -> None:
+        self._head = self._first = 0
+        self._blanks = []
+        self._begins = {id(param): begin for param, begin in self._lay_out_by_owner().items()}
+        self._numel = self._end = sum(param.numel() for param in self.params)
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
+        memory = self._complete()
+        if factor != 1.0:
+            memory.mul_(factor)
+        yield from self._by_owner(memory)
 
     def launch_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         for param in self.params:

@@ -52,21 +52,12 @@ class PerParamLayout(ShardLayout):
         return [ShardSlice(first, last, self.columns[param])]
 
 
-class PerParamBucket(GradientBucket):
-    """A bucket of one layout. Gradients stay where autograd accumulates them, and are packed in one call."""
-
-    layout: PerParamLayout
+class UnpackedBucket(GradientBucket):
+    """A bucket whose gradients stay where autograd accumulates them until they are reduced."""
 
     def __init__(self, *common: Any, **named: Any) -> None:
         super().__init__(*common, **named)
-        layout, params = self.layout, self.params
         self._counted: set[int] = set()  # ids of parameters
-        self._width = sum(layout.shard_numels[param] for param in params)
-        self._numels = [zero3.full_numel(param) for param in params]
-        # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
-        for param, numel in zip(params, self._numels, strict=True):
-            assert layout.shard_numels[param] == -(-numel // layout.world_size)
-        self.target = (layout.columns[params[0]], self._width)
 
     def collect(self, param: Any) -> None:
         if param.grad is None:
@@ -80,34 +71,6 @@ class PerParamBucket(GradientBucket):
             self._counted.add(id(param))
             self.local.count(self.local.nbytes(param))
 
-    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
-        layout = self.layout
-        gradients = [self._gradient(param) for param in self.params]
-        device = self.params[0].device
-        shape = layout.world_size, self._width
-        dense = gradients[0]
-        if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
-            packed = dense.view(shape).to(layout.dtype)  # as it lies
-        elif all(gradient is None for gradient in gradients):
-            packed = torch.zeros(shape, dtype=layout.dtype, device=device)
-        else:
-            packed = torch.empty(shape, dtype=layout.dtype, device=device)
-            pieces = [
-                torch.zeros(numel, dtype=self.dtype, device=device) if gradient is None else gradient.reshape(-1)
-                for numel, gradient in zip(self._numels, gradients, strict=True)
-            ]
-            if any(piece.dtype is not self.dtype for piece in pieces):
-                pieces = [piece.to(layout.dtype) for piece in pieces]
-            torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
-        for gradient in gradients:
-            if gradient is not None:
-                self.streams.record_stream_for_reduction(gradient)
-        if factor != 1.0:
-            packed.mul_(factor)
-        offset, width = self.target
-        # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
-        yield from self._by_columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
-
     def _drop(self) -> None:
         for param in self.params:
             param.grad = None
@@ -120,11 +83,65 @@ class PerParamBucket(GradientBucket):
         gradient: torch.Tensor | None = zero.accumulated_gradient(param) if self.local.converts else param.grad
         return gradient
 
+    def _pieces(self, params: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""
+        return [
+            torch.zeros(zero3.full_numel(param), dtype=self.dtype, device=param.device)
+            if gradient is None
+            else gradient.reshape(-1)
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
+
+    def _read(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The reduction stream has read ``gradients``."""
+        for gradient in gradients:
+            if gradient is not None:
+                self.streams.record_stream_for_reduction(gradient)
+
+
+class PerParamBucket(UnpackedBucket):
+    """A bucket of one layout, packed in one call."""
+
+    layout: PerParamLayout
+
+    def __init__(self, *common: Any, **named: Any) -> None:
+        super().__init__(*common, **named)
+        layout, params = self.layout, self.params
+        self._width = sum(layout.shard_numels[param] for param in params)
+        # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
+        for param in params:
+            assert layout.shard_numels[param] == -(-zero3.full_numel(param) // layout.world_size)
+        self.target = (layout.columns[params[0]], self._width)
+
+    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
+        layout = self.layout
+        gradients = [self._gradient(param) for param in self.params]
+        device = self.params[0].device
+        shape = layout.world_size, self._width
+        dense = gradients[0]
+        if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
+            packed = dense.view(shape).to(layout.dtype)  # as it lies
+        elif all(gradient is None for gradient in gradients):
+            packed = torch.zeros(shape, dtype=layout.dtype, device=device)
+        else:
+            packed = torch.empty(shape, dtype=layout.dtype, device=device)
+            pieces = self._pieces(self.params, gradients)
+            if any(piece.dtype is not self.dtype for piece in pieces):
+                pieces = [piece.to(layout.dtype) for piece in pieces]
+            torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
+        self._read(gradients)
+        if factor != 1.0:
+            packed.mul_(factor)
+        offset, width = self.target
+        # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
+        yield from self._by_columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
+
 
 class Stage3Reducer(Reducer):
     """Reduces into one shard per parameter, over the process group that shards the parameter."""
 
     layouts: list[PerParamLayout]
+    bucket_class: type[UnpackedBucket] = PerParamBucket
 
     def _read_layouts(self) -> list[PerParamLayout]:
         optimizer = self.optimizer
@@ -143,9 +160,9 @@ class Stage3Reducer(Reducer):
             layouts.append(PerParamLayout(process_group, params, shard_numels, divisor, dtype))
         return layouts
 
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[PerParamBucket]:
+    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:
         buckets = [
-            PerParamBucket(layout, params, level, **common)
+            self.bucket_class(layout, params, level, **common)
             for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
             for params, level in chosen
         ]

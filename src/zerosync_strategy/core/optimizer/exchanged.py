@@ -1,12 +1,12 @@
 """The step of an optimizer that needs whole parameters on ZeRO-3, which cuts each into shards.
 
-Gradients are reduced into shards as ever. Before the step, ranks send their shards of each gradient to the rank that
-owns the parameter; after it, owners send back the shards of what they have stepped: 1/W of what the gradients and the
-parameters cost anyway. It goes in batches, none larger than a bucket or a parameter.
+Gradients are reduced to the rank that owns the parameter. After the step, owners send all ranks the shards of what they
+have stepped: 1/W of what a gather of the parameters costs. It goes in batches, none larger than a bucket or a
+parameter.
 
 Owners keep the fp32 master weights from step to step. What else changes them - an edit, a checkpoint - changes
 DeepSpeed's shards of them. So ranks compare digests of these with those after the last step; where one is another, all
-send their shards of the weights, too.
+send owners their shards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
-from zerosync_strategy.core.comm.owners import all_to_all, choose_owners
+from zerosync_strategy.core.comm.nodes import Sent
+from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.gradients.stage3 import PerParamLayout, Stage3Reducer
+from zerosync_strategy.core.gradients.owned import OwnedLayout
+from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
 from zerosync_strategy.core.optimizer.whole import WholeStep
 
 _TAG = 2**29  # below those of gathers and above those of reductions
@@ -31,25 +33,21 @@ Write = Callable[[Any, torch.Tensor], None]
 
 
 class _Batch:
-    """Parameters of one layout that are exchanged at a time.
+    """Parameters of one layout that are exchanged at a time."""
 
-    Args:
-        owners: of all parameters.
-    """
-
-    def __init__(self, layout: PerParamLayout, params: Sequence[Any], owners: dict[Any, int]) -> None:
+    def __init__(self, layout: OwnedLayout, params: Sequence[Any]) -> None:
         self._layout = layout
-        self._params = sorted(params, key=owners.__getitem__)
-        self._owners = [owners[param] for param in self._params]
-        self._shard_numels = [layout.shard_numels[param] for param in self._params]
+        self._params = sorted(params, key=layout.owners.__getitem__)
+        self._owners = [layout.owners[param] for param in self._params]
+        self._shard_numels = list(map(zero3.shard_numel, self._params))
         self._of_owners = [0] * layout.world_size  # elements of a rank's shards of what each owns
-        for param, numel in zip(self._params, self._shard_numels, strict=True):
-            self._of_owners[owners[param]] += numel
-        self._own = [param for param in self._params if owners[param] == layout.rank]
-        self._own_numels = [layout.shard_numels[param] for param in self._own]
+        for owner, numel in zip(self._owners, self._shard_numels, strict=True):
+            self._of_owners[owner] += numel
+        self._own = [param for param in self._params if param in layout.own_offsets]
+        self._own_numels = list(map(zero3.shard_numel, self._own))
         self._width = sum(self._own_numels)
 
-    def to_owners(self, shard_of: Read, take: Write, what: str) -> InFlight:
+    def to_owners(self, shard_of: Read, take: Write) -> InFlight:
         """Begin to send each owner the shards of its parameters; ``take`` has each, whole and flat, on its owner."""
         sent = torch.cat([shard_of(param) for param in self._params])
         received = sent.new_empty(self._layout.world_size * self._width)
@@ -59,7 +57,8 @@ class _Batch:
             for param, shards in zip(self._own, columns, strict=True):
                 take(param, shards.reshape(-1)[: zero3.full_numel(param)])
 
-        exchange = self._exchange(sent, received, self._of_owners, [self._width] * self._layout.world_size, what)
+        sizes = [self._width] * self._layout.world_size
+        exchange = self._exchange(sent, received, self._of_owners, sizes, "master weights")
         exchange.then(use)
         return exchange
 
@@ -103,17 +102,14 @@ class ExchangedStep(WholeStep):
 
     Args:
         digest: returns numbers that tell whether a flat tensor has changed.
-
-    Attributes:
-        owners: of each parameter, in the process group that shards it.
     """
 
-    def __init__(self, reducer: Stage3Reducer, digest: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    _reducer: OwnedStage3Reducer
+
+    def __init__(self, reducer: OwnedStage3Reducer, digest: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(reducer)
         self._digest = digest
         self._digests: list[torch.Tensor] = []  # of this rank's shards of the master weights after the last step
-        self._gradients: list[torch.Tensor | None] = []
-        self.owners: dict[Any, int] = {}
         self._batches: list[_Batch] = []
         optimizer = reducer.optimizer
         masters = reducer.master_shards()
@@ -122,48 +118,46 @@ class ExchangedStep(WholeStep):
         self._places = {
             param: (index, begin, end) for index, master in enumerate(masters) for param, begin, end in master.slices
         }
-        groups, cost = zero3_optimizer.torch_groups(optimizer), reducer.step_cost
-        options = {
-            param: of_group
-            for params, of_group in zip(groups, self._optimizer.param_groups, strict=True)
-            for param in params
-        }
-        for layout in reducer.layouts:
-            described = [(zero3.full_shape(param), options[param]) for param in layout.params]
-            self.owners |= zip(layout.params, choose_owners(described, cost, layout.process_group), strict=True)
-            for params in _in_batches(layout.params, reducer.bucket_bytes // self._flats[0].element_size()):
-                self._batches.append(_Batch(layout, params, self.owners))
-            for param in layout.params:
-                if self.owners[param] == layout.rank:
-                    flat = self._flats[self._places[param][0]]
-                    self.masters[param] = torch.nn.Parameter(flat.new_empty(zero3.full_shape(param)))
-        # What one rank sends to owners and back: its shards of all parameters, twice.
         itemsize = self._flats[0].element_size()
-        self._sent = [
-            reducer.topology.sent(2 * layout.shard_numel * itemsize, layout.process_group, distinct=True)
-            for layout in reducer.layouts
-        ]
-        self.take(groups)
+        self._sent = Sent()  # by a rank, as a mean: its shards of all parameters
+        for layout in reducer.layouts:
+            for params in _in_batches(layout.params, reducer.bucket_bytes // itemsize):
+                self._batches.append(_Batch(layout, params))
+            for param in layout.own_offsets:
+                flat = self._flats[self._places[param][0]]
+                self.masters[param] = torch.nn.Parameter(flat.new_empty(zero3.full_shape(param)))
+            nbytes = sum(map(zero3.shard_numel, layout.params)) * itemsize
+            self._sent = self._sent.plus(reducer.topology.sent(nbytes, layout.process_group, distinct=True))
+        self.take(zero3_optimizer.torch_groups(optimizer))
         self._read_masters()
 
-    def step_group(self, index: int) -> None:
-        """DeepSpeed has the gradients of a sub-group ready; with those of the last one, step. Collective."""
-        optimizer = self._reducer.optimizer
+    # DeepSpeed does the three for each sub-group in turn; here they are for all, with the first, or the last one.
+
+    def take_gradients(self, index: int) -> None:
+        """Let the torch optimizer have the gradients."""
         if index == 0:
-            self._gradients = [None] * len(self._flats)
-        self._gradients[index] = self._flats[index].grad
+            for param, gradient in self._reducer.own_gradients().items():
+                master = self.masters[param]
+                master.grad = None if param in self.left_out else gradient.view_as(master).to(master.dtype)
+
+    @torch.no_grad()
+    def scale_gradients(self, index: int, factor: Any) -> None:
+        """Multiply the gradients."""
+        for gradient in (master.grad for master in self.masters.values()):
+            if index == 0 and gradient is not None:
+                gradient.mul_(factor)
+
+    def step_group(self, index: int) -> None:
+        """Step. Collective."""
         if index < len(self._flats) - 1:
             return
-        with phase("to_owners"):
-            if self._is_edited():
+        if self._is_edited():
+            with phase("to_owners"):
                 self._read_masters()
-            self._exchange(batch.to_owners(self._gradient, self._take_gradient, "gradients") for batch in self._batches)
-        self._gradients = []
-        zero.step_torch_optimizer(optimizer)
+        zero.step_torch_optimizer(self._reducer.optimizer)
         with phase("from_owners"):
             self.give()
-        for sent in self._sent:
-            self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(sent)
+        self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(self._sent)
 
     def change(self, change: Callable[[], None]) -> None:
         if self._is_edited():
@@ -172,7 +166,8 @@ class ExchangedStep(WholeStep):
         self.give()
 
     def owner(self, param: Any) -> tuple[int, Any]:
-        return self.owners[param], zero3.process_group(param)
+        layout = self._reducer.layout_of(param)
+        return layout.owners[param], layout.process_group
 
     @torch.no_grad()
     def give(self) -> None:
@@ -186,7 +181,7 @@ class ExchangedStep(WholeStep):
     @torch.no_grad()
     def _read_masters(self) -> None:
         """Let owners have the master weights of which ranks have shards. Collective."""
-        self._exchange(batch.to_owners(self._master, self._take_master, "master weights") for batch in self._batches)
+        self._exchange(batch.to_owners(self._master, self._take_master) for batch in self._batches)
         self._digests = [self._digest(flat.data) for flat in self._flats]
 
     def _is_edited(self) -> bool:
@@ -206,16 +201,6 @@ class ExchangedStep(WholeStep):
                 in_flight.popleft().wait()
         for exchange in in_flight:
             exchange.wait()
-
-    def _gradient(self, param: Any) -> torch.Tensor:
-        index, begin, end = self._places[param]
-        gradient = self._gradients[index]
-        assert gradient is not None
-        return gradient[begin:end]
-
-    def _take_gradient(self, param: Any, gradient: torch.Tensor) -> None:
-        master = self.masters[param]
-        master.grad = None if param in self.left_out else gradient.view_as(master).clone()
 
     def _master(self, param: Any) -> torch.Tensor:
         index, begin, end = self._places[param]
