@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,11 @@ from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, ke
 from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.frontend import ZeroSync
+
+NOTHING_TO_CLIP = (
+    "clip_grad_norm_() was given no parameters, so it clips nothing, as without DeepSpeed. A filter or generator is"
+    " empty once an optimizer was made from it: pass a list, or model.parameters()."
+)
 
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -156,7 +162,10 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         if norm_type != 2:
             raise ValueError(f"Under ZeRO, clip_grad_norm_() takes norm_type=2, got {norm_type!r}.")
         given = {parameters} if isinstance(parameters, torch.Tensor) else set(parameters)
-        if missing := set(self.zerosync.parameters) - given:
+        if not given:
+            warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
+            max_norm = math.inf
+        elif missing := set(self.zerosync.parameters) - given:
             raise ValueError(
                 f"Under ZeRO, clip_grad_norm_() clips all parameters of the optimizer together, but {len(missing)} of"
                 f" {len(self.zerosync.parameters)} were not among those given. Pass model.parameters()."
