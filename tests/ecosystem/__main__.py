@@ -34,7 +34,7 @@ PROJECTS = Table(
     ["project", "releases", *_MEASURED, "date"],
     _ALIGNED,
 )
-MATERIAL = ROOT / "tests" / "ecosystem" / "material.py"
+MATERIAL = ROOT / "tests" / "ecosystem"
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def run_trainer(row: trainers.Row, options: argparse.Namespace) -> int:
     environment = Environment(row.name, row.packages, row.without, row.repository)
     releases = said(environment, row.shown)
     material = FOLDER / row.name / "material"
-    make = [environment.python, str(MATERIAL), str(material)]
+    make = [environment.python, str(MATERIAL / row.material), str(material)]
     subprocess.run(make, env=environment.variables, check=True)
     order = [f"`{program.name}`" for each in trainers.ROWS for program in each.programs]
     problems = 0

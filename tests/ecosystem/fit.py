@@ -55,14 +55,13 @@ def train(project: Any, name: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     seen = watcher(library)
     strategy: Any = getattr(project, "PLAIN", "ddp")
     if name != "plain":
-        from zerosync_strategy import ZeroSyncStrategy
-
+        package = "zerosync_strategy" + ".pytorch_lightning" * (library.__name__ == "pytorch_lightning")
         zero: dict[str, Any] = {"stage": int(name)}
         options: dict[str, Any] = {}
         if name == "3":
             zero["stage3_param_persistence_threshold"] = PERSISTENT
             options = getattr(project, "OPTIONS", {})
-        strategy = ZeroSyncStrategy(config={"zero_optimization": zero}, **options)
+        strategy = importlib.import_module(package).ZeroSyncStrategy(config={"zero_optimization": zero}, **options)
         report(name).unlink(missing_ok=True)
         os.environ[REPORT] = f"1:{report(name)}"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

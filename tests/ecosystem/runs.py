@@ -202,8 +202,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def beginning(like: Mapping[str, torch.Tensor], material: Path) -> dict[str, torch.Tensor]:
     """What weights of these names were before training; adapters begin with nothing added, B of the product at zero."""
-    if any("lora_" in name for name in like):
-        return {name: value * ("lora_A" in name) for name, value in like.items()}
+    if any("lora" in name for name in like):
+        return {name: value * ("lora_A" in name or "lora.down" in name) for name, value in like.items()}
     for model in (folder.name for folder in material.iterdir() if weight_files(folder)):
         # the base of one is saved without the prefix
         found = {name.removeprefix("model."): value for name, value in weights(material / model).items()}

@@ -23,6 +23,7 @@ class Row:
         without: what the trainer asks for and a CPU does not need, by the beginning of the name.
         shown: packages whose releases the table says.
         repository: where programs are that no package has, as its address and tag.
+        material: the file here that makes what they train on.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Row:
     without: tuple[str, ...] = ()
     shown: tuple[str, ...] = ("deepspeed", "accelerate", "transformers")
     repository: tuple[str, str] | None = None
+    material: str = "material.py"
 
 
 def deepspeed(case: Case) -> str:
@@ -228,6 +230,24 @@ def peft(adapter: bool = False) -> Program:
     return Program(f"accelerate launch peft/examples/sft/train.py{', LoRA' * adapter}", command)
 
 
+def diffusers(name: str) -> Program:
+    def command(case: Case) -> list[str]:
+        settings: dict[str, object] = {
+            "pretrained_model_name_or_path": case.material / "pipeline", "train_data_dir": case.material / "images",
+            "output_dir": case.out, "resolution": 32, "train_batch_size": 2, "max_train_steps": STEPS,
+            "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE, "seed": 1, "report_to": "all",
+            "mixed_precision": "no", "checkpointing_steps": 1000,
+        }  # fmt: skip
+        given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        script = case.source(f"examples/text_to_image/{name}")
+        # Each rank draws its own noise, so one process would be another program.
+        if not case.stage:
+            return ["ACCELERATE_USE_CPU=true", "torchrun", f"--nproc_per_node={RANKS}", script, *given]
+        return ["accelerate", "launch", "--config_file", launch(case), script, *given]
+
+    return Program(f"accelerate launch diffusers/examples/text_to_image/{name}", command)
+
+
 ROWS = [
     TRL,
     Row(
@@ -271,5 +291,13 @@ ROWS = [
         (peft(), peft(adapter=True)),
         shown=("peft", "trl", "deepspeed", "accelerate", "transformers"),
         repository=("https://github.com/huggingface/peft", "v0.20.0"),
+    ),
+    Row(
+        "diffusers",
+        ("diffusers==0.40.0", "peft", "torchvision", "datasets"),
+        (diffusers("train_text_to_image.py"), diffusers("train_text_to_image_lora.py")),
+        shown=("diffusers", "peft", "deepspeed", "accelerate", "transformers"),
+        repository=("https://github.com/huggingface/diffusers", "v0.40.0"),
+        material="pictures.py",
     ),
 ]  # fmt: skip

@@ -50,4 +50,6 @@ ROWS = [
     Project(
         "litgpt", ("litgpt==0.5.13",), "language_models", without=("huggingface", "tokenizers", "torch", "lightning")
     ),
+    Project("neuralforecast", ("neuralforecast==3.3.0",), "neural_forecasting"),
+    Project("deeptab", ("deeptab==2.1.0",), "tables"),
 ]
