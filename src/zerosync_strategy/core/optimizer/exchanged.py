@@ -151,17 +151,14 @@ class ExchangedStep(WholeStep):
         """Step. Collective."""
         if index < len(self._flats) - 1:
             return
-        if self._is_edited():
-            with phase("to_owners"):
-                self._read_masters()
+        self._adopt_edits()
         zero.step_torch_optimizer(self._reducer.optimizer)
         with phase("from_owners"):
             self.give()
         self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(self._sent)
 
     def change(self, change: Callable[[], None]) -> None:
-        if self._is_edited():
-            self._read_masters()
+        self._adopt_edits()
         change()
         self.give()
 
@@ -183,6 +180,11 @@ class ExchangedStep(WholeStep):
         """Let owners have the master weights of which ranks have shards. Collective."""
         self._exchange(batch.to_owners(self._master, self._take_master) for batch in self._batches)
         self._digests = [self._digest(flat.data) for flat in self._flats]
+
+    def _adopt_edits(self) -> None:
+        if self._is_edited():
+            with phase("to_owners"):
+                self._read_masters()
 
     def _is_edited(self) -> bool:
         """Return whether a rank's shard of the master weights is another than after the last step. Collective."""
