@@ -1,5 +1,6 @@
 """The Hugging Face Trainer, and optimizers and schedulers that DeepSpeed makes: exact against the oracle."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,33 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
             scheduler.step()
     for parameters in run_ranks(job, env=launched(stage)):
         assert distance(parameters, full_parameters(module)) == 0.0
+
+
+class SavesTheModule(InOrder):
+    """As sentence-transformers' Trainer: what transformers has gathered is left, and ranks read in orders of their own."""
+
+    __module__ = "sentence_transformers.base.trainer"
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        state, rank = self.model.state_dict(), torch.distributed.get_rank()
+        names = sorted(state, reverse=bool(rank))
+        torch.save({name: state[name] + 0.0 for name in names}, Path(output_dir or "") / f"{rank}.pt")
+
+
+def test_a_trainer_that_saves_its_module_itself(tmp_path: Path) -> None:
+    def job() -> Any:
+        trainer = SavesTheModule(Model(), arguments(tmp_path), train_dataset=Rows(4))
+        for _ in range(2):
+            trainer.train()
+            trainer.save_model(str(tmp_path))
+        saved = torch.load(tmp_path / f"{torch.distributed.get_rank()}.pt")
+        return distance(saved, full_parameters(trainer.model))
+
+    environment = launched(3)
+    config = json.loads(environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = json.dumps(config)
+    assert run_ranks(job, env=environment) == [0.0, 0.0]
 
 
 def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: the optimizer and scheduler that it was given, and several calls of ``train()``.
+"""The Hugging Face Trainer: the optimizer and scheduler that it was given, several calls of ``train()``, and saving.
 
 transformers drops both at the beginning of ``train()`` under DeepSpeed, and a second ``train()`` finds no engine.
 """
@@ -16,6 +16,7 @@ from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
+_SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # not the state that transformers has gathered for them
 
 
 def install(plugin_class: type[Any]) -> None:
@@ -64,6 +65,21 @@ def keeps_engine(accelerator: Any) -> bool:
     return trainer.model_wrapped is wrapped.engine
 
 
+def _gather_to_save(trainer: Any) -> None:
+    """Let ``trainer`` find whole parameters where it saves those of its module, which each rank reads in its own order."""
+    packages = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
+    if packages.isdisjoint(_SAVE_THE_MODULE) or "_save" in vars(trainer):
+        return
+    stock = trainer._save
+
+    @functools.wraps(stock)
+    def save(*args: Any, **options: Any) -> None:
+        with trainer.accelerator.deepspeed_engine_wrapped.zerosync.gathered_for_inference():
+            stock(*args, **options)
+
+    trainer._save = save
+
+
 def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -71,6 +87,7 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
         if inference or not isinstance(plugin, plugin_class):
             return stock(trainer, num_training_steps, inference)
         setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
+        _gather_to_save(trainer)
         configured = [name for name in ("optimizer", "scheduler") if name in plugin.deepspeed_config]
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if keeps_engine(trainer.accelerator):
