@@ -247,7 +247,7 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
 
 
 class SavesTheModule(InOrder):
-    """As sentence-transformers' Trainer: what transformers has gathered is left, and ranks read in orders of their own."""
+    """As sentence-transformers' Trainer: it leaves what transformers has gathered, and ranks read in any order."""
 
     __module__ = "sentence_transformers.base.trainer"
 

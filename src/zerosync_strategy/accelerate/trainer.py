@@ -66,7 +66,7 @@ def keeps_engine(accelerator: Any) -> bool:
 
 
 def _gather_to_save(trainer: Any) -> None:
-    """Let ``trainer`` find whole parameters where it saves those of its module, which each rank reads in its own order."""
+    """Let ``trainer`` find whole parameters where it saves its module, which each rank reads in its own order."""
     packages = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
     if packages.isdisjoint(_SAVE_THE_MODULE) or "_save" in vars(trainer):
         return
