@@ -30,4 +30,5 @@ TRAINER = (
     *rows("training with the Trainer", "transformers.integrations.deepspeed",
           "deepspeed_init(trainer, num_training_steps, inference)"),
     *rows("training with the Trainer", "transformers.trainer", "deepspeed_init", named_in="transformers.trainer"),
+    *rows("saving of the Trainer's module", "transformers.trainer.Trainer", "_save(output_dir, state_dict)"),
 )  # fmt: skip
