@@ -28,6 +28,7 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.whole import WholeEngine
 from zerosync_strategy.core.engine import gathering, zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.gradients import stage3 as gradients3
+from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
 
 STEPS, BACKWARDS = 3, 4
 
@@ -66,7 +67,7 @@ class Hooks:
     def step_group(self, index: int) -> bool:
         attached: Any = self._attached
         if not isinstance(attached, WholeEngine):
-            return isinstance(attached, Stage3Engine) and attached.steps_jointly(index)
+            return isinstance(attached, Stage3Engine) and attached.step_jointly(index)
         self.calls.add("step_group")
         attached.frozen.step_group(index)
         return True
@@ -137,6 +138,7 @@ def on_hooks() -> Iterator[None]:
     put(zero12, "parameter_gather", lambda optimizer, gather: contextlib.nullcontext())
     put(zero3_optimizer, "gradient_shards", shards_of_stage_3)
     put(zero3_optimizer, "hand_over_gradients", lambda *_, **__: None)
+    put(zero3_optimizer, "give_gradients", lambda *_: None)
     put(zero3_optimizer, "discard_gradients", lambda optimizer: None)
     put(zero3_optimizer, "norm_of_shards", norm_of_stage_3)
     put(gradients3.Stage3Reducer, "_computes_norm", property(lambda self: True))
@@ -167,7 +169,9 @@ def shards_of_stage_3(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def norm_of_stage_3(optimizer: Any) -> torch.Tensor:
-    square = zero.sum_of_squares(optimizer.gradient_shards())
+    reducer = optimizer._zerosync_attached.reducer
+    owned = isinstance(reducer, OwnedStage3Reducer)
+    square = zero.sum_of_squares(list(reducer.shards.values()) if owned else optimizer.gradient_shards())
     dist.all_reduce(square, group=zero.data_parallel_group(optimizer))
     return square.sqrt().float()
 
