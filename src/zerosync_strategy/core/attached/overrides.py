@@ -291,7 +291,7 @@ class Stage3Overrides(OptimizerOverrides):
         self._zerosync_attached.gradient_ready(param)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        if not self._zerosync_attached.steps_jointly(sub_group_id):
+        if not self._zerosync_attached.step_jointly(sub_group_id):
             super()._optimizer_step(sub_group_id)  # type: ignore[misc]
 
     def _partition_all_parameters(self) -> None:
@@ -425,9 +425,10 @@ def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedE
         of_stage = (WholeStage12Engine, WholeStage12Overrides) if whole else (Stage12Engine, Stage12Overrides)
     attached_class, overrides = of_stage
     attached = attached_class(engine, config)
-    layers: list[tuple[Any, type]] = [(engine, EngineOverrides), (engine.optimizer, overrides)]
+    layer: type = overrides
+    switching = []
     if switches_weights(stepping := zero.stepping_optimizer(engine)):
-        switching = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
-        layers = [layers[0], (engine.optimizer, switching), (stepping, SwitchOverrides)]
-    attached.begin(*layers)
+        layer = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
+        switching = [(stepping, SwitchOverrides)]
+    attached.begin((engine, EngineOverrides), (engine.optimizer, layer), *switching)
     return attached

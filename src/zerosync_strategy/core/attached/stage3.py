@@ -129,8 +129,8 @@ class Stage3Engine(AttachedEngine):
         zero3_optimizer.take_all_master_weights(optimizer)
         self.masters.stepped(zero3_optimizer.weights(optimizer))
 
-    def steps_jointly(self, index: int) -> bool:
-        """DeepSpeed is about to step a sub-group: return whether that is not its own to do."""
+    def step_jointly(self, index: int) -> bool:
+        """Step sub-group ``index`` with all others, when the last is ready; ``False``: it is to step by itself."""
         if self._joint_step is None:
             return False
         self._joint_step.ready(index)

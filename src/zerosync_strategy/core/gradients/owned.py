@@ -33,10 +33,7 @@ class OwnedLayout(FlatLayout):
 
     Attributes:
         own_offsets: where the parameters that this rank owns begin in its shard, ascending.
-        of_buckets: the parameters of each bucket, in its order.
     """
-
-    of_buckets: Sequence[Sequence[Any]]
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], offsets: Sequence[int], owners: Mapping[Any, int],
@@ -52,7 +49,7 @@ class OwnedLayout(FlatLayout):
         self._numel = max((offset + zero3.full_numel(param) for param, offset in self.offsets.items()), default=0)
 
     def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
-        self.buckets, self.of_buckets = [], [params for params, _ in buckets]
+        self.buckets = []
         firsts = [self.offsets[params[0]] for params, _ in buckets] + [self._numel]
         for (params, level), first, last in zip(buckets, firsts, firsts[1:], strict=False):
             offset, width = self.own_part(params)
@@ -107,8 +104,8 @@ class OwnedLayout(FlatLayout):
         memory = torch.empty(self._numel, dtype=dtype, device=device)
         for param, own in self.own_offsets.items():
             read(self.gradient_in(memory, param), own)
-        for params in self.of_buckets:
-            self.give(memory, params).wait()
+        for bucket in self.buckets:
+            self.give(memory, bucket.params).wait()
         return memory
 
     def give(

@@ -31,7 +31,7 @@ class OwnedUnpackedBucket(ToOwners, UnpackedBucket):
         gradients = [self._gradient(param) for param in self._in_order]
         pieces = self._pieces(self._in_order, gradients)
         memory = pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self.dtype) for piece in pieces])
-        self._read(gradients)
+        self._record_streams(gradients)
         if factor != 1.0:
             memory.mul_(factor)
         yield from self._by_owner(memory)
@@ -64,7 +64,7 @@ class OwnedStage3Reducer(Stage3Reducer):
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:
         buckets = super()._make_buckets(config, limit, common)
         for layout in self.layouts:
-            layout.of_buckets = [bucket.params for bucket in buckets if bucket.layout is layout]
+            layout.buckets = [bucket for bucket in buckets if bucket.layout is layout]  # type: ignore[misc]
         return buckets
 
     def allocate_shards(self) -> None:

@@ -81,7 +81,7 @@ class Window:
         early_reductions: the reductions that were made while a backward ran.
         seconds: host time in reductions.
         dropped: backwards of the window that was dropped last, until the next backward; for errors.
-        interrupted: an exception has ended a backward, since somebody has set this to ``False``.
+        interrupted: an exception has ended a backward; who mends what it has left sets this to ``False``.
     """
 
     def __init__(

@@ -172,12 +172,13 @@ class FrozenParameters:
 
         def step(*_: Any, **__: Any) -> None:
             work = list(parts())
-            calls = [[part] for part in work] if counts_by_tensor(optimizer) else [work]
+            by_tensor = counts_by_tensor(optimizer)
+            calls = [[part] for part in work] if by_tensor else [work]
             last = max((number for number, of_call in enumerate(calls) if _has_runs(of_call)), default=-1)
             with self._without_params():
                 for number, of_call in enumerate(calls):
                     # What counts steps by group counts those in which all is frozen, too.
-                    if _has_runs(of_call) or not counts_by_tensor(optimizer):
+                    if _has_runs(of_call) or not by_tensor:
                         self._call(of_call, stock if number == last else again)
                     for part in of_call:
                         if part.stepped is not None:
