@@ -179,19 +179,21 @@ def test_in_16_bits(monkeypatch: pytest.MonkeyPatch, stage: int, options: Any, z
         assert len(off) == 2 * LAYERS * 2 * (STEPS - 2) and max(off) < 0.5, off
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "make"), [(2, ScheduleFree), (3, ScheduleFree), (2, whole), (3, whole)])
 @pytest.mark.parametrize("saved", ["train", "eval"])
-def test_a_checkpoint_has_the_mode_in_which_it_is_saved(tmp_path: Path, stage: int, saved: str) -> None:
+def test_a_checkpoint_has_the_mode_in_which_it_is_saved(
+    tmp_path: Path, stage: int, make: Callable[..., Any], saved: str
+) -> None:
     """Training and evaluation go on as plain torch's, in a new engine and in one that is in the other mode."""
 
     def run() -> list[float]:
         plain = stack(WIDTH, LAYERS)
-        oracle = Oracle(plain, ScheduleFree(groups_of(plain)))
+        oracle = Oracle(plain, make(groups_of(plain)))
         errors = []
 
         def engine_of() -> Any:
             net = stack(WIDTH, LAYERS)
-            engine = make_engine(net, ScheduleFree(groups_of(net)), stage, SMALL)
+            engine = make_engine(net, make(groups_of(net)), stage, SMALL)
             attach(engine, **({"param_memory_budget": "all"} if stage == 3 else {}))
             return engine
 

@@ -271,7 +271,7 @@ ROWS = [
     ),
     Row(
         "axolotl",
-        ("axolotl==0.19.0",),
+        ("axolotl==0.19.0", "deepspeed==0.18.9"),
         (axolotl(), axolotl(adapter=True)),
         without=(
             "triton", "xformers", "flash-linear-attention", "fla-core", "torchao", "nvidia", "gradio",

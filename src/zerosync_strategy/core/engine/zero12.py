@@ -166,8 +166,8 @@ def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
 def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return what :func:`stepped_shard` does, where something else than a step has changed the master weights."""
     shard = stepped_shard(optimizer, index)
-    if optimizer.cpu_offload:
-        shard.copy_(master(optimizer, index).data)
+    if optimizer.cpu_offload:  # a copy that is not pinned: the device may still read what was pinned for it before
+        return master(optimizer, index).data.to(shard.dtype, copy=True)
     return shard
 
 

@@ -155,12 +155,14 @@ class Stage12Reducer(Reducer):
     def give_masters(self) -> None:
         """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective."""
         tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
-        buckets = [bucket for layout in self.layouts for bucket in layout.buckets if not bucket.is_empty]
-        for bucket in buckets:
-            index = bucket.layout.group_index
-            shard = zero12.changed_shard(self.optimizer, index)
-            bucket.launch_gather(zero12.flat_parameters(self.optimizer, index), shard, tag)
-        for bucket in buckets:
+        launched = []
+        for layout in self.layouts:
+            flat = zero12.flat_parameters(self.optimizer, layout.group_index)
+            shard = zero12.changed_shard(self.optimizer, layout.group_index)
+            for bucket in (bucket for bucket in layout.buckets if not bucket.is_empty):
+                bucket.launch_gather(flat, shard, tag)
+                launched.append(bucket)
+        for bucket in launched:
             gather, bucket.gather = bucket.gather, None
             assert gather is not None
             gather.wait()
