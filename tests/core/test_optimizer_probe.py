@@ -7,6 +7,7 @@ from unittest.mock import patch
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.engines import make_engine
@@ -132,6 +133,26 @@ class SAM(torch.optim.Optimizer):
         assert closure is not None, "SAM requires a closure"
 
 
+class OwnPart(Plain):  # as MuonWithAuxAdam: each rank steps some parameters, and gets the others
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in enumerate(params if dist.is_initialized() else ()):
+            if index % dist.get_world_size() == dist.get_rank():
+                param.data.sub_(param.grad, alpha=0.1)
+            dist.broadcast(param.data, index % dist.get_world_size())
+
+
+class Noted(Plain):  # as Moonlight's Muon, whose constructor notes how each parameter is stepped
+    def __init__(self, params: Any, period: int) -> None:
+        super().__init__(params, period)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["kind"] = "matrix" if param.dim() > 1 else "other"
+
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        assert self.state[param]["kind"] in ("matrix", "other")
+        return param.grad
+
+
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8))
@@ -143,7 +164,7 @@ def test_what_a_trial_finds() -> None:
         Plain: Scope.ELEMENT, Centralized: Scope.PARAMETER, LateNorm: Scope.PARAMETER, Clipped: Scope.PARAMETER,
         Projected: Scope.PARAMETER, MatricesOnly: Scope.PARAMETER, GlobalNorm: Scope.EVERYTHING, Noisy: Scope.CHANCE,
         MadeWithStates: Scope.UNKNOWN, NoisyByNumpy: Scope.CHANCE, Factored: Scope.PARAMETER,
-        NormOfAllOnceLarge: Scope.EVERYTHING,
+        NormOfAllOnceLarge: Scope.EVERYTHING, Noted: Scope.PARAMETER,
     }  # fmt: skip
     assert {cls: probe(cls(params, 20)).scope for cls in expected} == expected
     assert probe(LateNorm(params, 2000)).scope is Scope.ELEMENT  # not in the first 256 steps
@@ -222,6 +243,9 @@ def test_attach_tries_it() -> None:
             with pytest.raises(ValueError, match="GlobalNorm computes with all parameters"):
                 attach(engine)
             attach(engine, elementwise_optimizer=True)
+            engine = make_engine(module := network(), OwnPart(module.parameters(), 2), stage)
+            with pytest.raises(ValueError, match=r"OwnPart exchanges with other ranks .*\(c10d::broadcast_\)"):
+                attach(engine)
 
             with patch.object(problems, "probe", side_effect=probe) as trials:
                 attach(make_engine(module := network(), Centralized(module.parameters(), 2), stage))

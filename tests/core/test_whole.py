@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.harness.data import noise
 from tests.harness.engines import configuration, make_engine, rank, start
-from tests.harness.optimizers import Mixed, adafactor, mixed, muon
+from tests.harness.optimizers import Mixed, adafactor, mixed, muon, noted
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -29,7 +29,7 @@ from zerosync_strategy.core.comm.owners import assign_owners
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 WIDTHS = (7, 9, 11, 5, 6, 6)
-OPTIMIZERS = {"muon": muon, "adafactor": adafactor, "mixed": mixed}
+OPTIMIZERS = {"muon": muon, "adafactor": adafactor, "mixed": mixed, "noted": noted}
 data = noise(4, WIDTHS[0])
 
 
@@ -71,6 +71,8 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
     ("mixed", 2, {"grad_memory_budget": 0}, {"reduce_bucket_size": 10}, 0.0),
     ("muon", 3, {}, {}, 0.0),
     ("adafactor", 3, {"param_memory_budget": "all"}, {"sub_group_size": 40, "reduce_bucket_size": 60}, 0.3),
+    ("noted", 2, {}, {}, 0.3),
+    ("noted", 3, {}, {"sub_group_size": 40}, 0.0),
     ("mixed", 3, {"coalesce": False}, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10}, 0.3),
 ]
 

@@ -20,7 +20,7 @@ class Mixed(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                if group["whole"]:
+                if self.is_whole(group, param):
                     momentum = state.setdefault("momentum", torch.zeros_like(param))
                     momentum.mul_(0.9).add_(param.grad)
                     param.sub_(momentum / (momentum.norm() + 1e-3), alpha=group["lr"])
@@ -30,6 +30,21 @@ class Mixed(torch.optim.Optimizer):
                     first.lerp_(param.grad, 0.1)
                     second.lerp_(param.grad.square(), 0.05)
                     param.addcdiv_(first, second.sqrt() + 1e-3, value=-group["lr"])
+
+    def is_whole(self, group: dict[str, Any], param: torch.Tensor) -> bool:
+        return bool(group["whole"])
+
+
+class Noted(Mixed):
+    """As Moonlight's Muon: its constructor notes in the states how each parameter is stepped."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["whole"] = param.dim() > 1
+
+    def is_whole(self, group: dict[str, Any], param: torch.Tensor) -> bool:
+        return bool(self.state[param]["whole"])
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -87,6 +102,10 @@ def mixed(module: torch.nn.Module) -> Mixed:
         {"params": [param for param in params if param.dim() > 1], "whole": True},
         {"params": [param for param in params if param.dim() < 2], "lr": 0.02},
     ])  # fmt: skip
+
+
+def noted(module: torch.nn.Module) -> Noted:
+    return Noted(module.parameters())
 
 
 def muon(module: torch.nn.Module) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ TRAINING = (
     *rows("training", "torch.Tensor", "_version _is_view _backward_hooks _post_accumulate_grad_hooks"),
     *rows("training", "torch.UntypedStorage", "_cdata"),
     *rows("training", "torch.utils._pytree", "+tree_map"),
-    *rows("training", _DISPATCH, "+is_traceable_wrapper_subclass _disable_current_modes()"),
+    *rows("training", _DISPATCH, "+is_traceable_wrapper_subclass _disable_current_modes() +TorchDispatchMode"),
     *rows("training", "torch.nn.Module", "_call_impl _compiled_call_impl"),
     *rows("training", "torch.nn.Module", "_parameters _modules _forward_pre_hooks", named_in="torch.nn.modules.module"),
     *rows("steps by part", "torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks",

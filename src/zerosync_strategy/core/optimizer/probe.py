@@ -15,8 +15,9 @@ import itertools
 import random
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class Scope(enum.Enum):
@@ -35,6 +36,7 @@ class Scope(enum.Enum):
     PARAMETER = "the parameter that it is in"
     EVERYTHING = "all parameters"
     CHANCE = "random numbers"
+    RANKS = "what other ranks send"
     UNKNOWN = "unknown"
 
 
@@ -65,7 +67,9 @@ _OUTLIERS = 0.01
 
 _found: dict[Any, Finding] = {}
 
+Shapes = Sequence[tuple[int, ...]]
 Tensors = list[Tensor]
+MakeTrial = Callable[[Shapes, torch.dtype, int], "_Trial"]
 
 
 def probe(optimizer: Any) -> Finding:
@@ -91,16 +95,26 @@ def switches_weights(optimizer: Any) -> bool:
 
 
 def _probe(optimizer: Any) -> Finding:
-    counts = sorted({len(_SCALES), _steps(optimizer)})
-    small, steps = _try(optimizer, _SMALL, torch.float64, counts)
-    if small.scope in (Scope.EVERYTHING, Scope.CHANCE):
+    groups, counts = _groups(optimizer), sorted({len(_SCALES), _steps(optimizer)})
+    found = _probe_groups(partial(_Trial, optimizer, [_Group(each.options, {}) for each in groups]), counts)
+    if found.scope is Scope.UNKNOWN and any(each.state for each in groups):
+        found = _probe_groups(partial(_Trial, optimizer, groups), counts)
+        if found.scope is Scope.ELEMENT:
+            return Finding(Scope.PARAMETER, "its constructor makes states of each parameter")
+    return found
+
+
+def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
+    """Return what trials with some groups find, of each of these numbers of steps, ascending."""
+    small, steps = _try(trial, _SMALL, torch.float64, counts)
+    if small.scope in (Scope.EVERYTHING, Scope.CHANCE, Scope.RANKS):
         return small
     differs = ""
     if small.scope is Scope.PARAMETER:  # larger ones may still depend on each other
         differs, counts = small.detail, [steps]
     unknown = None
     for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
-        found, _ = _try(optimizer, shapes, dtype, counts, differs)
+        found, _ = _try(trial, shapes, dtype, counts, differs)
         if found.scope is not Scope.UNKNOWN:
             return found
         unknown = unknown or found
@@ -109,7 +123,7 @@ def _probe(optimizer: Any) -> Finding:
 
 
 def _try(
-    optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, counts: Sequence[int], differs: str = ""
+    trial: MakeTrial, shapes: Shapes, dtype: torch.dtype, counts: Sequence[int], differs: str = ""
 ) -> tuple[Finding, int]:
     """Return what a trial finds, and after how many steps.
 
@@ -118,7 +132,7 @@ def _try(
         differs: by how much flat pieces do, if that is known.
     """
     for steps in counts:
-        found = _try_steps(_Trial(optimizer, shapes, dtype, steps), differs)
+        found = _try_steps(trial(shapes, dtype, steps), differs)
         if found.scope is not Scope.ELEMENT:
             break
     return found, steps
@@ -127,6 +141,8 @@ def _try(
 def _try_steps(trial: _Trial, differs: str) -> Finding:
     try:
         whole = trial.run(lambda tensors: [tensors])
+    except _MessageError as error:
+        return Finding(Scope.RANKS, str(error))
     except Exception as error:
         return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
     if not differs:
@@ -149,18 +165,25 @@ def _try_steps(trial: _Trial, differs: str) -> Finding:
 
 
 class _Trial:
-    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its groups.
+    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its ``groups``.
 
     Attributes:
         drew_random_numbers: whether a step did.
     """
 
-    def __init__(self, optimizer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, steps: int) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        groups: Sequence[_Group],
+        shapes: Shapes,
+        dtype: torch.dtype,
+        steps: int,
+    ) -> None:
         self._optimizer = optimizer
         self._shapes = shapes
         self._dtype = dtype
         self._steps = steps
-        self._groups = _groups(optimizer)
+        self._groups = groups
         generator = torch.Generator().manual_seed(1)
         self._start = self._values(generator)
         self._slope = self._values(generator)  # of each step: what adapts to the distance covered gets on
@@ -185,8 +208,9 @@ class _Trial:
                 for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
                     for param, gradient in zip(part, gradients, strict=True):
                         param.grad = gradient.clone()
-            for each in copies:
-                each.step()
+            with _Alone():  # type: ignore[no-untyped-call]
+                for each in copies:
+                    each.step()
         for each in switching:
             each.eval()
         self.drew_random_numbers |= _random_states() != before
@@ -253,9 +277,23 @@ def _steps(optimizer: Any) -> int:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the options of the groups that differ in more than the learning rate, and are as before a first step."""
-    groups: list[dict[str, Any]] = []
+class _Group(NamedTuple):
+    """What parameters have in common: the options of their group, and what the constructor has noted in their states.
+
+    That is words and truths, as Moonlight's Muon does; a number or a tensor may be of a step.
+    """
+
+    options: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _groups(optimizer: Any) -> list[_Group]:
+    """Return the groups that differ in more than the learning rate, as before a first step."""
+    groups: dict[str, _Group] = {}
+    states = getattr(optimizer, "state", {})
+    in_groups = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    # In the groups, DeepSpeed has replaced these by flat ones.
+    replaced = [_noted(state) for param, state in states.items() if id(param) not in in_groups]
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "step", "initial_lr")}
         if "step" in optimizer.defaults:
@@ -263,9 +301,26 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
         if "lr" in options:
             rate = float(optimizer.defaults.get("lr") or _LEARNING_RATE)  # a scheduler may have set the group's to 0
             options["lr"] = torch.tensor(rate) if isinstance(options["lr"], Tensor) else rate
-        if all(repr(options) != repr(other) for other in groups):
-            groups.append(options)
-    return groups
+        for state in replaced or [_noted(states.get(param, {})) for param in group["params"] or (None,)]:
+            groups.setdefault(repr((options, state)), _Group(options, state))
+    return list(groups.values())
+
+
+def _noted(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if isinstance(value, (bool, str))}
+
+
+class _MessageError(RuntimeError):
+    """An operator would exchange something with other ranks; the text names it."""
+
+
+class _Alone(TorchDispatchMode):
+    """In a trial nothing is exchanged with other ranks: they may be elsewhere, or step other parameters."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _MessageError(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class _CopySmallTensors(TorchFunctionMode):
@@ -277,11 +332,15 @@ class _CopySmallTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(optimizer: Any, groups: Sequence[dict[str, Any]], params: Sequence[Tensors]) -> Any:
-    """Return a copy of ``optimizer`` with these options and parameters, and without states and hooks."""
-    made = [copy.deepcopy(options) | {"params": list(own)} for options, own in zip(groups, params, strict=True)]
+def _copied(optimizer: Any, groups: Sequence[_Group], params: Sequence[Tensors]) -> Any:
+    """Return a copy of ``optimizer`` with these groups and parameters, and without other states and hooks."""
+    made = [copy.deepcopy(each.options) | {"params": list(own)} for each, own in zip(groups, params, strict=True)]
     with _CopySmallTensors():
-        return _twin(optimizer, made, {})
+        twin = _twin(optimizer, made, {})
+    for each, own in zip(groups, params, strict=True):
+        for param in own if each.state else ():
+            twin.state[param].update(each.state)
+    return twin
 
 
 def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:

@@ -149,6 +149,12 @@ def _found_problem(optimizer: Any, found: Finding) -> str:
             f"the optimizer {name} could not step a copy of itself on small parameters: {detail}. So nothing says"
             f" whether each rank may step its part of the parameters. {_REMEDY}"
         )
+    if scope is Scope.RANKS:
+        return (
+            f"the optimizer {name} exchanges with other ranks in its step ({detail}), where each rank has other"
+            " parameters: it would wait for ever, or mix them up. Use its form for one process, such as"
+            " SingleDeviceMuonWithAuxAdam in place of MuonWithAuxAdam: what other ranks need, ZeroSync sends."
+        )
     return (
         f"the optimizer {name} {_FOUND[scope]}, {_WRONG} A copy that stepped small parameters as two flat pieces did"
         f" otherwise than one that stepped them whole: {detail}. {_REMEDY}"
