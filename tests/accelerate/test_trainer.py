@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,8 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tests.accelerate.runs import launched
-from tests.harness.optimizers import ScheduleFree
+from tests.harness.engines import configuration
+from tests.harness.optimizers import Noted, ScheduleFree
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
@@ -62,6 +64,41 @@ def train_with_trainer(folder: Path, clip: float, resume: bool) -> Any:
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     parameters = {name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()}
     return parameters, reports.reports, norms
+
+
+class ByShapes(InOrder):
+    """As LLaMA-Factory's `use_muon`: what its optimizer does with a parameter goes by the shape."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        if self.optimizer is None:
+            self.optimizer = Noted(self.model.parameters())
+        return self.optimizer
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
+    """Also where the parameters are sharded from the beginning."""
+
+    def train() -> Any:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=MICRO, gradient_accumulation_steps=EVERY,
+            max_steps=2, max_grad_norm=0.0, lr_scheduler_type="constant", save_strategy="no", report_to=[],
+            disable_tqdm=True, bf16=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        with deepspeed.zero.Init(config_dict_or_path=configuration(3), enabled=stage == 3):
+            model = Model()
+        assert all(param.dim() == 1 for param in model.parameters()) is (stage == 3)
+        trainer = ByShapes(model, arguments, train_dataset=Rows(2 * EVERY))
+        trainer.train()
+        return {name.removeprefix("net."): value for name, value in full_parameters(trainer.model).items()}
+
+    expected = oracle(Noted)
+    for batch in range(2 * EVERY):
+        backward_of(expected, batch, EVERY)
+        if (batch + 1) % EVERY == 0:
+            expected.step()
+    for parameters in run_ranks(train, env=launched(stage)):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

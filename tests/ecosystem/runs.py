@@ -63,10 +63,12 @@ class Program:
     """What is run for each stage.
 
     ``command`` writes the configuration of a case and gives its command line. Variables may precede it, as in a shell.
+    Weights are the same if they differ by less than the part ``same`` of what training changed.
     """
 
     name: str
     command: Callable[[Case], list[str]]
+    same: float = SAME
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,17 @@ class Outcome:
         moved: how far training moved the weights without DeepSpeed, as the largest absolute change.
         stages: by stage, the largest absolute difference of its weights from those, or the error.
         ratios: of what each step sent, over the minimum, from the second step on; of all stages.
+        same: weights differ by less than this part of ``moved``.
     """
 
     moved: float
     stages: Mapping[int, float | str]
     ratios: Sequence[float] = ()
+    same: float = SAME
 
     def good(self, stage: int) -> bool:
         found = self.stages[stage]
-        return isinstance(found, float) and found < SAME * self.moved
+        return isinstance(found, float) and found < self.same * self.moved
 
     @property
     def problems(self) -> bool:
@@ -124,7 +128,7 @@ def run(
         error = start(program, case, variables) if stage in stages else ""
         found[stage] = error or distance(wanted, weights(case.out))
         sent += [] if error else ratios(case.report)
-    return Outcome(distance(wanted, beginning(wanted, material)), found, sent)
+    return Outcome(distance(wanted, beginning(wanted, material)), found, sent, program.same)
 
 
 def start(program: Program, case: Case, variables: Mapping[str, str]) -> str:

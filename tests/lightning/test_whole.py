@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.optimizers import Noted
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, adafactor, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
@@ -39,6 +40,18 @@ class Both(Module):
                 optimizer.zero_grad()
 
 
+class Built(Module):
+    """Its parameters may be sharded from the beginning, and its optimizer goes by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__(Noted)
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = network()
+
+
 def config(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
 
@@ -49,6 +62,14 @@ def test_automatic(stage: int) -> None:
         recorder, _ = fit(Module(adafactor), strategy(stage, config=config(stage)), 8, **options)
         assert_one_reduction_per_step(recorder, [4, 4])
         return distance(recorder.parameters, accumulate(oracle(adafactor), 8, 4, clip=0.5))
+
+    assert run_ranks(run, timeout=100) == [0.0, 0.0]
+
+
+def test_an_optimizer_that_goes_by_shapes(stage: int) -> None:
+    def run() -> float:
+        recorder, _ = fit(Built(), strategy(stage, config=config(stage)), 8, accumulate_grad_batches=4)
+        return distance(recorder.parameters, accumulate(oracle(Noted), 8, 4))
 
     assert run_ranks(run, timeout=100) == [0.0, 0.0]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerosync_strategy.accelerate import contract
-from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.engine import patches, zero3
 from zerosync_strategy.core.engine.contract import require
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
@@ -104,7 +104,8 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
                     f"Trainer got the {name} {type(given).__name__}, and the DeepSpeed configuration has one, too."
                     " Leave out one of them."
                 )
-        made, made_scheduler = stock(trainer, num_training_steps, inference)
+        with zero3.in_full_shapes(trainer.model.parameters()):  # for create_optimizer()
+            made, made_scheduler = stock(trainer, num_training_steps, inference)
         if optimizer is not None:
             trainer.optimizer = made = optimizer
             if made_scheduler is not None:

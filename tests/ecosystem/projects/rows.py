@@ -43,8 +43,8 @@ ROWS = [
         "darts", ("darts==0.48.1",), "time_series", without=("statsforecast", "shap", "xgboost", "nfoursid", "pyod")
     ),
     Project("scvi-tools", ("scvi-tools==1.4.2",), "single_cells"),
-    Project("asteroid", ("asteroid==0.7.0", "setuptools<81"), "speech_separation"),
-    Project("torchgeo", ("torchgeo==0.8.1", "torchvision"), "satellite_images"),
+    Project("asteroid", ("asteroid==0.7.0", "setuptools<81", "requests"), "speech_separation"),
+    Project("torchgeo", ("torchgeo==0.8.1", "torchvision", "requests"), "satellite_images"),
     Project("lightning-uq-box", ("lightning-uq-box==0.2.0", "torchvision"), "quantified"),
     Project("pina-mathlab", ("pina-mathlab==0.3.2.post2610",), "equations"),
     Project(

@@ -107,8 +107,11 @@ def in_full_shape(param: Any) -> Iterator[None]:
 
 
 @contextmanager
-def accepting_gradients(params: Iterable[Any]) -> Iterator[None]:
-    """While active, ``param.grad = ...`` and ``param.grad *= ...`` work on released parameters, which read as NaN."""
+def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
+    """While active, those of ``params`` that are released have their shapes, and read as NaN.
+
+    A program may choose by the shapes what an optimizer does with each, and set and change gradients.
+    """
     placeholders = []
     with as_it_is():
         for param in params:

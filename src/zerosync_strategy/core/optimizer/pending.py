@@ -117,7 +117,7 @@ class PendingGradients:
         try:
             if self.is_clipped:
                 self._clip_shown()  # it was asked for before
-            with zero3.accepting_gradients(self._reducer.params):
+            with zero3.in_full_shapes(self._reducer.params):
                 yield
             if self._are_shown:
                 self._take_back()
@@ -173,7 +173,7 @@ class PendingGradients:
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
         """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
-        with zero3.accepting_gradients(self._reducer.params):
+        with zero3.in_full_shapes(self._reducer.params):
             yield
         if self._window.state is WindowState.OPEN:
             self._window.changes.note()
