@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness.engines import make_engine, rank
-from tests.harness.optimizers import Mixed
+from tests.harness.optimizers import Mixed, noted
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, Net, batch, plain_torch, started, to_universal
@@ -29,8 +29,13 @@ def adafactor(net: Net) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(groups, lr=0.05)
 
 
-OPTIMIZERS = {"mixed": mixed, "adafactor": adafactor}
-CASES = [("mixed", 1, {}), ("adafactor", 2, {"round_robin_gradients": True}), ("mixed", 3, {"sub_group_size": 50})]
+OPTIMIZERS = {"mixed": mixed, "adafactor": adafactor, "noted": noted}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("mixed", 1, {}),
+    ("adafactor", 2, {"round_robin_gradients": True}),
+    ("mixed", 3, {"sub_group_size": 50}),
+    ("noted", 3, {}),
+]
 
 
 @pytest.mark.parametrize(("name", "stage", "zero"), CASES)

@@ -53,12 +53,13 @@ class WholeStep(FrozenParameters):
             groups: its parameters, all ranks', by its groups.
         """
         optimizer, self._groups = self._optimizer, groups
+        made = dict(optimizer.state)  # with the optimizer, of parameters that have always been frozen, too
+        optimizer.state.clear()
         for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [self.masters[param] for param in params if param in self.masters]
-            for param in params:  # what was made with the optimizer
-                state = optimizer.state.pop(param, None)
-                if state and param in self.masters:
-                    optimizer.state[self.masters[param]] = state
+            own = [param for param in params if param in self.masters]
+            group["params"] = [self.masters[param] for param in own]
+            for param in (param for param in own if made.get(param)):
+                optimizer.state[self.masters[param]] = made[param]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
