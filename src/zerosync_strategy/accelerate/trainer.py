@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zerosync_strategy.accelerate import contract
-from zerosync_strategy.core.engine import patches, zero3
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
+from zerosync_strategy.core.frontend import in_full_shapes
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
 _SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # not the state that transformers has gathered for them
@@ -104,7 +105,7 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
                     f"Trainer got the {name} {type(given).__name__}, and the DeepSpeed configuration has one, too."
                     " Leave out one of them."
                 )
-        with zero3.in_full_shapes(trainer.model.parameters()):  # for create_optimizer()
+        with in_full_shapes(trainer.model.parameters()):  # for create_optimizer()
             made, made_scheduler = stock(trainer, num_training_steps, inference)
         if optimizer is not None:
             trainer.optimizer = made = optimizer

@@ -36,7 +36,7 @@ from zerosync_strategy.core.engine.param_functions import gather_at_once as gath
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
-from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group
+from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
 from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
@@ -51,9 +51,10 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
     "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside", "as_it_is",
-    "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group", "interpose",
-    "leave_sharded", "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "part_of", "readable", "reload_master_weights", "restore", "restrict",
+    "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
+    "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
+    "offloads_optimizer", "one_load", "one_save", "optimizer_problem", "part_of", "readable", "reload_master_weights",
+    "restore", "restrict",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from zerosync_strategy.core import frontend
-from zerosync_strategy.core.engine import patches, zero3
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import fetch, require
 from zerosync_strategy.core.frontend import Source, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
@@ -202,7 +202,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         if "optimizer" in self.config:
             super()._initialize_deepspeed_train(model)
         else:
-            with zero3.in_full_shapes(model.parameters()):
+            with frontend.in_full_shapes(model.parameters()):
                 optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
             with frontend.as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
