@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
             if rank() == 1:
                 patch.setattr(torch, "save", fail)
             text = error_of(engine.save_checkpoint, tmp_path, tag="second")
-        assert "rank 1: OSError: [Errno 28] No space left on device. Is the disk full," in text
+        assert "rank 1: OSError: [Errno 28] No space left on device. Is the disk full?" in text
         assert (tmp_path / "latest").read_text() == "first"
         assert "the save was interrupted" in error_of(engine.load_checkpoint, tmp_path, tag="second")
         engine.save_checkpoint(tmp_path, tag="second")

@@ -34,7 +34,7 @@ def check(trial: Trial, framework: str, kind: str, victim: int = 1) -> None:
             assert outcome.error is None, str(outcome)
         elif kind == "full disk":
             assert outcome.error == "CheckpointError", str(outcome)
-            assert "Is the disk full" in outcome.message
+            assert "Is the disk full?" in outcome.message
         elif outcome.rank == victim:
             own = "SIGTERMException" if (framework, kind) == ("Lightning", "SIGTERM") else ERRORS[kind]
             assert outcome.error == own, str(outcome)

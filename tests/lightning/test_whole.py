@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -43,13 +44,18 @@ class Both(Module):
 class Built(Module):
     """Its parameters may be sharded from the beginning, and its optimizer goes by their shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathers: bool) -> None:
         super().__init__(Noted)
         self.net: Any = None
+        self.gathers = gathers
 
     def configure_model(self) -> None:
         if self.net is None:
             self.net = network()
+
+    def configure_optimizers(self) -> Any:
+        with deepspeed.zero.GatheredParameters(list(self.parameters()), enabled=self.gathers):
+            return super().configure_optimizers()
 
 
 def config(stage: int) -> dict[str, Any]:
@@ -66,9 +72,10 @@ def test_automatic(stage: int) -> None:
     assert run_ranks(run, timeout=100) == [0.0, 0.0]
 
 
-def test_an_optimizer_that_goes_by_shapes(stage: int) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_an_optimizer_that_goes_by_shapes(stage: int, gathers: bool) -> None:
     def run() -> float:
-        recorder, _ = fit(Built(), strategy(stage, config=config(stage)), 8, accumulate_grad_batches=4)
+        recorder, _ = fit(Built(gathers), strategy(stage, config=config(stage)), 8, accumulate_grad_batches=4)
         return distance(recorder.parameters, accumulate(oracle(Noted), 8, 4))
 
     assert run_ranks(run, timeout=100) == [0.0, 0.0]

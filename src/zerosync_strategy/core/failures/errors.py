@@ -6,7 +6,7 @@ import re
 
 import torch.distributed as dist
 
-UNWRITABLE = "Is the disk full, or is something saved that cannot be pickled? Earlier checkpoints are as they were."
+UNWRITABLE = "Is the disk full? Can all that is saved be pickled? Earlier checkpoints are as they were."
 CONVERT = (
     "For another number of ranks, DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint':"
     " {'load_universal': true}"

@@ -172,12 +172,7 @@ class _Trial:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        groups: Sequence[_Group],
-        shapes: Shapes,
-        dtype: torch.dtype,
-        steps: int,
+        self, optimizer: Any, groups: Sequence[_Group], shapes: Shapes, dtype: torch.dtype, steps: int
     ) -> None:
         self._optimizer = optimizer
         self._shapes = shapes
@@ -301,7 +296,8 @@ def _groups(optimizer: Any) -> list[_Group]:
         if "lr" in options:
             rate = float(optimizer.defaults.get("lr") or _LEARNING_RATE)  # a scheduler may have set the group's to 0
             options["lr"] = torch.tensor(rate) if isinstance(options["lr"], Tensor) else rate
-        for state in replaced or [_noted(states.get(param, {})) for param in group["params"] or (None,)]:
+        noted = replaced or [_noted(states.get(param, {})) for param in group["params"]] or [{}]
+        for state in {repr(state): state for state in noted}.values():  # there may be many parameters
             groups.setdefault(repr((options, state)), _Group(options, state))
     return list(groups.values())
 
