@@ -153,7 +153,10 @@ class Stage12Reducer(Reducer):
 
     @torch.no_grad()
     def give_masters(self) -> None:
-        """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective."""
+        """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective.
+
+        What uses the parameters next comes after their gathers (U2).
+        """
         tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
         launched = []
         for layout in self.layouts:
