@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.handle import ZeroSync
     from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
-    from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
     from zerosync_strategy.core.report import StepReport
     from zerosync_strategy.core.runlog import RunLog
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
@@ -32,8 +31,6 @@ __all__ = [
     "RankError",
     "RunLog",
     "StepReport",
-    "WeightPatch",
-    "WeightSnapshot",
     "ZeroSync",
     "ZeroSyncConfig",
     "ZeroSyncFabricStrategy",
@@ -52,8 +49,6 @@ _HOME = {
     "RankError": "zerosync_strategy.core.failures.errors",
     "RunLog": "zerosync_strategy.core.runlog",
     "StepReport": "zerosync_strategy.core.report",
-    "WeightPatch": "zerosync_strategy.core.params.weight_patches",
-    "WeightSnapshot": "zerosync_strategy.core.params.weight_patches",
     "ZeroSync": "zerosync_strategy.core.handle",
     "ZeroSyncConfig": "zerosync_strategy.core.options.config",
     "ZeroSyncFabricStrategy": "zerosync_strategy.fabric",

@@ -362,7 +362,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "mean_over": (1,),
     "clip_next_step": (1.0,),
     "load_full_state": ({},),
-    "load_full_optimizer_state": ({},),
     "export": ("x",),
 }
 

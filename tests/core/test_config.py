@@ -26,12 +26,6 @@ def test_wrong_type(value: object) -> None:
         ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
         ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: checkpoint_checksums, coalesce,"),
         ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
-        (
-            {"trace_gathers": True},
-            {"eager_frames": False},
-            ValueError,
-            "with eager_frames=False. Leave one of them out",
-        ),
         (["coalesce"], {}, TypeError, "takes a mapping"),
         ({1: 2}, {}, ValueError, "Unknown ZeroSync option 1 in the 'zerosync' block. Known: .*coalesce, "),
     ],

@@ -132,7 +132,6 @@ def test_refusals_leave_the_engine_as_it_was() -> None:
         for options, what in (
             ({"param_memory_budget": "all"}, "param_memory_budget"),
             ({"eager_frames": False}, "eager_frames"),
-            ({"trace_gathers": True}, "trace_gathers"),
             ({"racecheck": 2}, "racecheck"),
         ):
             zerosync = attach(engine, **options)

@@ -104,16 +104,15 @@ COMPILER = re.compile(
 CASES = [
     ("none", "", "", {}),
     ("before", "aot_eager", "", {}),
-    ("engine", "aot_eager", "break", {"trace_gathers": True}),
+    ("engine", "aot_eager", "break", {}),
     ("modules", "eager", "item", {"param_memory_budget": "all"}),
-    ("after", "eager", "", {"trace_gathers": True, "grad_memory_budget": 0}),
+    ("after", "eager", "", {"grad_memory_budget": 0}),
 ]
 SLOW = [
-    (how, backend, stop, {"trace_gathers": trace})
+    (how, backend, stop, {})
     for how in ("before", "engine", "modules", "after")
     for backend in ("eager", "aot_eager")
     for stop in ("", "break", "item")
-    for trace in (False, True)
 ]
 
 
@@ -124,17 +123,12 @@ SLOW = [
 def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[str, Any]) -> None:
     def run() -> tuple[float, list[str]]:
         engine, forward, zerosync = compiled(how, backend, stop, **options)
-        reports: list[Any] = []
         with gathers_watched() as sent:
-            losses = train(engine, forward, 3, lambda: reports.append(zerosync.report))
+            losses = train(engine, forward, 3)
         assert sent and not any(sent), "gathered while tracing, or for a guard"
         frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
         left = [name for name in gathered(engine) if options.get("param_memory_budget") != "all" or name not in frozen]
         assert zerosync.report.backwards == BACKWARDS
-        first, last = (report.bytes_sent for report in (reports[0], reports[-1]))
-        # Nor does the first step gather more than the last. Where DeepSpeed's hooks run, they record their order in it,
-        # and do.
-        assert first == last or not options.get("trace_gathers") or how == "modules"
         expected, expected_losses = oracle(3, stop)
         for loss, of_plain in zip(losses, expected_losses, strict=True):
             assert excess(torch.tensor(loss), of_plain) == 0.0
@@ -146,14 +140,13 @@ def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[s
 
 
 @pytest.mark.parametrize("kind", ["Readers", pytest.param("Model", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("trace_gathers", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_with_inductor_up_to_its_rounding(kind: str, trace_gathers: bool, tmp_path: Any) -> None:
+def test_with_inductor_up_to_its_rounding(kind: str, tmp_path: Any) -> None:
     def run() -> float:
         torch._inductor.config.compile_threads = 1
         make, rank = {"Readers": lambda: Readers(1), "Model": Model}[kind], int(os.environ["RANK"])
         model, plain = make(), make()
         engine, mirror = make_engine(model), Oracle(plain, adamw(plain))
-        attach(engine, trace_gathers=trace_gathers)
+        attach(engine)
         engine.compile(backend="inductor")
         for k in range(3):
             engine.backward(engine(data(k, rank)))
@@ -205,24 +198,17 @@ TABLE, WEIGHT = WORDS * WIDTH * 4, WIDTH * WIDTH * 4
 BACKENDS = ("eager", "aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("backend", "trace_gathers"),
-    [
-        ("", False),
-        *(pytest.param(backend, trace, marks=pytest.mark.slow) for backend in BACKENDS for trace in (False, True)),
-    ],
-)
-def test_what_is_gathered_goes_with_its_last_claim(backend: str, trace_gathers: bool) -> None:
+@pytest.mark.parametrize("backend", ["", *(pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS)])
+def test_what_is_gathered_goes_with_its_last_claim(backend: str) -> None:
     def run() -> list[float]:
         model, rank = Readers(), int(os.environ["RANK"])
         engine, second = make_engine(model), make_engine(Readers())
-        zerosync, errors = attach(engine, trace_gathers=trace_gathers), []
-        attach(second, trace_gathers=trace_gathers)
+        zerosync, errors = attach(engine), []
+        attach(second)
         saved = WEIGHT
         if backend:
             engine.compile(backend=backend)
             second.compile(backend=backend)
-            saved = 0 if trace_gathers and backend != "eager" else WEIGHT
         gc.freeze()  # what was there before is not looked through each time
         unsharded = attached_of(zerosync).scheduler.unsharded
         plain = Readers()
@@ -321,18 +307,12 @@ class Nested(nn.Module):
         return torch.tanh(x @ self.weight + self.table[words])
 
 
-@pytest.mark.parametrize(
-    ("backend", "trace_gathers"),
-    [
-        ("", False),
-        *(pytest.param(backend, trace, marks=pytest.mark.slow) for backend in BACKENDS for trace in (False, True)),
-    ],
-)
-def test_a_module_that_runs_inside_itself(backend: str, trace_gathers: bool) -> None:
+@pytest.mark.parametrize("backend", ["", *(pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS)])
+def test_a_module_that_runs_inside_itself(backend: str) -> None:
     def run() -> float:
         model, plain = Nested(), Nested()
         engine, mirror = make_engine(model), Oracle(plain, adamw(plain))
-        attach(engine, trace_gathers=trace_gathers)
+        attach(engine)
         if backend:
             engine.compile(backend=backend)
         for k in range(3):
@@ -417,7 +397,7 @@ class Slow:
     [
         ("", {}),
         ("aot_eager", {}),
-        pytest.param("eager", {"trace_gathers": True}, marks=pytest.mark.slow),
+        pytest.param("eager", {}, marks=pytest.mark.slow),
         pytest.param("aot_eager", {"param_memory_budget": "all"}, marks=pytest.mark.slow),
     ],
 )
@@ -481,12 +461,12 @@ class Mixed(Readers):
 
 
 @since("0.19.3", "a module fed without a gradient keeps its parameters until the step")
-@pytest.mark.parametrize(("backend", "trace_gathers"), [("", False), ("aot_eager", False), ("aot_eager", True)])
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
 @pytest.mark.off_device("Dynamo compiles nothing there")
-def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool) -> None:
+def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
     def run(until_the_end: bool) -> list[int]:
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
-        zerosync, kept = attach(engine, trace_gathers=trace_gathers), []
+        zerosync, kept = attach(engine), []
         unsharded = attached_of(zerosync).scheduler.unsharded
         free_with = unsharded.free_with
         if until_the_end:  # the other policy: what was gathered stays until the end of the backward
@@ -502,8 +482,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool
         return peaks
 
     # Weights that autograd has saved for their readers' backward, and what runs: a reader with its table, or a layer.
-    # With gathers in the graphs, nothing is saved: a weight, and one that is gathered for the next operation.
-    claims = 2 * WEIGHT if trace_gathers else 4 * WEIGHT + max(TABLE, WEIGHT)
+    claims = 4 * WEIGHT + max(TABLE, WEIGHT)
     everything = 4 * (WEIGHT + TABLE + WEIGHT)
     for within, beyond in zip(run_ranks(run, False), run_ranks(run, True), strict=True):
         assert min(within) <= claims, (
@@ -514,20 +493,12 @@ def test_gathered_bytes_stay_within_the_claims(backend: str, trace_gathers: bool
 
 
 @pytest.mark.parametrize(
-    ("backend", "trace_gathers"),
-    [
-        ("eager", True),
-        ("aot_eager", False),
-        *(
-            pytest.param(backend, trace, marks=pytest.mark.slow)
-            for backend, trace in (("eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True))
-        ),
-    ],
+    "backend", ["aot_eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("eager", "inductor"))]
 )
-def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gathers: bool, tmp_path: Any) -> None:
+def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, tmp_path: Any) -> None:
     def run() -> None:
         torch._inductor.config.compile_threads = 1
-        engine, forward, zerosync = compiled("engine", backend, "item", trace_gathers=trace_gathers)
+        engine, forward, zerosync = compiled("engine", backend, "item")
         gc.disable()
         for _ in range(20):
             train(engine, forward, 1)
@@ -542,13 +513,13 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, trace_gat
 
 @pytest.mark.off_device("Dynamo compiles nothing there")
 def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
-    def run(stock: bool, trace_gathers: bool = False, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
+    def run(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)
         engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
         x = data(0, 0) if ahead else torch.ones(2, WIDTH)
         if not stock:
-            attach(engine, trace_gathers=trace_gathers)
-        engine.compile(backend="eager" if not trace_gathers else "aot_eager")
+            attach(engine)
+        engine.compile(backend="eager")
         counts = []
         for _ in range(20):
             engine.backward(engine(x).square().mean())
@@ -556,15 +527,12 @@ def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
             counts.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
         return counts, sum(counters["graph_break"].values())
 
-    stock, ours, traced = (run_ranks(run, *args)[0] for args in ((True,), (False,), (False, True)))
-    prefetched = run_ranks(run, False, False, True)[0]  # stock cannot compile it
-    for counts, _ in (ours, traced, prefetched):
+    stock, ours = (run_ranks(run, of_stock)[0] for of_stock in (True, False))
+    prefetched = run_ranks(run, False, True)[0]  # stock cannot compile it
+    for counts, _ in (ours, prefetched):
         assert len(set(counts[1:])) == 1, counts
-    for ours_or_traced, more in ((traced, ours), (ours, stock)):
-        for of_fewer, of_more in zip(ours_or_traced[0][-1], more[0][-1], strict=True):
-            assert of_fewer <= of_more, (traced, ours, stock)
-    assert traced[0][-1][0] < ours[0][-1][0] < stock[0][-1][0], (traced, ours, stock)
-    assert traced[1] < ours[1] < stock[1], (traced, ours, stock)
+    assert ours[0][-1][0] < stock[0][-1][0] and ours[0][-1][1] <= stock[0][-1][1], (ours, stock)
+    assert ours[1] < stock[1], (ours, stock)
 
 
 def test_frozen_and_thawed_in_training() -> None:
@@ -582,16 +550,6 @@ def test_frozen_and_thawed_in_training() -> None:
         return distance(full_parameters(model), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
-
-
-def test_gathers_are_traced_only_on_stage_3() -> None:
-    def run() -> None:
-        engine = make_engine(Readers(1), stage=2)
-        with pytest.raises(ValueError, match=r"'trace_gathers' is for .* stage 3, found stage 2"):
-            attach(engine, trace_gathers=True)
-        attach(engine)
-
-    run_ranks(run)
 
 
 @pytest.mark.parametrize("budget", [0, "all"])

@@ -129,15 +129,13 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
 
 
 READS: list[dict[str, Any]] = [{}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}]
-TRACED = [{"trace_gathers": True, **options} for options in READS]
 
 
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("", READS[:2]), ("aot_eager", [READS[0], TRACED[2]]),
-        *(pytest.param(backend, options, marks=pytest.mark.slow)
-          for backend in ("eager", "aot_eager", "inductor") for options in (READS, TRACED)),
+        ("", READS[:2]), ("aot_eager", [READS[0], READS[2]]),
+        *(pytest.param(backend, READS, marks=pytest.mark.slow) for backend in ("eager", "aot_eager", "inductor")),
     ],
 )  # fmt: skip
 def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: list[dict[str, Any]]) -> None:

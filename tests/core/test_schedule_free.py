@@ -19,8 +19,6 @@ from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
-from zerosync_strategy.core.gradients import changes
-from zerosync_strategy.core.params import held_changes
 
 WIDTH, LAYERS, STEPS = 6, 3, 6
 data = noise(4, WIDTH)
@@ -127,20 +125,18 @@ def test_training_and_evaluation(ranks: int, stage: int, options: Any, zero: Any
 @pytest.mark.parametrize(
     ("stage", "options", "zero"),
     [
-        (1, {"gather_changes": True, "overlap_gather": True}, SMALL),
+        (1, {"overlap_gather": True}, SMALL),
         (2, {}, OFFLOAD),
-        (3, {"param_memory_budget": "all", "gather_changes": True}, SMALL),
+        (3, {"param_memory_budget": "all"}, SMALL),
         (3, {"param_memory_budget": {"device": 100, "host": "all"}}, {**OFFLOAD, **SMALL}),
     ],
 )
-def test_in_16_bits(monkeypatch: pytest.MonkeyPatch, stage: int, options: Any, zero: Any) -> None:
+def test_in_16_bits(stage: int, options: Any, zero: Any) -> None:
     """fp32 weights are exchanged, and the module has them rounded.
 
     Gradients round otherwise than plain torch's, which moves the weights by less than a half of how far y and x are
     apart. Without the exchange, they would be off by all of that.
     """
-    monkeypatch.setattr(changes, "SMALLEST", 64)
-    monkeypatch.setattr(held_changes, "SMALLEST", 64)
 
     def run() -> list[float]:
         net = stack(WIDTH, LAYERS)

@@ -392,14 +392,13 @@ def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[
         assert max(errors) == 0.0
 
 
-@pytest.mark.parametrize("trace_gathers", [False, True])
-def test_a_penalty_in_a_compiled_forward(trace_gathers: bool) -> None:
+def test_a_penalty_in_a_compiled_forward() -> None:
     def run() -> float:
         net = Net()
         plain = copy.deepcopy(net)
         net.penalty = plain.penalty = penalty
         engine, oracle = make_engine(net, sgd(net), 3, SHARDED), Oracle(plain, sgd(plain))
-        attach(engine, trace_gathers=trace_gathers)
+        attach(engine)
         engine.compile(backend="aot_eager")
         for k in range(2):
             engine.backward(engine(data(k, rank())))

@@ -8,7 +8,7 @@ import torch
 
 from tests.harness.engines import make_engine, rank
 from tests.harness.optimizers import Mixed, noted
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, Net, batch, plain_torch, started, to_universal
 from zerosync_strategy import attach
@@ -62,47 +62,6 @@ def test_other_numbers_of_ranks(name: str, stage: int, zero: dict[str, Any], tmp
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, run
     with pytest.raises((KeyError, TypeError)):  # states by name are none by element
         to_universal(tmp_path / f"global_step{len(WORLDS) * STEPS}", tmp_path / "universal")
-
-
-@pytest.mark.parametrize(("name", "stage"), [("adafactor", 2), ("mixed", 3)])
-def test_states_of_plain_torch(name: str, stage: int) -> None:
-    """A run of plain torch goes on under ZeroSync, and its optimizer's state is that of plain torch."""
-
-    def run() -> None:
-        plain, net = Net(), Net()
-        oracle = Oracle(plain, OPTIMIZERS[name](plain))
-        losses = [lambda r, k=k: plain(batch(k, 0, r)) for k in range(4)]
-        for loss in losses[:2]:
-            oracle.backward(loss)
-            oracle.step()
-        net.load_state_dict(plain.state_dict())
-        engine = make_engine(net, OPTIMIZERS[name](net), stage)
-        zerosync = attach(engine)
-        zerosync.load_full_optimizer_state(oracle.optimizer.state_dict())
-        for k, loss in enumerate(losses[2:], 2):
-            engine.backward(engine(batch(k, 0, rank())))
-            oracle.backward(loss)
-            engine.step()
-            oracle.step()
-        assert distance(full_parameters(net), full_parameters(plain)) == 0.0
-        found, expected = zerosync.full_optimizer_state(), oracle.optimizer.state_dict()
-        if rank():
-            assert found == {}
-        else:
-            assert found["param_groups"] == expected["param_groups"]
-            assert found["state"].keys() == expected["state"].keys()
-            params = [param for group in oracle.optimizer.param_groups for param in group["params"]]
-            for number, state in found["state"].items():
-                of_oracle = {key: oracle.state_of(params[number], key) for key in expected["state"][number]}
-                assert distance(state, of_oracle) == 0.0
-            OPTIMIZERS[name](Net()).load_state_dict(found)
-        with pytest.raises(ValueError, match=r"groups have \[4\] parameters"):
-            zerosync.load_full_optimizer_state(torch.optim.SGD(list(net.parameters())[:4]).state_dict())
-        other = attach(make_engine(net := Net(), net.optimizer(), stage))
-        with pytest.raises(ValueError, match=r"found AdamW, whose states are ZeRO's flat shards"):
-            other.full_optimizer_state()
-
-    run_ranks(run)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("adafactor", 2), ("mixed", 3)])

@@ -345,7 +345,6 @@ add("param_memory_budget of a part", (3,), options={"param_memory_budget": 2500}
 add("persistent parameters", (3,), zero={"stage3_param_persistence_threshold": 100})
 add("read outside of its module", (3,), module=Reads)
 add("compiled", (3,), how=compiled, module=Reads)
-add("compiled with trace_gathers", (3,), how=compiled, module=Reads, options={"trace_gathers": True})
 add("optimizer offloaded", (2, 3), how=clip, zero=CPU_OFFLOAD)
 add("frozen parameters", (1, 2, 3), module=Frozen)
 add("unused on one rank", (1, 2, 3), how=skip_on_one_rank)

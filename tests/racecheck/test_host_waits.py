@@ -12,13 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import RankError, attach
+from zerosync_strategy import attach
 from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
-from zerosync_strategy.core.comm import messages, surveys
-from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.gradients import buckets, changes
-from zerosync_strategy.core.params import edits, held_changes
+from zerosync_strategy.core.params import edits
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.host_cache import pinned_blocks
 from zerosync_strategy.racecheck import simulate
@@ -38,11 +35,6 @@ SCENARIOS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]]
     "3, offloaded": (3, {"coalesce": False}, OFFLOAD, BF16),
     "3, offloaded with its parameters": (3, {"coalesce": False}, OFFLOAD_ALL, BF16),
 }
-
-
-CHANGES = {name: {"gather_changes": True, **options} for name, options in (
-    ("2", {}), ("2, overlapped", {"overlap_gather": True}), ("3", {"param_memory_budget": "all"}),
-)}  # fmt: skip
 
 
 def data(k: int, of_rank: int, width: int = WIDTH) -> torch.Tensor:
@@ -85,64 +77,6 @@ def test_the_host_waits_as_often_whatever_the_model_and_the_window(scenario: str
         assert of_steps[0] == of_steps[1] == of_steps[2], found
         assert max(of_steps[0]) <= 8, found[0]
         assert not any(races for _, races in found), found
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_gathers_of_changes_are_asked_about_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In each step that may code, whatever the number of buckets; on stage 3 once more, for what was damaged."""
-    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * WIDTH * WIDTH, 2))
-    for module in (changes, held_changes):
-        monkeypatch.setattr(module, "SMALLEST", 0)
-    monkeypatch.setattr(surveys, "WORTH", 100.0)
-    monkeypatch.setitem(SCENARIOS, name, (int(name[0]), CHANGES[name], {}, BF16))
-
-    def run() -> Any:
-        return [waits(name, layers, backwards) for layers, backwards in ((3, 1), (9, 1), (3, 2))]
-
-    for found in run_ranks(run):
-        for of_steps, races in found:
-            ours = [Counter({at: n for at, n in of.items() if "Event" in at and "changes.py" in at}) for of in of_steps]
-            assert [of.total() for of in ours[2:]] == [2 if name == "3" else 1] * (STEPS - 2), ours
-            assert not races, races
-
-
-def test_damage_updates_nothing_and_is_known_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all ranks, though one has received it. Before that, the rank's own part alone is that of the step."""
-    gather = buckets.all_gather
-    monkeypatch.setattr(surveys, "WORTH", 100.0)
-    monkeypatch.setattr(changes, "SMALLEST", 0)
-
-    def damaged(rows: torch.Tensor, *told: Any) -> InFlight:
-        in_flight = gather(rows, *told)
-        if rank() == 1 and rows.dtype is torch.uint8:
-            finish = in_flight._finish
-            in_flight._finish = lambda: (rows[0, -1].bitwise_xor_(1), finish())
-        return in_flight
-
-    def run() -> float:
-        with simulate():
-            start()
-            net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-            engine = engine_of(net, 2, {"gather_changes": True}, {}, **BF16)
-            for k in range(3):
-                if k == 1:
-                    monkeypatch.setattr(buckets, "all_gather", damaged)
-                before = torch.cat([param.detach().flatten() for param in net.parameters()])
-                engine.backward(engine(data(k, rank()).bfloat16()).float().square().mean())
-                if k == 2:
-                    with pytest.raises(RankError, match="after the last step is not what rank 0 has sent"):
-                        engine.step()
-                else:
-                    engine.step()
-                    after = torch.cat([param.detach().flatten() for param in net.parameters()])
-                    updated = float((after != before).float().mean())
-                if k == 1 and rank() == 1:
-                    with pytest.raises(RankError, match="after the last step is not what rank 0 has sent"):
-                        engine._zerosync_attached.before_save()
-            return updated
-
-    of_sender, of_receiver = run_ranks(run)
-    assert of_sender > 0.9 and 0.4 < of_receiver < 0.55
 
 
 @pytest.mark.parametrize(("stage", "zero"), [(2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
-from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
 from zerosync_strategy.core.report import StepReport
 
 
@@ -220,20 +219,9 @@ class ZeroSync:
         with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
 
-    @overload
     def full_weights(
-        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None, changes_since: None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]: ...
-
-    @overload
-    def full_weights(
-        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None, changes_since: WeightSnapshot
-    ) -> Iterator[WeightPatch]: ...
-
-    def full_weights(
-        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None,
-        changes_since: WeightSnapshot | None = None,
-    ) -> Iterator[tuple[str, torch.Tensor]] | Iterator[WeightPatch]:  # fmt: skip
+        self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full weights by name, as an inference engine takes them, in little memory. Collective on stage 3.
 
         ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 16 MiB at
@@ -246,9 +234,6 @@ class ZeroSync:
         Args:
             module: the engine's or one in it, whose names they then have; by default the engine's. Alike on all ranks.
             dtype: for floating-point tensors; by default their own, that of training.
-            changes_since: what a receiver has. A :class:`WeightPatch` is yielded for each weight that has other bits,
-                and the snapshot, which keeps a copy of the weights in host memory, becomes them. On this rank alone;
-                others may go on without.
 
         Yields:
             Name and tensor of each entry of ``module.state_dict()``, buffers included, a tied one under each of its
@@ -260,8 +245,7 @@ class ZeroSync:
                 ``state_dict()`` is no tensor.
             RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
         """
-        weights = iter(full_weights(self._while_attached("full_weights()"), module, dtype))
-        return weights if changes_since is None else changes_since.patches(weights)
+        return iter(full_weights(self._while_attached("full_weights()"), module, dtype))
 
     def export(
         self,
@@ -314,29 +298,6 @@ class ZeroSync:
         self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
         load_full_state(self.engine, state)
-
-    def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict()`` as plain torch has it: on the first rank, on the CPU. Collective.
-
-        For optimizers that need whole parameters. Elsewhere, it is empty.
-
-        Raises:
-            ValueError: the optimizer steps flat shards, or groups of ranks have different parameters.
-        """
-        attached = self._while_attached("full_optimizer_state()")
-        with attached.traffic.apart("full optimizer states"), attached.activity("full_optimizer_state()"):
-            return attached.full_optimizer_state()
-
-    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Let the optimizer have a ``state_dict()`` of plain torch, without weights. Nothing is sent.
-
-        Args:
-            state: the same on every rank, as from ``torch.load(path, mmap=True)``: each takes what it owns.
-
-        Raises:
-            ValueError: as :meth:`full_optimizer_state`, or its groups have other numbers of parameters.
-        """
-        self._while_attached("load_full_optimizer_state()").load_full_optimizer_state(state)
 
     def detach(self) -> None:
         """Give the engine back as it was.

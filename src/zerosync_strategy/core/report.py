@@ -12,7 +12,7 @@ from zerosync_strategy.version import __version__
 _NUMBERS = (
     "backwards", "reductions", "early_reductions", "bytes_sent", "bytes_sent_between_nodes", "floor_bytes",
     "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_node_bytes",
-    "peak_unsharded_bytes", "gathered_bytes", "gathered_bytes_in_full", "seconds",
+    "peak_unsharded_bytes", "seconds",
 )  # fmt: skip
 
 
@@ -45,9 +45,6 @@ class StepReport:
             parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts, forwards of
             engines without ZeroSync. They are in no other number.
         budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
-        gathered_bytes: with ``gather_changes``, what this rank sent to gather the parameters after the step; on ZeRO-3
-            held ones, since the step before.
-        gathered_bytes_in_full: what it had sent without; :attr:`floor_bytes` counts these.
         version: of ZeroSync.
     """
 
@@ -66,8 +63,6 @@ class StepReport:
     budgets: Choice | None = None
     floor_bytes_between_nodes: int = 0
     peak_node_bytes: int = 0
-    gathered_bytes: int = 0
-    gathered_bytes_in_full: int = 0
     apart: Mapping[str, int] = field(default_factory=dict)
     version: str = __version__
 
@@ -116,15 +111,6 @@ class StepReport:
             f" sent {size_text(self.bytes_sent)}, {self.ratio:.3f} x the minimum{beside}{memory}"
         )
 
-    def _gathered(self) -> list[str]:
-        if not self.gathered_bytes_in_full:
-            return []
-        share = self.gathered_bytes / self.gathered_bytes_in_full
-        in_full = size_text(self.gathered_bytes_in_full)
-        return [
-            f"changes: {size_text(self.gathered_bytes)} of parameters gathered, {share:.3f} x the {in_full} in full"
-        ]
-
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
 
@@ -149,7 +135,6 @@ class StepReport:
             f"bytes: {size_text(self.bytes_sent)} sent by this rank, {self.ratio:.3f} x the minimum of"
             f" {size_text(self.floor_bytes)} for these options",
             *self._between(),
-            *self._gathered(),
             *([f"beside the step: {self._beside()}"] if self.apart else []),
             f"memory peaks: {', '.join(memory) or 'none'}{loaded}",
         ]

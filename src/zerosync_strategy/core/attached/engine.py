@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -375,21 +375,6 @@ class AttachedEngine(ABC):
 
     def in_stock_layout(self) -> None:
         """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
-
-    def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the torch optimizer's state as plain torch has it; see :meth:`ZeroSync.full_optimizer_state`."""
-        raise self._has_no_full_state("full_optimizer_state()", "safe_get_full_optimizer_state()")
-
-    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`full_optimizer_state` has returned."""
-        raise self._has_no_full_state("load_full_optimizer_state()", "safe_set_full_optimizer_state()")
-
-    def _has_no_full_state(self, call: str, instead: str) -> ValueError:
-        name = type(zero.stepping_optimizer(self.engine)).__name__
-        return ValueError(
-            f"{call} is for optimizers that need whole parameters, found {name}, whose states are ZeRO's flat shards."
-            f" Use DeepSpeed's {instead} for each, or load_checkpoint()."
-        )
 
     @property
     def other_ranks(self) -> str:

@@ -10,7 +10,6 @@ from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -67,7 +66,6 @@ class StepMeter:
             apart=self._traffic.take_apart(),
             budgets=budgets,
             **self._parameter_peaks(),
-            **self._gather_bytes(),
         )
         window.end_step()
         return report
@@ -79,10 +77,6 @@ class StepMeter:
     def _parameter_peaks(self) -> dict[str, Any]:
         """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
         return {"peak_unsharded_bytes": 0, "peak_held_bytes": 0, "peak_host_bytes": 0, "loaded_bytes": 0}
-
-    def _gather_bytes(self) -> dict[str, Any]:
-        """Return what the gather after a step has sent, by attribute of :class:`StepReport`."""
-        return {}
 
     # ---- how far the engine has come -----------------------------------------------------------------------------
 
@@ -104,16 +98,6 @@ class StepMeter:
         if module is self._module:
             return type(module).__name__
         return next((name for name, each in self._module.named_modules() if each is module), "")
-
-
-class Stage12Meter(StepMeter):
-    """The meter of a ZeRO-1 or ZeRO-2 engine, which gathers parameters after a step."""
-
-    _reducer: Stage12Reducer
-
-    def _gather_bytes(self) -> dict[str, Any]:
-        sent, in_full = self._reducer.take_gather_bytes()
-        return {"gathered_bytes": sent, "gathered_bytes_in_full": in_full}
 
 
 class Stage3Meter(StepMeter):
@@ -161,13 +145,6 @@ class Stage3Meter(StepMeter):
             "peak_host_bytes": 0 if host is None else host.peak_bytes,
             "loaded_bytes": 0 if host is None else host.loaded_bytes,
         }
-
-    def _gather_bytes(self) -> dict[str, Any]:
-        gathers = self._scheduler.changes()
-        sent, in_full = sum(each.sent_bytes for each in gathers), sum(each.dense_bytes for each in gathers)
-        for each in gathers:
-            each.reset_counts()
-        return {"gathered_bytes": sent, "gathered_bytes_in_full": in_full}
 
     def departure(self, in_forward: bool, in_step: bool) -> str:
         if self.report is None:

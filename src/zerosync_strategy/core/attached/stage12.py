@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.meter import Stage12Meter
+from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
@@ -34,7 +34,7 @@ class Stage12Engine(AttachedEngine):
         self.arriving = ArrivingParameters(self.reducer.streams, self.activity)
         common = (engine, self.reducer, self.window, self.activity, self.traffic.apart)
         self.pending = FlatPendingGradients(*common, states=self.states)
-        self.meter = Stage12Meter(engine.module, self.traffic, self.window, self.reducer)
+        self.meter = StepMeter(engine.module, self.traffic, self.window, self.reducer)
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints
 
@@ -47,20 +47,9 @@ class Stage12Engine(AttachedEngine):
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {stage}. Leave it out, or use stage 3."
             )
-        dtype = zero12.flat_parameters(engine.optimizer, 0).dtype
-        if config.gather_changes is True and dtype.itemsize != 2:
-            raise ValueError(
-                f"ZeroSync option 'gather_changes' got True, and is for parameters of 16 bits; found {dtype}, in which"
-                " a step changes nearly every parameter by many units. Leave it out, or train in bf16 or fp16."
-            )
         if any(map(zero3.has_own_group, engine.module.parameters())):
             raise ValueError(
                 f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
-            )
-        if config.trace_gathers:
-            raise ValueError(
-                f"ZeroSync option 'trace_gathers' is for the gathers of ZeRO stage 3, found stage {stage}. Leave it"
-                " out, or use stage 3."
             )
 
     def _make_reducer(self) -> Stage12Reducer:
@@ -74,8 +63,6 @@ class Stage12Engine(AttachedEngine):
 
     def parameters_written(self, by_step: bool) -> None:
         self._times_written += 1
-        if not by_step:
-            self.reducer.gather_in_full()
 
     def adopt_edits(self) -> None:
         restore_flat_parameters(self.engine.optimizer, self.reducer.groups, self.names)
@@ -89,13 +76,8 @@ class Stage12Engine(AttachedEngine):
         self.reducer.give_masters()
         self.masters.stepped(self._weights())
 
-    def before_save(self) -> None:
-        super().before_save()
-        self.reducer.check_gathers()
-
     def version(self) -> int:
         self.wait_for_parameters()
-        self.reducer.check_gathers()
         return self._times_written
 
     def _weights(self) -> Iterator[Weights]:
@@ -121,7 +103,6 @@ class Stage12Engine(AttachedEngine):
     def gather_parameters(self) -> Iterator[None]:
         """Around the step of DeepSpeed's optimizer, which gathers parameters."""
         overlap = self.arriving.launched if self.config.overlap_gather else None
-        self.reducer.begin_update()
         try:
             with zero12.parameter_gather(self.engine.optimizer, lambda: self.reducer.gather_parameters(overlap)):
                 yield

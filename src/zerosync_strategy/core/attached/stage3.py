@@ -69,8 +69,6 @@ class Stage3Engine(AttachedEngine):
                 "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
                 " which gathers parameters when modules need them. Leave it out."
             )
-        if config.gather_changes:
-            _check_changes(engine, config)
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
@@ -216,7 +214,6 @@ class Stage3Engine(AttachedEngine):
 
     def _after_update(self) -> None:
         self.masters.stepped(zero3_optimizer.weights(self.engine.optimizer))
-        self.cache.survey_changes()
 
     def before_save(self) -> None:
         self.scheduler.before_checkpoint()
@@ -258,27 +255,6 @@ def _check_calls(engine: Any) -> None:
             f"attach() found the optimizer {type(stepping).__name__}, which may count its steps by group or exchange"
             " its weights by eval(), and 'offload_optimizer' on NVMe, from where DeepSpeed steps sub-groups one at a"
             ' time. Use {"device": "cpu"}, or AdamW.'
-        )
-
-
-def _check_changes(engine: Any, config: ZeroSyncConfig) -> None:
-    """Raise where no parameter can be gathered by its changes."""
-    given = f"ZeroSync option 'gather_changes' got {config.gather_changes!r}, which on stage 3"
-    if config.parameters.device == 0 and not config.parameters.automatic:
-        raise ValueError(
-            f"{given} is for parameters that are held until the step; found param_memory_budget="
-            f"{config.param_memory_budget!r}, which holds none on the device. Leave it out, or give a budget."
-        )
-    if not gathering.gathers_plainly(engine):
-        raise ValueError(
-            f"{given} is for shards of values; the configuration lets DeepSpeed gather others (quantized, one by"
-            " one, or by all-reduce). Leave one of them out."
-        )
-    dtypes = {zero3.shard_dtype(param) for param in engine.module.parameters() if param.requires_grad}
-    if config.gather_changes is True and all(dtype.itemsize != 2 for dtype in dtypes):
-        raise ValueError(
-            f"{given} is for parameters of 16 bits; found {', '.join(map(str, dtypes))}, in which a step changes nearly"
-            " every parameter by many units. Leave it out, or train in bf16 or fp16."
         )
 
 

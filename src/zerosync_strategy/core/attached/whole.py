@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,22 +38,6 @@ class WholeEngine(AttachedEngine):
             f"detach() found the optimizer {type(zero.stepping_optimizer(self.engine)).__name__}, which needs whole"
             " parameters: DeepSpeed would step flat shards. Leave the engine attached, or build it anew."
         )
-
-    def full_optimizer_state(self) -> dict[str, Any]:
-        self._refuse_groups("full_optimizer_state()")
-        self.wait_for_parameters()
-        return self.frozen.full_state()
-
-    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        self._refuse_groups("load_full_optimizer_state()")
-        self.frozen.load_full_state(state)
-
-    def _refuse_groups(self, call: str) -> None:
-        if self.shards_over_groups:
-            raise ValueError(
-                f"{call} found parameters that shard_over() gives to groups of ranks, which have others under one"
-                " number. Use save_checkpoint() and load_checkpoint()."
-            )
 
     # ---- checkpoints: states by name -------------------------------------------------------------------------------
 
@@ -140,12 +124,6 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
         _check_options(engine)
-        if config.gather_changes:
-            raise ValueError(
-                f"ZeroSync option 'gather_changes' got {config.gather_changes!r}, and the optimizer"
-                f" {type(zero.stepping_optimizer(engine)).__name__} needs whole parameters: ranks have parts of other"
-                " sizes, whose codes would have, too. Leave it out."
-            )
         Stage12Engine.check_options(engine, config)
 
     def _make_reducer(self) -> OwnedReducer:

@@ -226,11 +226,6 @@ def broadcast_object(value: Any, rank: int, process_group: Any) -> Any:
     return values[0]
 
 
-def named_ranks(process_group: Any, ranks: Iterable[int]) -> str:
-    """Return the global numbers of ``ranks`` of ``process_group``, for errors."""
-    return ", ".join(str(dist.get_global_rank(process_group, rank)) for rank in ranks)
-
-
 def digest(text: str) -> list[int]:
     """Return four words of 64 bits that stand for ``text``."""
     return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))

@@ -59,7 +59,6 @@ class CompiledGradientHook:
         for found, what in (
             (config.parameters.keeps_any, "'param_memory_budget': it chooses by itself what stays gathered"),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
-            (config.trace_gathers, "'trace_gathers': it puts gathers into the graphs by itself"),
             (checked, "'racecheck', which does not see its collectives"),
             (over_groups, "shard_over(): it gathers every parameter over all ranks"),
         ):

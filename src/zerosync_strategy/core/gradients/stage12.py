@@ -10,11 +10,9 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.nodes import Sent
-from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.gradients.buckets import Level, choose_buckets
-from zerosync_strategy.core.gradients.changes import ChangesGather, launch_surveyed
 from zerosync_strategy.core.gradients.flat import FlatBucket, FlatLayout
 from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -27,13 +25,11 @@ class Stage12Reducer(Reducer):
 
     Attributes:
         groups: the parameter groups.
-        changes: by layout, if the parameters that a step has updated are gathered by their changes.
         keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
     """
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
-    changes: dict[FlatLayout, ChangesGather]
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -58,14 +54,6 @@ class Stage12Reducer(Reducer):
                 chosen = [(layout.params, Level.WHOLE)]
             layout.divide(chosen[::-1], **common)
             buckets += layout.buckets[::-1]
-        self.changes = {
-            layout: ChangesGather(layout, config.gather_changes is not True, self.streams, self.topology)
-            for layout in self.layouts
-            if config.gather_changes and layout.world_size > 1 and layout.params
-            if zero12.flat_parameters(self.optimizer, layout.group_index).dtype.itemsize == 2
-        }
-        if self.changes:
-            self._answer = HostCopy(self.streams, sum(changes.most_words for changes in self.changes.values()))
         return buckets
 
     def allocate_shards(self) -> None:
@@ -145,11 +133,7 @@ class Stage12Reducer(Reducer):
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
         shard = zero12.stepped_shard(self.optimizer, layout.group_index)
         for bucket in buckets:
-            if layout not in self.changes:
-                bucket.launch_gather(flat, shard, tag)
-                continue
-            rows, stepped = bucket.stripe.rows(flat), bucket.part_of(shard)
-            bucket.gather = self.changes[layout].launch(bucket, rows, stepped, self.pipeline.windows_closed, tag)
+            bucket.launch_gather(flat, shard, tag)
 
     @torch.no_grad()
     def give_masters(self) -> None:
@@ -170,33 +154,8 @@ class Stage12Reducer(Reducer):
             assert gather is not None
             gather.wait()
 
-    def begin_update(self) -> None:
-        """The optimizer is about to step."""
-        for changes in self.changes.values():
-            changes.begin_step()
-
-    def gather_in_full(self) -> None:
-        """The parameters are others, on all ranks: the next gather is of values."""
-        for changes in self.changes.values():
-            changes.reset()
-
-    def check_gathers(self) -> None:
-        """Raise a :class:`RankError` if what the last step has gathered was damaged, as far as it has not yet."""
-        for changes in self.changes.values():
-            changes.check()
-
-    def take_gather_bytes(self) -> tuple[int, int]:
-        """Return the bytes that gathers of changes have sent since the last call, and those of full gathers."""
-        sent = sum(changes.sent_bytes for changes in self.changes.values())
-        in_full = sum(changes.dense_bytes for changes in self.changes.values())
-        for changes in self.changes.values():
-            changes.reset_counts()
-        return sent, in_full
-
     def join_gathers(self) -> None:
         """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
-        for changes in self.changes.values():
-            changes.abandon()
         for bucket in (bucket for layout in self.layouts for bucket in layout.buckets):
             if bucket.gather is not None and self.streams.concurrent:  # elsewhere the host would wait for other ranks
                 bucket.gather.wait()
@@ -211,8 +170,6 @@ class Stage12Reducer(Reducer):
         by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:
             self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
-        if self.changes:
-            launch_surveyed(list(self.changes.values()), self._answer)
         for layout, buckets in by_layout:
             gathers = [(bucket.stripe, bucket.gather) for bucket in buckets if bucket.gather is not None]
             for bucket in buckets:
@@ -223,8 +180,6 @@ class Stage12Reducer(Reducer):
             with phase("wait_gather"):
                 for _, gather in gathers:
                     gather.wait()
-        for changes in self.changes.values():
-            changes.end_step()
 
 
 def _why_stock(optimizer: Any) -> str:

@@ -7,14 +7,12 @@ whole.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
@@ -38,7 +36,6 @@ class WholeStep(FrozenParameters):
         super().__init__(reducer)
         self.left_out: set[Any] = set()  # of the running step
         self.masters: dict[Any, torch.nn.Parameter] = {}
-        self._groups: list[list[Any]] = []  # the parameters, all ranks', by the torch optimizer's groups
         if any(reducer.optimizer.optimizer.state.get(master.flat) for master in reducer.master_shards()):
             raise ValueError(
                 f"attach() found that the optimizer {type(reducer.optimizer.optimizer).__name__}, which needs whole"
@@ -52,7 +49,7 @@ class WholeStep(FrozenParameters):
         Args:
             groups: its parameters, all ranks', by its groups.
         """
-        optimizer, self._groups = self._optimizer, groups
+        optimizer = self._optimizer
         made = dict(optimizer.state)  # with the optimizer, of parameters that have always been frozen, too
         optimizer.state.clear()
         for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -105,52 +102,6 @@ class WholeStep(FrozenParameters):
             if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
                 raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
             target.copy_(value)
-
-    # ---- states as plain torch has them ----------------------------------------------------------------------------
-
-    def full_state(self) -> dict[str, Any]:
-        """Return the ``state_dict()`` of the torch optimizer with all parameters, on the first rank. Collective.
-
-        One parameter's states are sent at a time. Tensors are on the host. Elsewhere, it is empty.
-        """
-        params = [param for of_group in self._groups for param in of_group]
-        states: dict[int, Any] = {}
-        is_first = dist.get_rank() == 0
-        for number, param in enumerate(params):
-            state = broadcast_object(_on_host(self.states_of(param)), *self.owner(param))
-            if is_first and state:
-                states[number] = state
-        numbers = iter(range(len(params)))
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            | {"params": [next(numbers) for _ in of_group]}
-            for group, of_group in zip(self._optimizer.param_groups, self._groups, strict=True)
-        ]
-        return {"state": states, "param_groups": copy.deepcopy(groups)} if is_first else {}
-
-    def load_full_state(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`full_state` has returned, or plain torch's ``state_dict()``, given on every rank.
-
-        Raises:
-            ValueError: it is of other parameters.
-        """
-        numbers, own = [len(group["params"]) for group in state["param_groups"]], [len(each) for each in self._groups]
-        if numbers != own:
-            raise ValueError(
-                f"load_full_optimizer_state() got the state of an optimizer whose groups have {numbers} parameters, and"
-                f" this one's have {own}. Give that of one with the same groups."
-            )
-        states: dict[int, Any] = {}
-        groups = []
-        for group, params in zip(state["param_groups"], self._groups, strict=True):
-            mine = []
-            for number, param in zip(group["params"], params, strict=True):
-                if param in self.masters:
-                    mine.append(number)
-                    if number in state["state"]:
-                        states[number] = copy.deepcopy(state["state"][number])
-            groups.append(group | {"params": mine})
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

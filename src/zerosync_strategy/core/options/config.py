@@ -47,16 +47,11 @@ class ZeroSyncConfig:
         overlap_last: reduce during the backward that is known to be the last of its window.
         overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
             of one waits for it alone (rule U5).
-        gather_changes: parameters of 16 bits, on ZeRO-3 those that are held on the device: gather how a step has
-            changed them, in a few bits each and bit for bit, instead of their values (rule R7). ``"auto"``: try both in
-            the first steps, and keep the faster; parameters of other sizes are gathered as without.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
-        trace_gathers: ZeRO-3 under ``torch.compile``: gather inside the compiled graphs, instead of breaking them at
-            every module. All ranks must then compile alike.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
             can be told without: that the save was completed, and that the files belong to it.
         node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
@@ -84,11 +79,9 @@ class ZeroSyncConfig:
     loss_reduction: str = "mean"
     overlap_last: bool = True
     overlap_gather: bool = False
-    gather_changes: bool | str = False
     unshard_streams: str = "per_group"
     racecheck: int = 0
     eager_frames: bool = True
-    trace_gathers: bool = False
     checkpoint_checksums: bool = True
     node_size: int | str = AUTO
     report_every: int = 0
@@ -97,21 +90,9 @@ class ZeroSyncConfig:
     step_cost: StepCost | str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "coalesce", "overlap_last", "overlap_gather", "eager_frames", "trace_gathers", "checkpoint_checksums",
-        ):  # fmt: skip
+        for name in ("coalesce", "overlap_last", "overlap_gather", "eager_frames", "checkpoint_checksums"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
-        if not isinstance(self.gather_changes, bool) and self.gather_changes != AUTO:
-            raise TypeError(
-                f"ZeroSync option 'gather_changes' takes True, False or \"auto\", got {self.gather_changes!r}."
-            )
-        if self.gather_changes == AUTO and self.overlap_gather:
-            raise ValueError(
-                f"ZeroSync option 'gather_changes' got {AUTO!r} with overlap_gather=True, and measures steps, while the"
-                " time of a gather that goes on after the step is spent in the next forward. Give gather_changes=True,"
-                " or leave one of them out."
-            )
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
             raise TypeError(
                 f"ZeroSync option 'elementwise_optimizer' takes True, False or {WHOLE!r}, got"
@@ -122,8 +103,6 @@ class ZeroSyncConfig:
                 "ZeroSync option 'step_cost' takes a function of a shape and a mapping of options, or its name, as"
                 f" 'package.module:function', got {self.step_cost!r}."
             )
-        if self.trace_gathers and not self.eager_frames:
-            raise ValueError("ZeroSync option 'trace_gathers' got True with eager_frames=False. Leave one of them out.")
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
         if self.loss_reduction not in ("mean", "sum"):

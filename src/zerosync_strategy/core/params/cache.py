@@ -22,7 +22,7 @@ releases every parameter after each forward for good and gathers it again for th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, zero3
-from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
+from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.held_modules import Bucket, HeldModule, held_modules
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -133,7 +133,6 @@ class ParameterCache:
         Between two windows. A model that fits is held in full.
         """
         self.wait_for_all()
-        self._drop_changes()
         had_modules = bool(self._modules)
         self._buckets, self._bucket_of, self._modules = [], {}, {}
         for record in self.plan.records:
@@ -318,9 +317,6 @@ class ParameterCache:
         self._steps = True
         try:
             yield
-        except BaseException:
-            self._drop_changes()
-            raise
         finally:
             self._steps = False
 
@@ -330,36 +326,14 @@ class ParameterCache:
             return False
         stay = {record.param for record in self.plan.before_step()}
         self.wait_for_all()
-        self._keep_for_changes(stay)
         if not stay:
             return False
         with self.releasing_all():
             gathering.release_but(self._coordinator, self._engine.module, stay)
         return True
 
-    def _keep_for_changes(self, stay: Set[Any]) -> None:
-        """The buckets of what the step reshards, which are all but ``stay``, may be gathered by their changes next."""
-        for changes in self._scheduler.changes():
-            changes.begin_step()
-        for bucket in self._buckets:
-            changes = bucket.params[0]._zerosync_record.group.changes
-            if changes is not None:
-                params = [param for param in bucket.params if param not in stay and not zero3.is_persistent(param)]
-                if params and all(param._zerosync_record.bits & WINDOW for param in params):
-                    changes.keep(params)
-
-    def _drop_changes(self) -> None:
-        for changes in self._scheduler.changes():
-            changes.drop_all()
-
-    def survey_changes(self) -> None:
-        """A step has written the shards: plan the next gathers of what it has resharded. Collective."""
-        for changes in self._scheduler.changes():
-            changes.survey()
-
     def release_constants(self) -> None:
         """Reshard what steps have left: shards are about to be read or written."""
-        self._drop_changes()
         records = self.plan.held(Claim.STEPS)
         self._release([record for record in records if not zero3.is_persistent(record.param)])
         for record in records:

@@ -12,7 +12,6 @@ from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.digest import GatherDigest
-from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 MAX_STREAMS = 8
@@ -30,7 +29,6 @@ class GatherGroup:
         digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
         nodes: that its messages go between and within; ``None``: in one level.
         stream: on which it gathers (U4); ``None`` on a device without streams.
-        changes: gathers what is held of it by its changes; ``None``: nothing does.
     """
 
     process_group: Any
@@ -39,7 +37,6 @@ class GatherGroup:
     digest: GatherDigest | None
     nodes: Nodes | None
     stream: Any = None
-    changes: HeldChanges | None = None
 
 
 def gather_groups(engine: Any, topology: Topology, streams: Streams) -> dict[Any, GatherGroup]:

@@ -14,7 +14,6 @@ from zerosync_strategy.core.engine.overrides import CoordinatorOverrides
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
 from zerosync_strategy.core.params.node_shards import NodeShards
@@ -49,11 +48,6 @@ class ModuleParameters:
         for group in self.scheduler.groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-            if config.gather_changes and group.digest is not None:
-                automatic = config.gather_changes is not True
-                group.changes = HeldChanges(
-                    group.process_group, group.nodes, topology, automatic, streams, self.scheduler.unsharded
-                )
         self.scheduler.host, self.scheduler.node_shards = host, node_shards
         plan = HoldPlan(
             self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
@@ -93,7 +87,7 @@ class ModuleParameters:
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
         if config.eager_frames and found.unshard_on_read is None:
-            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values, config.trace_gathers)
+            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values)
         found.cache.skip_backward_hooks()
         parameters: ModuleParameters = found
         return parameters

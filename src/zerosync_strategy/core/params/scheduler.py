@@ -33,7 +33,6 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
 from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
-from zerosync_strategy.core.params.held_changes import HeldChanges
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
@@ -89,10 +88,6 @@ class GatherScheduler:
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
 
-    def changes(self) -> list[HeldChanges]:
-        """Return what gathers held parameters by their changes."""
-        return [group.changes for group in self.groups.values() if group.changes is not None]
-
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
         for record in self.records:
@@ -115,8 +110,6 @@ class GatherScheduler:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
             digest.compare_window(self.name)
-        for changes in self.changes():
-            changes.check()
 
     def before_checkpoint(self) -> None:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
@@ -174,8 +167,6 @@ class GatherScheduler:
             missing = of_group if self.host is None else self._load(group, of_group, self.host)
             if self.node_shards is not None and group.nodes is not None:
                 missing = self._gather_within(group, group.nodes, missing, self.node_shards)
-            if missing and group.changes is not None:
-                missing = self._gather_changes(group, missing, group.changes)
             if not missing:
                 continue
             with self.gathering(group, missing):
@@ -226,26 +217,14 @@ class GatherScheduler:
         gathering.count_gathered(self.coordinator, shards)
         return [param for param in params if param not in shards]
 
-    def _gather_changes(self, group: GatherGroup, params: list[Any], changes: HeldChanges) -> list[Any]:
-        """Gather ``params``, all of one group, by their changes, if they are a bucket; return what is left of them."""
-        if (kept := changes.take(params)) is None:
-            changes.count_full(params)
-            return params
-        with self.gathering(group, params, noted=True) as tag, self._on(group):
-            arrive = gathering.unshard(params, changes.gather(kept, tag, self.activity(group, params)))
-        self._note_gather(group, arrive, params, in_place=True)
-        gathering.count_gathered(self.coordinator, params)
-        return []
-
     def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
         return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
 
     def _note_gather(
-        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None,
-        in_place: bool = False,
-    ) -> None:  # fmt: skip
+        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None
+    ) -> None:
         """Let waiting for the gather of ``params``, just issued, be our waiting, for DeepSpeed too."""
-        unsharded = None if group.digest is None or in_place else self.unsharded
+        unsharded = None if group.digest is None else self.unsharded
         activity = self.activity(group, params)
         gather = ParameterGather(arrive, params, self.streams, group.stream, activity, unsharded, host)
         gathering.in_flight(self.coordinator).update(dict.fromkeys(params, gather))
@@ -340,8 +319,6 @@ class GatherScheduler:
         for _, runs in self.runs(released):
             for run in runs:
                 group = run[0]._zerosync_record.group
-                if group.changes is not None:
-                    group.changes.drop(run)
                 with (
                     self.count.of_context(),
                     self.gathering(group, run),

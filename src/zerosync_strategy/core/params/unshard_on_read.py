@@ -21,9 +21,7 @@ and Python does not collect its garbage alike.
 A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
 guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own.
 
-The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are. With
-``trace_gathers`` it passes over them instead, and every read in it is of the third kind; a gather is then repeated in
-the compiled backward rather than saved for it.
+The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.parameter import is_in_use, record_of
@@ -57,22 +54,19 @@ class UnshardOnRead:
         engine: the engine.
         scheduler: waits for a parameter in flight, and unshards one into memory of its own.
         values: of the parameters; what a module's forward reads of them twice is gathered once.
-        trace_gathers: compilers trace over ZeRO-3's hooks, and the gathers are in the graphs.
     """
 
-    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, trace_gathers: bool) -> None:
+    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues) -> None:
         compilation.allow_linear_in_graphs()
         self._optimizer = engine.optimizer
         self._module = engine.module
         self.scheduler = scheduler
         self._values = values
         values.cache, values.differentiable = self._cache, self._differentiable_read
-        self._trace_gathers = trace_gathers
         self._running = 0
         self._frames: list[_Frame] = []
         self._gradient_hooks: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
-        traced = _gathered_again if trace_gathers else _gathered_once
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
                 continue
@@ -80,7 +74,7 @@ class UnshardOnRead:
             vars(module).update({_PLACEHOLDERS: _Placeholders.fromkeys(names), _RUNS: False})
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
             stock: Any = type(module)
-            module.__class__ = _readable(stock, self._modules[module], traced)
+            module.__class__ = _readable(stock, self._modules[module], _gathered)
             compilation.make_passive(module)
         self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
             module: [vars(held) for held in gathering.modules_of(module) if _RUNS in vars(held)]
@@ -164,7 +158,7 @@ class UnshardOnRead:
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        read: torch.Tensor = _Read.apply(self._placeholder(param) if self._trace_gathers else param, memory.full)  # type: ignore[no-untyped-call]
+        read: torch.Tensor = _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
         return read
 
     def _cache(self) -> dict[Any, Memory]:
@@ -226,11 +220,9 @@ class UnshardOnRead:
         found = [self._extended.get(hook.stock, hook) for hook in compilation.module_hooks(self._engine)]
         for hook in found:
             if hook not in self._hooks:
-                traced_over = self._trace_gathers and hook.when
-                stock = hook.stock if traced_over else compilation.without_disable(hook.stock)
+                stock = compilation.without_disable(hook.stock)
                 extend = {"before": self._before, "after": self._after}.get(hook.when)
-                extended = stock if extend is None else extend(stock)
-                replacement = _untraced(extended) if traced_over else torch.compiler.disable(extended)
+                replacement = torch.compiler.disable(stock if extend is None else extend(stock))
                 hook.replace(replacement)
                 self._extended[replacement] = hook
         self._hooks = found
@@ -247,7 +239,7 @@ class UnshardOnRead:
         def hook(module: nn.Module, *args: Any) -> Any:
             own = [depth for depth, (running, _) in enumerate(self._frames) if running is module]
             if not own:
-                return None  # the hook before it was passed over in a trace
+                return None  # an exception has ended the forward that it belongs to
             self._leave(own[-1])
             return stock(module, *args)
 
@@ -262,13 +254,6 @@ class UnshardOnRead:
     def _mark(self, module: nn.Module, runs: bool) -> None:
         for attributes in self._held_with.get(module, ()):
             attributes[_RUNS] = runs
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def eager_only(module: nn.Module, *args: Any) -> Any:
-        return None if torch.compiler.is_compiling() else hook(module, *args)
-
-    return eager_only
 
 
 # ---- placeholders ------------------------------------------------------------------------------------------------
@@ -316,13 +301,8 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     return type(stock.__name__, (stock,), attributes)
 
 
-def _gathered_once(module: Any, name: str) -> torch.Tensor:
+def _gathered(module: Any, name: str) -> torch.Tensor:
     return torch.ops.zerosync.unshard(module._zerosync_placeholders[name])
-
-
-def _gathered_again(module: Any, name: str) -> torch.Tensor:
-    placeholder = module._zerosync_placeholders[name]
-    return checkpoint(torch.ops.zerosync.unshard, placeholder, use_reentrant=False, preserve_rng_state=False)
 
 
 def _as_it_is(module: Any, name: str) -> torch.Tensor:
