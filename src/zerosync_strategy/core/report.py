@@ -44,7 +44,7 @@ class StepReport:
         apart: bytes that this rank sent since the step before and not for a step, by what for: checkpoints, full
             parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts, forwards of
             engines without ZeroSync. They are in no other number.
-        budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without.
+        budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without, and in the steps that measure.
         version: of ZeroSync.
     """
 

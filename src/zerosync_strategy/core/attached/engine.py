@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
-from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, FixedBudgets
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -55,7 +55,7 @@ class AttachedEngine(ABC):
         trained: the parameters of the optimizer.
         masters: what the optimizer steps.
         frozen: which parameters are not stepped.
-        budgets: those that set themselves.
+        budgets: those that set themselves; ``None``: none does.
         scheduler: of the gathers of ZeRO-3.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
@@ -71,7 +71,7 @@ class AttachedEngine(ABC):
     reducer: Reducer
     pending: PendingGradients
     meter: StepMeter
-    budgets: FixedBudgets | AutomaticBudgets
+    budgets: AutomaticBudgets | None
     scheduler: GatherScheduler | None = None
     saved: SavedShards | None = None
 
@@ -269,7 +269,8 @@ class AttachedEngine(ABC):
         if self.window.state is WindowState.CLOSED:
             self._required.reset()  # what a dropped window had
         trains = self._trains()
-        self.budgets.sample()  # a forward has left its activations
+        if self.budgets is not None:
+            self.budgets.forward_ended()
         if trains:  # else the loss only passes through
             self.window.enter_graph()
 
@@ -338,7 +339,8 @@ class AttachedEngine(ABC):
             with self.activity("the reduction"):
                 self._before_reduction()
                 self.window.begin_step()
-            self.budgets.step_begins()
+            if self.budgets is not None:
+                self.budgets.step_begins()
             self._before_update()
             try:
                 with phase("step"), self._updating(), self.frozen.stepping():
@@ -350,10 +352,11 @@ class AttachedEngine(ABC):
                 self.pending.restore_clip_norm()
                 self.parameters_written(by_step=True)
             self._after_update()
-            report = self.meter.step_done(self.budgets.choice)
+            report = self.meter.step_done(None if self.budgets is None else self.budgets.choice)
             if self.reports is not None:
                 self.reports.note(report.step, report.line)
-            self.budgets.end_window()
+            if self.budgets is not None:
+                self.budgets.step_ended()
             self.race_check.stepped()
 
     def _before_reduction(self) -> None:

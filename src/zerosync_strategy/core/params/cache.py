@@ -126,24 +126,16 @@ class ParameterCache:
         self._in_flight = [gather for gather in self._in_flight if not gather.is_done]
 
     def set_budget(self, budget: int) -> tuple[int, int]:
-        """Hold what fits into ``budget`` bytes from the coming window on; return how many it takes, by level.
-
-        Those that are held in full, and those of node shards within the budget.
+        """Hold what fits into ``budget`` bytes from the coming window on, where nothing was held before.
 
         Between two windows. A model that fits is held in full.
+
+        Returns:
+            Bytes that are held in full, and those of node shards within the budget.
         """
-        self.wait_for_all()
-        had_modules = bool(self._modules)
-        self._buckets, self._bucket_of, self._modules = [], {}, {}
-        for record in self.plan.records:
-            record.linear_is_plain = False
         self.plan.set_budget(budget)
-        self._release([record for record in self.plan.held() if not record.hold])
-        self.plan.peak_bytes = self.plan.held_bytes
         if self.plan.budget != 0:
             self._hold_modules()
-        if had_modules and not self._modules:
-            gathering.forget_order(self._engine.optimizer)
         held = (record.param for record in self.plan.records if record.hold)
         in_full = sum(zero3.full_bytes(param) for param in held if not zero3.is_persistent(param))
         return in_full, self.plan.chosen_in_shards

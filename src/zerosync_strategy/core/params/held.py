@@ -113,14 +113,8 @@ class HoldPlan:
                 copies.choose(set(), [record.param for record in self.constants()])
 
     @property
-    def bytes_in_shards(self) -> int:
-        """Bytes of the node shards that are within the budget."""
-        shards = self.node_shards
-        return shards.now if shards is not None and shards.shared else 0
-
-    @property
     def chosen_in_shards(self) -> int:
-        """Bytes of :attr:`bytes_in_shards` at most, in a window."""
+        """Bytes of the node shards that are within the budget, in a window at most."""
         shards = self.node_shards
         return sum(map(shards.bytes_of, shards.chosen or ())) if shards is not None and shards.shared else 0
 
