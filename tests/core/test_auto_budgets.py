@@ -13,7 +13,14 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncConfig, attach
 from zerosync_strategy.core.budgets import automatic
-from zerosync_strategy.core.budgets.automatic import LEVELS, MEASURED, RESERVED, Memory, parameter_budget
+from zerosync_strategy.core.budgets.automatic import (
+    LEVELS,
+    MEASURED,
+    RESERVED,
+    Memory,
+    gradient_budget,
+    parameter_budget,
+)
 
 WIDTH, LAYERS = 24, 8
 LAYER = 4 * WIDTH * WIDTH
@@ -45,7 +52,9 @@ def test_what_is_held_is_the_most_that_leaves_the_reserve() -> None:
         shards = everything // 4  # of all; none is worth its memory where all fit in full
         with_shards = parameter_budget(memory, shards)
         if chosen < everything and used(0) + shards <= limit - memory.reserve:
-            assert shards <= with_shards and used(with_shards - shards) + shards <= limit - memory.reserve
+            in_full = with_shards - shards
+            assert in_full >= 0 and used(in_full) + shards <= limit - memory.reserve
+            assert gradient_budget(memory, in_full, shards) == limit - memory.reserve - used(in_full) - shards
         else:
             assert with_shards == everything == chosen or with_shards <= max(0, limit - memory.reserve - used(0))
     assert chosen_of == {True, False}

@@ -94,6 +94,11 @@ def parameter_budget(memory: Memory, in_shards: int) -> int:
     return shards + replace(memory, beside=[each + shards for each in memory.beside]).most()
 
 
+def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
+    """Return how many bytes of gradients to leave unreduced, beside so many of parameters in full and in shards."""
+    return max(0, memory.left(in_full) - in_shards - memory.reserve)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The budgets that were chosen, and why.
@@ -235,12 +240,11 @@ def automatic_budgets(
         in_full = in_shards = gradients = 0
         if cache is not None:
             in_full, in_shards = cache.set_budget(parameter_budget(memory, cache.plan.wanted_in_shards()))
-        left = memory.left(in_full) - in_shards
         if config.gradients.automatic:
-            gradients = reducer.defer(max(0, left - memory.reserve))
+            gradients = reducer.defer(gradient_budget(memory, in_full, in_shards))
         return Choice(
             limit=memory.limit,
-            room=left - gradients,
+            room=memory.left(in_full) - in_shards - gradients,
             parameters=None if cache is None else in_full + in_shards,
             gradients=gradients if config.gradients.automatic else None,
             used_otherwise=max(memory.beside),
