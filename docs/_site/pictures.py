@@ -290,34 +290,6 @@ def nodes() -> None:
     picture.save("nodes")
 
 
-def auto_budgets() -> None:
-    """What an automatic budget holds while activations vary and grow. Heights are chosen, not measured."""
-    picture = Picture(
-        960, 380, "Memory by step: three steps measure, then the room is held, and cut when the rest has grown"
-    )
-    left, base, width, limit = 70, 300, 66, 60
-    others = (110, 122, 116, 120, 112, 121, 117, 128, 136, 142, 138, 144)
-    held = (0, 0, 0, *[98] * 6, *[72] * 3)
-    for step, (rest, kept) in enumerate(zip(others, held, strict=True)):
-        x = left + step * (width + 6)
-        picture.box(x, base - rest, width, rest, FORWARD)
-        if kept:
-            picture.box(x, base - rest - kept, width, kept, GATHER)
-        picture.text(x + width / 2, base + 20, str(step + 1), "small", "middle")
-    right = left + len(others) * (width + 6)
-    picture.line(f"M{left} {limit}H{right}", dashed=True)
-    picture.text(left, limit - 10, "limit", "bold")
-    picture.text(left + 1.5 * (width + 6), 150, "measures", "", "middle")
-    picture.text(left + 6 * (width + 6), limit + 14, "the reserve stays free", "soft small", "middle")
-    picture.text(left + 10.5 * (width + 6) - 4, limit + 14, "cut: the rest has grown", "soft small", "middle")
-    picture.text(8, base + 20, "step", "soft small")
-    for x, fill, text in ((left, FORWARD, "everything else"), (left + 170, GATHER, "held: parameters, then gradients")):
-        picture.box(x, base + 40, 16, 16, fill)
-        picture.text(x + 22, base + 53, text, "small")
-    picture.text(left + 430, base + 53, "Heights are chosen. They are no measurement.", "soft small")
-    picture.save("auto_budgets")
-
-
 def divergence() -> None:
     """A rank with text beside one with an image too: stock waits for ever, what is held needs no gather in a module."""
     picture = Picture(
@@ -552,7 +524,6 @@ if __name__ == "__main__":
         window,
         host_cache,
         nodes,
-        auto_budgets,
         divergence,
         means,
         generation,

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.copying import adamw, loss_of, make_engine, network
-from tests.harness.engines import rank, start
+from tests.harness.engines import expect_timeout, rank, start
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
@@ -27,17 +28,10 @@ from zerosync_strategy.core.params import gather_groups
 from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=3)
+SHARDED = dict.fromkeys(
+    ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
+)
 ends_by_timeout = pytest.mark.off_device("gloo's timeout ends a wait with an error; NCCL's ends the process")
-
-
-def expect_timeout() -> None:
-    """Let the groups that there are wait no longer than ``TIMEOUT`` from here on.
-
-    Setting up takes longer on a busy machine, and ranks come to its end at different times.
-    """
-    dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
 
 @pytest.mark.parametrize("promised", [True, False])
@@ -116,6 +110,50 @@ def errors_name_every_rank(outcomes: list[RankOutcome]) -> None:
         assert outcome.error == "RankError", str(outcome)
         for of_rank in range(len(outcomes)):
             assert f"\n  rank {of_rank}: " in outcome.message, outcome.message
+
+
+def save(engine: Any, path: Path) -> None:
+    engine.save_checkpoint(str(path))
+
+
+def evaluate(engine: Any, path: Path) -> None:
+    with torch.no_grad():
+        engine(torch.ones(2, 8))
+
+
+def collect(engine: Any, path: Path) -> None:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())[::-1]):
+        pass
+
+
+ALONE = {
+    (2, save): "in the attempt to write the checkpoint in",
+    (3, evaluate): "in the gather of",
+    (3, collect): "in the gather of",
+}
+
+
+@ends_by_timeout
+@pytest.mark.parametrize(("stage", "act"), ALONE)
+def test_one_rank_alone(stage: int, act: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    """Ranks that wait for each other in different calls: at the timeout, both say who waits where and for what."""
+
+    def run() -> None:
+        engine = make_engine(stage, SHARDED if stage == 3 else {})
+        attach(engine)
+        for k in range(2):
+            if k:
+                expect_timeout()
+            if k and rank() == 0:
+                act(engine, tmp_path)
+            engine.backward(loss_of(engine, k, rank()))
+            engine.step()
+
+    for outcome in run_ranks(run, expect="any", timeout=60):
+        assert outcome.error == "RankError" and "on all ranks, not on one" in outcome.message, str(outcome)
+        assert "Verdict: " in outcome.message and ", at test_disagreement.py:" in outcome.message, outcome.message
+        assert f"\n  rank 0: {ALONE[stage, act]}" in outcome.message, outcome.message
+        assert "\n  rank 1: in the " in outcome.message, outcome.message
 
 
 @ends_by_timeout

@@ -22,7 +22,6 @@ from tests.harness import engines
 from tests.harness.engines import rank, start
 from tests.harness.ranks import RankOutcome, run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.failures import deadlock
 from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS
 
 VICTIM = 1
@@ -122,7 +121,7 @@ FAULTS = {
     ),
     "calls a barrier of its own": Fault(
         r"rank 1 alone waits for torch.distributed.barrier\(\), window 3, backward 1, at LINE meet",
-        FIRST + "; the last in torch's flight recorder: .*rank 1 barrier of .*, at LINE meet.*",
+        FIRST + "(; the last in torch's flight recorder: .*rank 1 barrier of .*, at LINE meet.*)?",
         before=meet, own="RuntimeError",
     ),
 }  # fmt: skip
@@ -130,7 +129,6 @@ FAULTS = {
 
 def train(stage: int, fault: Fault) -> None:
     """Three windows of two backwards; the victim does something else in the last."""
-    deadlock.PATIENCE_SECONDS, deadlock._POLL_SECONDS = 0.5, 0.1
     start(timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(TIMEOUT)
     net = Net()

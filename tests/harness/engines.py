@@ -6,6 +6,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -21,6 +22,16 @@ def start(timeout: timedelta = default_pg_timeout) -> None:
     prepare_cpu()  # anew: the last detach() of an engine undoes it
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def expect_timeout(timeout: timedelta = timedelta(seconds=3)) -> None:
+    """Let the groups that there are wait no longer from here on.
+
+    Setting up takes longer on a busy machine, and ranks come to its end at different times.
+    """
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def configuration(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from zerosync_strategy.core.failures import rank_status
+
 FAILURE_GRACE = 5.0  # for the others to fail by themselves once one rank has
 LINGER = 3.0  # for which a rank that is done waits for the others
 LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the store: others may be connecting
@@ -230,6 +232,8 @@ class _Rank:
                 self._write_report(value=value, error=None, message="")
                 exitcode, linger = 0, LINGER
             except BaseException as error:
+                if rank_status._current is not None:
+                    rank_status._current[1].uncaught(error)  # as at the end of a program
                 text = "".join(traceback.format_exception(error))
                 self._write_report(error=type(error).__name__, message=str(error), traceback=text)
                 linger = LINGER_FAILED if self.index == 0 else 0.0

@@ -12,7 +12,6 @@ from zerosync_strategy.core.attached.untrained import watch_end
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.failures.deadlock import compare_numbers
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import (
@@ -75,7 +74,6 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
         if problem:
             raise ValueError(f"attach() found that {problem}")
-        compare_numbers(dict.fromkeys((dist.group.WORLD, everyone)))
     mark_used(optimizer)
     try:
         zerosync = ZeroSync(engine, config, kind.needs_whole)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.waits import Wait, issue_exchange, launched, waiting
+from zerosync_strategy.core.comm.waits import launched, waiting
 from zerosync_strategy.core.engine import zero
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
@@ -35,7 +35,7 @@ class InFlight:
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo uses the one with which the group was made, unless one is given.
-        exchange: for who looks at what this process waits for.
+        label: names it in errors while it is waited for.
 
     Attributes:
         event: after it, on the stream of :meth:`wait_on`; ``None`` before, and on a device without streams.
@@ -44,10 +44,10 @@ class InFlight:
 
     def __init__(
         self, works: Sequence[Any], finish: Callable[[], Any], alive: Any = None, timeout: timedelta | None = None,
-        exchange: Wait | None = None,
+        label: str = "",
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
-        self._timeout, self._exchange = timeout, exchange
+        self._timeout, self._label = timeout, label
         self._streams: Streams | None = None
         self._stream: Any = None
         self._result: Any = None
@@ -95,7 +95,7 @@ class InFlight:
         return self._result
 
     def _wait(self) -> None:
-        with waiting(self._exchange):
+        with waiting(self._label):
             for work in self._works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         self._result = self._finish()
@@ -287,8 +287,7 @@ def exchange(
 ) -> InFlight:
     """Exchange messages with other ranks; ``finish`` returns the result."""
     works = send_and_receive(messages, process_group, tag)
-    wait = issue_exchange(process_group, tag, label)
-    return InFlight(works, finish, messages, timeout_of(process_group), wait)
+    return InFlight(works, finish, messages, timeout_of(process_group), label)
 
 
 def _exchange(

@@ -38,7 +38,6 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
-from zerosync_strategy.core.comm.waits import issue_exchange
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -272,10 +271,10 @@ class Nodes:
             alive: what must live until then.
         """
         first = send_and_receive(between, self.process_group, tag)
-        timeout, wait = timeout_of(self.process_group), issue_exchange(self.process_group, tag, label)
+        timeout = timeout_of(self.process_group)
         count_sent(within, self.process_group)
         second = partial(send_and_receive, within, self.process_group, tag, dist)
-        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: result, alive, timeout, wait)
+        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: result, alive, timeout, label)
 
     def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:
         """Return a process group, and the ranks in it of this node, by place, to exchange tensors on ``device``."""

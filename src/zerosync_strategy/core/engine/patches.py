@@ -37,11 +37,9 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _LINEAR = "deepspeed.runtime.zero.linear"
-_GROUP = "torch.distributed.ProcessGroup"
 _AVERAGED = "torch.optim.swa_utils.AveragedModel"
 _COUNT = "the hook that counts which parameters a backward will reach costs less"
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
-_POINT_TO_POINT = "calls point to point are counted apart from collectives, to find deadlocks"
 _BLOCK = 'a configuration with a "zerosync" block trains with ZeroSync'
 _IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
 _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
@@ -68,9 +66,6 @@ SHARED_MEMORY = Patch("deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']
                       "on CPU, DeepSpeed starts without a compiler")
 SCHEDULING = Patch("the process", "scheduling policy",
                    "on Linux and CPU, threads that wake take the processor from none (SCHED_BATCH)")
-SEND = Patch(_GROUP, "send", _POINT_TO_POINT)
-RECEIVE = Patch(_GROUP, "recv", _POINT_TO_POINT)
-RECEIVE_ANY = Patch(_GROUP, "recv_anysource", _POINT_TO_POINT)
 BACKEND = Patch("deepspeed.comm.comm", "cdb", "the bytes that its collectives send are counted, by a class of its own")
 MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an error")
 UPDATE_AVERAGE = Patch(_AVERAGED, "update_parameters", "the average of a ZeRO-3 model is one of full parameters")

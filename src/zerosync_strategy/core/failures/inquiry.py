@@ -29,6 +29,8 @@ ANSWER_SECONDS = 5.0
 """How long a collector waits for answers, unless all that it misses have recorded a failure."""
 _STOPPED_SECONDS = 1.0
 """How long it waits for those."""
+_SETTLE_SECONDS = 0.5
+"""How long it waits for ranks that have answered, and are not waiting: their waits may just have failed, too."""
 _SUMMARY_SECONDS = 8.0
 """How long the others wait for the collector; more than it needs."""
 _COLLECTORS = 2
@@ -93,6 +95,7 @@ class Inquiries:
             for attempt in range(_COLLECTORS):
                 if self._store.add(f"asked/{number}/{attempt}", 1) == 1:
                     break
+                self._answer(self._store, number)
                 with suppress(RuntimeError):
                     self._store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
                     return self._store.get(f"summary/{number}").decode().split("\n")
@@ -110,20 +113,24 @@ class Inquiries:
     def _read_answers(self, number: int, states: dict[int, RankState]) -> None:
         """Put into ``states`` what the other ranks say, as it comes in."""
         began, missing = time.monotonic(), set(self._ranks) - {self._rank}
+        settled = False
         # Many ranks that fail together fail within a second: the first look is late enough for one inquiry to do.
         pause = min(max(0.05, len(self._ranks) / 1000), 0.5)
-        while missing:
+        while missing or not settled:
             time.sleep(pause)
             waited, pause = time.monotonic() - began, min(2 * pause, 1.0)
             if self._store.check([f"answers/{number}"]):
                 for line in self._store.get(f"answers/{number}").decode().splitlines():
                     state = RankState.decode(json.loads(line))
-                    if state.rank in missing:
-                        missing.remove(state.rank)
+                    if state.rank in missing or state.phase is Phase.LOST:
+                        missing.discard(state.rank)
                         states[state.rank] = state
+            settled = waited >= _SETTLE_SECONDS or not any(
+                state.phase is Phase.RUNNING and not state.waits_for for state in states.values()
+            )
             stopped = self._read_failures(missing)
             states |= stopped
-            if waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
+            if missing and waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
     def _read_failures(self, ranks: set[int]) -> dict[int, RankState]:
@@ -140,8 +147,11 @@ class Inquiries:
                 store.wait([f"call/{self._number}/{self._rank}"], _NEVER)
                 if self._ended:
                     return
-                store.append(f"answers/{self._number}", json.dumps(self._state().encode()) + "\n")
+                self._answer(store, self._number)
                 self._number += 1
+
+    def _answer(self, store: Any, number: int) -> None:
+        store.append(f"answers/{number}", json.dumps(self._state().encode()) + "\n")
 
 
 def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -197,6 +198,8 @@ def observe(
         with_recorder: look into torch's flight recorder, which takes some 20 ms.
     """
     whats = [str(what) for what, _ in activities]
+    # What autograd has called has lost its callers when it has raised; the program is still above who looks.
+    line = _program_line(frame) or (_program_line(sys._getframe()) if failed else "")
     gather = next((what for what in whats[::-1] if what.startswith(_GATHER)), "")
     waits_for = gather or waits.describe_wait(frame, failed)
     module = gather.removeprefix(_GATHER).partition("'")[0].rpartition(".")[0]
@@ -211,8 +214,7 @@ def observe(
         seconds=round(time.monotonic() - activities[-1][1]) if activities else -1, call=waits.torch_collective(frame),
         position=position, waits_for=waits_for, steps=steps, backward=backward, module=module,
         departure=departure, recorded=recorded() if with_recorder else (), pid=os.getpid(),
-        line=program_line((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _outwards(frame)),
-        host=socket.gethostname(),
+        line=line, host=socket.gethostname(),
     )  # fmt: skip
 
 
@@ -222,6 +224,10 @@ def frame_of(error: BaseException) -> FrameType | None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return None if traceback is None else traceback.tb_frame
+
+
+def _program_line(frame: FrameType | None) -> str:
+    return program_line((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _outwards(frame))
 
 
 def _running_modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:

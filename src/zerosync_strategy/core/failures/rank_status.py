@@ -13,7 +13,6 @@ import re
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,8 +24,6 @@ from typing import Any
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
-from zerosync_strategy.core.comm.collectives import backend_for
-from zerosync_strategy.core.failures.deadlock import DeadlockWatch
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
@@ -40,24 +37,19 @@ class RankStatus:
     Args:
         store: the store of the process group.
         rank, world_size: of this process.
-        watch: look for deadlocks, in a thread. For gloo: NCCL's calls return before they are complete.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, watch: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
         self._progress: Callable[[], Progress | None] = lambda: None
         self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
         self._main = threading.main_thread().ident or 0
-        self._deadlock: list[str] = []  # what all ranks were doing when it was certain that this one waits in vain
         self._inquiries: Inquiries | None = None
-        self._watch: DeadlockWatch | None = None
         self._snapshots: Snapshots | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
             self._inquiries = Inquiries(store, rank, world_size, self._state)
-            if watch:
-                self._watch = DeadlockWatch(store, rank, world_size, self._inquiries.ask, self._found_deadlock)
         if directory := os.environ.get(DUMP_DIR):
             self._snapshots = Snapshots(Path(directory), rank, world_size, self._state)
         atexit.register(self._exit)
@@ -98,18 +90,20 @@ class RankStatus:
             self._activities.pop()
             self._position = position()
 
-    def record_failure(self, why: str, error: BaseException | None = None) -> None:
-        """Write to the store that this rank stops for a reason of its own, for the ranks that will miss it.
+    def record_failure(self, why: str, error: BaseException | None = None, goes_on: bool = True) -> None:
+        """Write to the store why this rank stops, for the ranks that will miss it.
 
         Args:
             why: in words.
-            error: its own. Without one, it has lost the others.
+            error: its own, or one of the communication. Without one, it has lost the others.
+            goes_on: the program may catch the error; torch's flight recorder, which takes time, is not asked then.
         """
         if self._stopped is not None and self._stopped.phase is not Phase.LOST:
             return  # the first, from the innermost activity, says most
-        # Torch's flight recorder is not asked: the program may catch the error and go on.
-        state = self._stopped or self._observe(None if error is None else frame_of(error), with_recorder=False)
-        if error is None:
+        waited = error is not None and is_communication_error(error)
+        frame = None if error is None else frame_of(error)
+        state = self._stopped or self._observe(frame, failed=waited, with_recorder=not goes_on)
+        if error is None or waited:
             self._stop(replace(state, phase=Phase.STOPPED, failure=why, seconds=-1))
         else:
             self._stop(replace(state, phase=Phase.FAILED, failure=why, seconds=-1, waits_for=""))
@@ -125,42 +119,26 @@ class RankStatus:
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
         self._stopped = lost = self._observe(frame_of(error), failed=True)
-        if self._watch is not None:
-            self._watch.settle()
-        lines = self._deadlock or (report([lost]) if self._inquiries is None else self._inquiries.ask())
+        lines = report([lost]) if self._inquiries is None else self._inquiries.ask()
         # A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it.
         verdict = next((line.removeprefix(VERDICT) for line in lines if line.startswith(VERDICT)), "")
         self._stopped = replace(lost, verdict=verdict)
-        if self._deadlock:
-            return self._describe_deadlock(what)
         return _with_advice([
             f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
             *lines,
             "Either a rank has ended, for the reason that it printed, or the ranks disagree: each must make the same"
-            " optimizer steps, and under ZeRO-3 run the same modules in the same order, unless all parameters are held"
-            " (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
+            " optimizer steps, save and load checkpoints and gather parameters or a state_dict on all ranks, not on one"
+            " (`if rank == 0:`), and under ZeRO-3 run the same modules in the same order, unless all parameters are"
+            " held (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
         ])  # fmt: skip
 
-    def _found_deadlock(self, lines: list[str]) -> None:
-        self._deadlock = lines
-        if not self._activities:  # nobody else will say it
-            warnings.warn(self._describe_deadlock("a call outside of the engine"), stacklevel=2)
-
-    def _describe_deadlock(self, what: str) -> str:
-        return _with_advice([
-            f"Rank {self._rank} would wait for ever in {what}, {self._position}: ranks are in different collective"
-            " calls, each of which needs a rank that waits in another.",
-            *self._deadlock,
-            "Make the same calls on every rank: save and load checkpoints, gather parameters or a state_dict and, under"
-            " ZeRO-3, run forwards on all ranks, not on one (`if rank == 0:`), and let one of them write or log the"
-            " result. If ranks are to run different modules of a ZeRO-3 model, use param_memory_budget='all'.",
-        ])  # fmt: skip
+    def uncaught(self, error: object) -> None:
+        """The program ends with ``error``, if that is an exception."""
+        if isinstance(error, Exception):
+            self.record_failure(f"{type(error).__name__} outside of the engine", error, goes_on=False)
 
     def _exit(self) -> None:
-        # An exception that nobody has caught, outside of the engine.
-        error = getattr(sys, "last_value", None)
-        if isinstance(error, Exception) and not is_communication_error(error):
-            self.record_failure(f"{type(error).__name__} outside of the engine", error)
+        self.uncaught(getattr(sys, "last_value", None))
         self.end()
 
     def end(self) -> None:
@@ -168,11 +146,9 @@ class RankStatus:
         atexit.unregister(self._exit)
         if self._snapshots is not None:
             self._snapshots.end(finished=self._stopped is None)
-        if self._watch is not None:
-            self._watch.end()
         if self._inquiries is not None:
             self._inquiries.end()
-        self._snapshots = self._watch = self._inquiries = None
+        self._snapshots = self._inquiries = None
 
     def _state(self, with_recorder: bool = True) -> RankState:
         # No variable for the frame: it may be this one, which would then keep itself.
@@ -194,9 +170,7 @@ def rank_status() -> RankStatus:
             _current[1].end()
             waits.reset()
         store = dist.distributed_c10d._get_default_store()
-        world_size = dist.get_world_size()
-        watch = world_size > 1 and backend_for(None, "cpu") == "gloo"
-        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), world_size, watch)
+        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size())
     return _current[1]
 
 
