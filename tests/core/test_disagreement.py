@@ -17,6 +17,7 @@ from tests.harness.copying import adamw, loss_of, make_engine, network
 from tests.harness.engines import rank, start
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
@@ -24,7 +25,6 @@ from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.core.params import gather_groups
-from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=3)
 ends_by_timeout = pytest.mark.off_device("gloo's timeout ends a wait with an error; NCCL's ends the process")

@@ -150,12 +150,12 @@ class Checker:
 
     Attributes:
         host: the timeline of the host.
-        findings: the first finding of each ``Finding.key``, and the number of findings with that key.
+        findings: the first of each ``Finding.key``.
     """
 
     def __init__(self) -> None:
         self.host = Timeline("host")
-        self.findings: dict[tuple[object, ...], tuple[Finding, int]] = {}
+        self.findings: dict[tuple[object, ...], Finding] = {}
         self._freed: dict[int, list[Access]] = {}  # by timeline: uses of its freed memory that may be incomplete
         self._own: dict[int, Access] = {}  # by timeline: its own last use of these, complete for itself alone
 
@@ -216,8 +216,7 @@ class Checker:
 
     def _found(self, kind: Kind, first: Access, second: Access) -> None:
         finding = Finding(kind, first, second)
-        known, times = self.findings.get(finding.key, (finding, 0))
-        self.findings[finding.key] = (known, times + 1)
+        self.findings.setdefault(finding.key, finding)
 
 
 def _incomplete(uses: list[Access], timelines: tuple[Timeline, ...]) -> list[Access]:

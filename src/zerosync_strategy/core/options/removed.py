@@ -1,0 +1,17 @@
+"""Public names that are gone. For one release, whoever uses one is told what to do instead."""
+
+from __future__ import annotations
+
+SINCE = "0.3.0"
+"""The first release without them. The next one, in its first or second number, empties the table."""
+
+REMOVED: dict[object, str] = {  # options, what the handle had, and what the package had, each with the remedy
+    "end_racecheck": "Leave the call out: no training is checked in place.",
+    "findings": "Leave it out: no training is checked in place.",
+    "racecheck": "Leave it out. To check streams, run the program as a test in a checkout, by pytest --simulated.",
+}
+
+
+def removal(what: str, name: object) -> str:
+    """Return what to tell about ``name``, which is not there as ``what``; empty if it was not removed."""
+    return f"{what} {name!r} was removed in {SINCE}. {REMOVED[name]}" if name in REMOVED else ""
