@@ -142,7 +142,7 @@ class Program:
 
     def synchronize(self) -> None:
         timeline = self.random.randrange(1, len(self.timelines))
-        self.checker.synchronize(self.timelines[timeline])
+        self.checker.host.wait(self.timelines[timeline].clock)
         self.node(0, self.last[timeline])
 
     def found(self, kind: Kind) -> set[tuple[Operation, Operation]]:

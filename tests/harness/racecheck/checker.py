@@ -165,10 +165,6 @@ class Checker:
         """Issue an operation to ``timeline``."""
         return Operation(name, timeline, timeline.issue(self.host), site)
 
-    def synchronize(self, timeline: Timeline) -> None:
-        """Make the host wait for all operations issued to ``timeline``."""
-        self.host.wait(timeline.clock)
-
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def allocate(self, timeline: Timeline, nbytes: int) -> Block:
