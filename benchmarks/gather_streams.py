@@ -13,15 +13,24 @@ the links within it) and one over four ranks of four nodes (by the network).
 
 import multiprocessing
 import os
+import sys
 import warnings
+from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.harness.racecheck import simulate
+from tests.harness.racecheck.checker import Clock, Operation
 from zerosync_strategy import prepare_cpu
 
 NODES = PER_NODE = 4
@@ -53,7 +62,6 @@ def times(system: str, prefetch: int) -> list[dict[str, float]]:
     import deepspeed
 
     from zerosync_strategy import attach, shard_over
-    from zerosync_strategy.racecheck import simulate
 
     warnings.filterwarnings("ignore", module="(torch|deepspeed)")
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_SIZE": str(PER_NODE)}
@@ -110,8 +118,6 @@ def in_time(
     operations: Any, ends: list[int], gathers: dict[str, list[int]], row: str, node: float, product: float
 ) -> dict[str, float]:
     """The last step in milliseconds, and the sums of its layers and of its gathers by link."""
-    from zerosync_strategy.racecheck import schedule
-
     todo = {group: deque(sizes) for group, sizes in gathers.items()}
 
     def link(operation: Any) -> str | None:
@@ -138,6 +144,50 @@ def in_time(
         kind = link(span.operation) or ("products" if span.operation.name in ("mm", "addmm") else "copies")
         sums[kind] += (span.end - span.start) / 1000
     return sums
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation with its start and its end."""
+
+    operation: Operation
+    start: float
+    end: float
+
+
+def schedule(
+    operations: Iterable[tuple[Operation, Clock]],
+    cost: Callable[[Operation], float],
+    link: Callable[[Operation], str | None],
+) -> list[Span]:
+    """Schedule ``operations``, those of a simulation, each as early as its dependencies allow.
+
+    Args:
+        cost: the duration of an operation.
+        link: what an operation occupies, such as a network interface; ``None``: nothing. Operations of one link run one
+            after the other, in the order of their issue, on whatever timelines.
+    """
+    spans = []
+    ended: dict[int, tuple[list[int], list[float]]] = {}  # by timeline: the times of its operations, and their ends
+    free: dict[str, float] = {}  # by link: the end of its last operation
+    for operation, clock in operations:
+        here, start = operation.timeline.id, 0.0
+        for timeline, time in clock.items():
+            times, ends = ended.get(timeline, ([], []))
+            index = bisect_right(times, time - (timeline == here)) - 1
+            if index >= 0:
+                start = max(start, ends[index])
+        occupied = link(operation)
+        if occupied is not None:
+            start = max(start, free.get(occupied, 0.0))
+        end = start + cost(operation)
+        if occupied is not None:
+            free[occupied] = end
+        times, ends = ended.setdefault(here, ([], []))
+        times.append(operation.time)
+        ends.append(max(end, ends[-1] if ends else 0.0))
+        spans.append(Span(operation, start, end))
+    return spans
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
-from zerosync_strategy.core import race_check
 from zerosync_strategy.core.engine import (
     checkpoint_files,
     compat,
@@ -112,9 +111,6 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),
         (torch_internals.PLAN, lambda _: training.join(Cluster(2))),
-        (torch_internals.RACE_CHECK_ON_CUDA, lambda _: race_check.verify(on_cuda=True)),
-        ((*contract.RACE_CHECK, *contract.RACE_CHECK_STAGE_1_2), zero.renew_streams),
-        (torch_internals.RACE_CHECK, lambda _: race_check._check_for(1)),
         (TRAINER, lambda _: make("accelerate").set_deepspeed_weakref()),
         (transformers.INTERNALS, lambda _: transformers.nothing_is_sharded().__enter__()),
     ],
@@ -123,7 +119,6 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.SEVERAL_ENGINES, lambda engine: gathering.restrict(engine, engine, engine.module)),
         (contract.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
         (contract.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
-        (contract.RACE_CHECK_STAGE_3, zero.renew_streams),
     ],
 }
 

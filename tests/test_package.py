@@ -9,7 +9,6 @@ import pytest
 
 import zerosync_strategy
 from zerosync_strategy import planning
-from zerosync_strategy.core import race_check
 
 SOURCE = Path(zerosync_strategy.__file__).parent
 
@@ -100,15 +99,6 @@ def test_the_core_imports_no_framework_and_deepspeed_only_inside_functions() -> 
                 assert not name.startswith(above), f"{path.name} imports {name}"
 
 
-def test_the_race_checker_imports_nothing_of_the_rest() -> None:
-    """But for the file that keeps the contract of core's option."""
-    checker = "zerosync_strategy.tools.racecheck"
-    for module, imported in import_graph(SOURCE).items():
-        if module.startswith(checker):
-            above = {name for name in imported if not name.startswith(checker)}
-            assert above == ({race_check.__name__} if module == race_check.CHECKER[0] else set()), module
-
-
 def test_no_modules_import_one_another() -> None:
     assert cycles(import_graph(SOURCE)) == []
 
@@ -141,7 +131,7 @@ def test_rooms_of_the_core_import_one_way() -> None:
                     for name in (f"{room}.", "options.config", "options.budgets", *(f"{other}." for other in below))
                 )
                 assert [name for name in imported if not name.startswith(allowed)] == [], module
-    assert graph[f"{core}options.config"] == {f"{core}options.budgets"}
+    assert graph[f"{core}options.config"] == {f"{core}options.budgets", f"{core}options.removed"}
 
 
 def test_the_import_graph_has_every_import(tmp_path: Path) -> None:
@@ -239,11 +229,11 @@ def test_the_command_says_the_version() -> None:
 
 
 TOOLS = "zerosync_strategy.tools"
-DOORS = {f"zerosync_strategy.{name}" for name in ("__main__", "planning", "racecheck")}
+DOORS = {f"zerosync_strategy.{name}" for name in ("__main__", "planning")}
 
 
 def test_tools_use_core_and_nothing_uses_tools() -> None:
-    """Neither by an import, nor by name but for the contract of the race checker. The doors are the user's."""
+    """Neither by an import, nor by name. The doors are the user's."""
     for module, imported in import_graph(SOURCE).items():
         if not module.startswith(TOOLS) and module not in DOORS:
             assert [name for name in imported if name.startswith(TOOLS) or name in DOORS] == [], module
@@ -252,7 +242,7 @@ def test_tools_use_core_and_nothing_uses_tools() -> None:
         if SOURCE / "tools" not in path.parents:
             texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
             named |= {text for text in texts if isinstance(text, str) and text.startswith(TOOLS)}
-    assert named == {race_check.CHECKER[0]}
+    assert named == set()
 
 
 def test_the_command_loads_nothing_heavy() -> None:

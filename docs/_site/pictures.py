@@ -414,11 +414,11 @@ def rooms() -> None:
     picture.line(f"M{left - 14} 486H{left - 6}")
     picture.text(left - 24, 300, "core", "bold", "end")
     right = left + width + 24
-    picture.panel(right, 40, 260, 132)
+    picture.panel(right, 40, 260, 100)
     picture.text(right + 130, 62, "tools", "bold", "middle")
-    for row, name in enumerate(("plan", "doctor", "racecheck")):
+    for row, name in enumerate(("plan", "doctor")):
         picture.box(right + 14, 74 + 32 * row, 232, 27, STEP, name)
-    picture.text(right, 192, "use core; nothing imports them", "soft small")
+    picture.text(right, 160, "use core; nothing imports them", "soft small")
     picture.panel(right, 232, 260, 46)
     picture.box(right + 14, 239, 232, 32, "#d0d7de", "options")
     picture.text(right, 298, "any room may read the options", "soft small")

@@ -355,7 +355,7 @@ def test_refusals() -> None:
 
 
 STILL_THERE = {
-    "report", "findings", "end_racecheck", "abort", "detach", "end", "has_backward", "keeps_gradients",
+    "report", "abort", "detach", "end", "has_backward", "keeps_gradients",
     "clips_next_step",
 }  # fmt: skip
 ARGUMENTS: dict[str, tuple[Any, ...]] = {

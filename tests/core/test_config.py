@@ -144,5 +144,5 @@ def test_a_budget_of_gradients_has_other_places(given: Any) -> None:
 
 @pytest.mark.parametrize(("given", "error"), [(True, TypeError), ("2", TypeError), (1.0, TypeError), (-1, ValueError)])
 def test_wrong_numbers_of_steps(given: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"'racecheck' takes .* steps, got {given!r}"):
-        ZeroSyncConfig(racecheck=given)  # type: ignore[arg-type]
+    with pytest.raises(error, match=f"'report_every' takes .* steps, got {given!r}"):
+        ZeroSyncConfig(report_every=given)  # type: ignore[arg-type]

@@ -132,7 +132,6 @@ def test_refusals_leave_the_engine_as_it_was() -> None:
         for options, what in (
             ({"param_memory_budget": "all"}, "param_memory_budget"),
             ({"eager_frames": False}, "eager_frames"),
-            ({"racecheck": 2}, "racecheck"),
         ):
             zerosync = attach(engine, **options)
             with pytest.raises(ValueError, match=f"DeepCompile cannot be combined with '{what}'"):

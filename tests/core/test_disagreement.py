@@ -18,6 +18,7 @@ from tests.harness.copying import adamw, loss_of, make_engine, network
 from tests.harness.engines import expect_timeout, rank, start
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
@@ -25,7 +26,6 @@ from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.core.params import gather_groups
-from zerosync_strategy.racecheck import simulate
 
 TIMEOUT = timedelta(seconds=3)
 SHARDED = dict.fromkeys(

@@ -10,13 +10,13 @@ from tests.harness.copying import loss_of, network
 from tests.harness.engines import make_engine, rank
 from tests.harness.masters import Masters
 from tests.harness.oracle import NORM, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.core.params import gather_groups
-from zerosync_strategy.racecheck import simulate
 
 LARGEST = torch.finfo(torch.float16).max
 SCALE_POWER = 13

@@ -13,10 +13,10 @@ from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
 from tests.harness.masters import Masters
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
-from zerosync_strategy.racecheck import simulate
 
 WIDTH = 16
 NODES = {"LOCAL_WORLD_SIZE": "2"}

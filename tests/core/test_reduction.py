@@ -9,13 +9,13 @@ from torch import nn
 from tests.harness import engines
 from tests.harness.engines import attached_of, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import buckets, reducer
-from zerosync_strategy.racecheck import simulate
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
 LAYER = WIDTH * WIDTH * 4  # bytes

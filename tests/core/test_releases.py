@@ -15,12 +15,11 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
         contract.CONFIGURATION, contract.ALL_STAGES, contract.ACCUMULATION, contract.STAGE_1_2,
-        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.UNIVERSAL, contract.DEEPCOMPILE, contract.RACE_CHECK,
-        contract.RACE_CHECK_STAGE_1_2,
+        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.UNIVERSAL, contract.DEEPCOMPILE,
     ),
     3: (
         contract.STAGE_3, contract.STAGE_3_OFFLOAD, contract.UNSHARD_ON_READ, contract.SEVERAL_ENGINES,
-        contract.NESTED_ZERO_INIT, contract.RACE_CHECK_STAGE_3,
+        contract.NESTED_ZERO_INIT,
     ),
 }  # fmt: skip
 

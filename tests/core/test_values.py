@@ -15,10 +15,10 @@ from torch.nn.utils import prune
 
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.params.values import WATCHED_STEPS
-from zerosync_strategy.racecheck import simulate
 
 SHARDED = {"stage3_param_persistence_threshold": 0}
 HOST = {"device": 0, "host": "1MiB"}

@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 
 from tests.harness import engines
+from tests.harness.racecheck import simulate
+from tests.harness.racecheck.cuda import Follower
+from tests.harness.racecheck.recorder import Recorder, running
 from tests.harness.ranks import run_ranks
 from tests.harness.strict import strict
 
@@ -38,11 +41,14 @@ def _with_group(job: Callable[..., Any], args: tuple[Any, ...], shared: bool) ->
         return job(*args)
 
 
+def followed() -> AbstractContextManager[Recorder]:
+    """The race checker, which follows CUDA's streams, or simulated ones. Build the engine inside."""
+    return Follower().recording() if GPUS else simulate()
+
+
 @contextmanager
 def waits() -> Iterator[list[str]]:
     """A list that is filled with the lines at which the host has waited for the device, as ``"path:line"`` on CUDA."""
-    from zerosync_strategy.tools.racecheck.recorder import running
-
     found: list[str] = []
     if GPUS:
         import warnings

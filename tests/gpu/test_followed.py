@@ -1,11 +1,10 @@
-"""The option `racecheck`: on a GPU it follows CUDA's own streams and events, on the CPU simulated ones."""
+"""The race checker on a GPU, where it follows CUDA's own streams and events; on the CPU simulated ones."""
 
-import warnings
 from typing import Any
 
 import pytest
 
-from tests.gpu.device import run
+from tests.gpu.device import followed, run
 from tests.gpu.producers import backward, make
 from tests.harness.ranks import ON_CPU
 from zerosync_strategy.core.comm.streams import Streams
@@ -20,16 +19,15 @@ def test_a_checked_run(stage: int, rule: str | None, record_property: Any) -> No
     """Two producers of gradients: nothing is found, and with a rule off its race is."""
 
     def job() -> list[str]:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with pytest.MonkeyPatch.context() as patch, followed() as recorder:
             if rule is not None:
                 patch.setattr(Streams, rule, lambda self, *args: None)
-            engine = make(2, stage=stage, ours={"racecheck": 2}, stage3_param_persistence_threshold=0)
+            engine = make(2, stage=stage, ours={}, stage3_param_persistence_threshold=0)
             for k in range(4):
                 backward(engine, k)
                 if k % 2:
                     engine.step()
-            return [str(finding) for finding in engine.handle.findings]
+            return [str(finding) for finding in recorder.findings]
 
     for found in run(job, shared=True, env=ON_CPU):
         record_property("findings", found)

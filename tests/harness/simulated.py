@@ -13,9 +13,9 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.harness.racecheck import Simulation, simulate
+from tests.harness.racecheck.recorder import running
 from tests.harness.strict import strict
-from zerosync_strategy.racecheck import Simulation, simulate
-from zerosync_strategy.tools.racecheck.recorder import running
 
 
 class RacesFound(AssertionError):

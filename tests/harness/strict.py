@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerosync_strategy.tools.racecheck import recorder
+from tests.harness.racecheck import recorder
 
 TIMEOUT = 100.0  # seconds that a wait takes before it says who is missing
 _POLL = 0.0005

@@ -46,12 +46,12 @@ def test_options_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
     given = {"zero_optimization": {"stage": 1}, "zerosync": {"coalesce": False}}
     (tmp_path / "ds.json").write_text(json.dumps(given))
     from_file = strategy_of(CLASS, f"--trainer.strategy.config={tmp_path / 'ds.json'}")
-    yaml = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": given, "racecheck": 2}}
+    yaml = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": given, "report_every": 2}}
     (tmp_path / "run.yaml").write_text(json.dumps({"trainer": {"strategy": yaml}}))
     from_yaml = strategy_of("--config", str(tmp_path / "run.yaml"))
     assert from_file.stage == from_yaml.stage == 1
     assert from_file.zerosync_config == ZeroSyncConfig(coalesce=False)
-    assert from_yaml.zerosync_config == ZeroSyncConfig(coalesce=False, racecheck=2)
+    assert from_yaml.zerosync_config == ZeroSyncConfig(coalesce=False, report_every=2)
 
 
 def test_the_signature_names_every_option() -> None:

@@ -9,8 +9,8 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 from tests.harness.engines import make_engine, start
+from tests.harness.racecheck import Finding, Stream, simulate
 from zerosync_strategy import attach
-from zerosync_strategy.racecheck import Finding, Stream, simulate
 
 WIDTH = 32
 

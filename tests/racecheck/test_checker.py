@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zerosync_strategy.tools.racecheck.checker import Access, Block, Checker, Clock, Kind, Operation, Timeline
+from tests.harness.racecheck.checker import Access, Block, Checker, Clock, Kind, Operation, Timeline
 
 SIZE = 8
 
@@ -142,11 +142,11 @@ class Program:
 
     def synchronize(self) -> None:
         timeline = self.random.randrange(1, len(self.timelines))
-        self.checker.synchronize(self.timelines[timeline])
+        self.checker.host.wait(self.timelines[timeline].clock)
         self.node(0, self.last[timeline])
 
     def found(self, kind: Kind) -> set[tuple[Operation, Operation]]:
-        findings = [finding for finding, _ in self.checker.findings.values() if finding.kind is kind]
+        findings = [finding for finding in self.checker.findings.values() if finding.kind is kind]
         return {(finding.first.operation, finding.second.operation) for finding in findings}
 
 

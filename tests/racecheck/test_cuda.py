@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.cuda import _gpu_trace as trace
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from tests.harness.racecheck import Finding, Kind, recorder
+from tests.harness.racecheck.cuda import Follower
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.racecheck import Finding, Kind
-from zerosync_strategy.tools.racecheck import recorder
-from zerosync_strategy.tools.racecheck.cuda import Follower
 
 pytestmark = pytest.mark.off_device("it has the one checker of the process")
 

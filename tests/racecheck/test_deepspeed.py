@@ -9,12 +9,12 @@ from deepspeed.accelerator import get_accelerator
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.racecheck import Kind, simulate
 from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.racecheck import Kind, simulate
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

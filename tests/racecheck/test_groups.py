@@ -7,11 +7,11 @@ import pytest
 
 from tests.harness.engines import attached_of
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, adamw, data, make_engine
+from tests.harness.racecheck import Simulation, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params import scheduler
-from zerosync_strategy.racecheck import Simulation, simulate
 
 
 def train(simulation: Simulation, sharing: str | None, steps: int = 3, kind: type[Model] = Model, **zero: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.budgets.gauges import DeviceGauge, gauge_of
@@ -18,7 +19,6 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params import edits
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.host_cache import pinned_blocks
-from zerosync_strategy.racecheck import simulate
 
 WIDTH, STEPS = 16, 5
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}

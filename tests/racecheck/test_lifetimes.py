@@ -11,9 +11,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.harness.engines import make_engine
+from tests.harness.racecheck import Stream, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.racecheck import Stream, simulate
 
 WIDTH = 16
 

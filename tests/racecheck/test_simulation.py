@@ -1,15 +1,16 @@
 """What the simulation takes for granted: known races of every kind are found, and known-good programs are silent."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.harness.racecheck import Kind, Simulation, Stream, simulate
 from tests.harness.ranks import run_ranks
-from zerosync_strategy.racecheck import Kind, Simulation, Stream, simulate, write_trace
 
 
 def write_then_read(simulation: Simulation, ordered: str) -> None:
@@ -137,18 +138,6 @@ def test_backward_runs_on_the_streams_of_its_forward(joined: bool) -> None:
     assert {finding.kind for finding in simulation.findings} == (set() if joined else {Kind.RACE})
 
 
-def test_the_trace_has_a_track_per_stream_and_an_arrow_per_wait(tmp_path: Path) -> None:
-    with simulate() as simulation:
-        write_then_read(simulation, "event")
-    write_trace(simulation, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert set(tracks.values()) == {"default stream", "side"}
-    arrows = [(tracks[a["tid"]], tracks[b["tid"]]) for a in events for b in events
-              if a["ph"] == "s" and b["ph"] == "f" and a["id"] == b["id"]]  # fmt: skip
-    assert arrows == [("default stream", "side"), ("side", "default stream")]
-
-
 @pytest.mark.parametrize("reads", ["what the inner made", "what the outer made"])
 def test_a_backward_inside_another_joins_its_own_leaves_with_the_node_that_called_it(reads: str) -> None:
     with simulate() as simulation:
@@ -264,3 +253,27 @@ def test_a_graph_may_outlive_a_simulation() -> None:
         weight.grad.mul(1)
     weight.mul(2).sum().backward()
     assert seen == ["side", "default stream"] and simulation.findings == []
+
+
+def traces() -> list[Any]:
+    """What a simulation replaces, and torch's modes."""
+    return [
+        *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack(), get_accelerator(),
+        torch.Tensor.record_stream, vars(torch.autograd.Function)["apply"], torch.autograd._engine_run_backward,
+        dist.get_backend, dist.all_reduce, dist.distributed_c10d.all_reduce, dist.isend, dist.all_gather_into_tensor,
+    ]  # fmt: skip
+
+
+def test_a_simulation_leaves_no_trace() -> None:
+    """Modes that were there before it may go before it ends, and others may stay."""
+    before = traces()
+    with torch.device("cpu"):
+        simulation = simulate()
+        simulation.__enter__()
+    assert traces() != before
+    with pytest.raises(RuntimeError, match="runs already in this process"), simulate():
+        pass
+    with torch.device("cpu"):
+        simulation.__exit__(None, None, None)
+        assert traces()[1:] == before
+    assert traces() == before

@@ -13,9 +13,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 
 from tests.harness.copying import adamw, network
 from tests.harness.engines import make_engine, rank
+from tests.harness.racecheck import Stream, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.racecheck import Stream, simulate
 
 
 def in_full(engine: Any) -> None:

@@ -18,7 +18,7 @@ from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.accelerate.stepping import AUTO, STEP_ON
 from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, refuse_removed, suggest
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
 
@@ -74,6 +74,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         ours = AccelerateConfig.option_names()
         for name in options:
             if name not in ours | _STOCK_FIELDS:
+                refuse_removed([name])
                 known = ours | _STOCK_FIELDS | {"stage"}
                 raise TypeError(f"ZeroSyncPlugin got an unknown option {name!r}.{suggest(name, known)}")
         self._stage = stage

@@ -275,7 +275,6 @@ class _AcceleratorOverrides:
             place.check_end(self.gradient_state.num_steps)
         for zerosync in self._zerosyncs:
             zerosync.abort("training ended before the step that would have used them")
-            zerosync.end_racecheck("training ended")
             zerosync.end()  # Accelerate destroys the process group
         self._zerosyncs.clear()
         plugin = self.deepspeed_plugin

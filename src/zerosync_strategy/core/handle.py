@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from zerosync_strategy.core.attached.overrides import attach_engine
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
 from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options.removed import removal
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.report import StepReport
 
@@ -55,6 +56,12 @@ class ZeroSync:
         self.losses_divided_by: Callable[[], float] = _one
         engine._zerosync = engine.optimizer._zerosync = self
 
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name):
+            problem = removal("ZeroSync handle attribute", name)
+            raise AttributeError(problem or f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def _is_attached(self) -> bool:
         return getattr(self.engine, "_zerosync", None) is self  # else detached, destroyed, or another's by now
@@ -76,17 +83,6 @@ class ZeroSync:
     def report(self) -> StepReport | None:
         """What the last optimizer step cost, or ``None`` before the first."""
         return self._attached.meter.report
-
-    @property
-    def findings(self) -> list[Any] | None:
-        """What ``racecheck`` has found until now on this rank, each a ``zerosync_strategy.racecheck.Finding``; ``None``
-        where this engine is not checked.
-        """
-        return self._attached.race_check.findings
-
-    def end_racecheck(self, reason: str = "end_racecheck() was called") -> None:
-        """Check no further step, and report. Does nothing where the check has ended, or there is none."""
-        self._attached.race_check.leave(reason)
 
     @property
     def has_backward(self) -> bool:

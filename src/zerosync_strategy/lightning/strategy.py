@@ -395,4 +395,3 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     def _abort(self, reason: str) -> None:
         for zerosync in self.zerosyncs:
             zerosync.abort(reason)
-            zerosync.end_racecheck(reason)

@@ -1,4 +1,4 @@
-"""The tools beside training: ``zerosync plan``, ``zerosync doctor`` and the race checker.
+"""The tools beside training: ``zerosync plan`` and ``zerosync doctor``.
 
 They use ``core``. Neither ``core`` nor a framework's layer imports them.
 """

@@ -39,7 +39,6 @@ from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.race_check import CheckedEngine
 from zerosync_strategy.core.report import size_text
 
 
@@ -59,7 +58,6 @@ class AttachedEngine(ABC):
         scheduler: of the gathers of ZeRO-3.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
-        race_check: the engine's part in the check of this process.
         gradient_ready: the window's own, so that a gradient costs no call more.
 
     Raises:
@@ -98,7 +96,6 @@ class AttachedEngine(ABC):
             self.reducer.params, self.names, self.window.gradient_ready, zero.needs_every_gradient(engine)
         )
         self.gradient_ready = self._required.gradient_ready
-        self.race_check = CheckedEngine(config.racecheck, self._device_changed)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
@@ -142,7 +139,6 @@ class AttachedEngine(ABC):
             target._zerosync_attached = self
             interpose(target, layer)
         self.fragments_linked()
-        self.race_check.join()
         AttachedEngine.all.add(self)
         self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
 
@@ -174,7 +170,6 @@ class AttachedEngine(ABC):
 
     def _detach(self) -> None:
         AttachedEngine.all.discard(self)
-        self.race_check.detach()
         self.pending.restore_clip_norm()
         self._stop_counting()
         self._detach_parameters()
@@ -242,12 +237,6 @@ class AttachedEngine(ABC):
     def shards_over_groups(self) -> bool:
         """Whether some parameters are sharded over fewer ranks than all."""
         return False
-
-    def _device_changed(self) -> None:
-        """The device has gained streams or lost them."""
-        zero.renew_streams(self.engine)
-        self.wait_for_parameters()
-        self.reducer.streams.renew()
 
     # ---- forward and backward ------------------------------------------------------------------------------------
 
@@ -345,9 +334,6 @@ class AttachedEngine(ABC):
             try:
                 with phase("step"), self._updating(), self.frozen.stepping():
                     yield
-            except BaseException as error:
-                self.race_check.leave(f"step() raised {type(error).__name__}")
-                raise
             finally:
                 self.pending.restore_clip_norm()
                 self.parameters_written(by_step=True)
@@ -357,7 +343,6 @@ class AttachedEngine(ABC):
                 self.reports.note(report.step, report.line)
             if self.budgets is not None:
                 self.budgets.step_ended()
-            self.race_check.stepped()
 
     def _before_reduction(self) -> None:
         """A step has begun; the gradients are about to be reduced."""
@@ -439,7 +424,7 @@ class AttachedEngine(ABC):
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
             )
-        CompiledGradientHook.verify(self.config, self.shards_over_groups, self.race_check.is_checked)
+        CompiledGradientHook.verify(self.config, self.shards_over_groups)
         params = {compilation.deepcompile_id(self.engine.optimizer, param): param for param in self.reducer.params}
         self._compiled = CompiledGradientHook(params, self.window.add_gradient, self.window.gradient_ready)
         return self._compiled.compiling()

@@ -84,10 +84,6 @@ class Stage12Engine(AttachedEngine):
         own = map(self.states.slices, self.reducer.layouts)
         return weights_of_stage_1_2(self.engine.optimizer, zip(self.reducer.groups, own, strict=True))
 
-    def _device_changed(self) -> None:
-        super()._device_changed()
-        self.arriving.renew_stream()
-
     @contextmanager
     def forward(self) -> Iterator[None]:
         if self.arriving.is_waiting and compilation.is_compiled(self.engine.module):

@@ -150,10 +150,6 @@ class Stage3Engine(AttachedEngine):
     def shards_over_groups(self) -> bool:
         return self.reducer.over_groups
 
-    def _device_changed(self) -> None:
-        super()._device_changed()
-        self.scheduler.renew_streams()
-
     @contextmanager
     def forward(self) -> Iterator[None]:
         self.window.forward_begins()

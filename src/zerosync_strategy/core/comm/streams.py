@@ -46,10 +46,6 @@ class Streams:
     """The streams of one engine. Made on the device that the engine runs on."""
 
     def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Make the streams anew: the device has gained some, or lost them. No reduction may be in progress."""
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()

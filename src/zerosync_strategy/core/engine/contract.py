@@ -306,13 +306,6 @@ DEEPCOMPILE = (
     *rows("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
     *rows("DeepCompile", "deepspeed.compile.backend", "remaining_schedule"),
 )
-RACE_CHECK = rows("race check", "engine", "zero_overlap_comm()")
-RACE_CHECK_STAGE_1_2 = rows("race check", "optimizer", "reduction_stream")
-RACE_CHECK_STAGE_3 = (
-    *rows("race check", "optimizer", "reduce_and_partition_stream"),
-    *rows("race check", "offload", OFFLOAD_GATHER_STREAM),
-    *rows("race check", "coordinator", GATHER_STREAM),
-)
 # Marks of configurations that ZeroSync refuses; an engine that lacks one is not so configured.
 REFUSED = (
     *rows("window", "engine", "zenflow zero_quantized_gradients()", named_in=_ENGINE),
@@ -321,8 +314,7 @@ REFUSED = (
 )
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
-    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, RACE_CHECK, RACE_CHECK_STAGE_1_2,
-    RACE_CHECK_STAGE_3, REFUSED,
+    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, REFUSED,
 )  # fmt: skip
 
 # ---- releases --------------------------------------------------------------------------------------------------------

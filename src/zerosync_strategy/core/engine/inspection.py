@@ -39,13 +39,12 @@ def verdicts(engine: Any) -> dict[str, Verdict]:
         By feature, the first problem.
     """
     of_stage = (
-        (*contract.UNSHARD_ON_READ, *contract.SEVERAL_ENGINES, *contract.NESTED_ZERO_INIT, *contract.EVALUATION,
-         *contract.RACE_CHECK_STAGE_3)
+        (*contract.UNSHARD_ON_READ, *contract.SEVERAL_ENGINES, *contract.NESTED_ZERO_INIT, *contract.EVALUATION)
         if engine.zero_optimization_stage() == 3
-        else contract.RACE_CHECK_STAGE_1_2
-    )  # fmt: skip
+        else ()
+    )
     of_all = (*contract.CONFIGURATION, *contract.ACCUMULATION, *contract.ANY_MODEL, *contract.UNIVERSAL)
-    table = (*of_all, *internals_of(engine), *of_stage, *contract.DEEPCOMPILE, *contract.RACE_CHECK)
+    table = (*of_all, *internals_of(engine), *of_stage, *contract.DEEPCOMPILE)
     found: dict[str, Verdict] = {}
     for internal in table:
         if internal.feature not in found or not found[internal.feature].problem:

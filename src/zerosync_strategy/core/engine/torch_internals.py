@@ -44,17 +44,6 @@ COMPILATION = (
     *rows("compiled models", _DYNAMO, "_torchdynamo_orig_callable", named_in=_DYNAMO),
     *rows("compiled models", "torch._dynamo.config", "+nontraceable_tensor_subclasses", optional=True),
 )
-RACE_CHECK = (
-    *rows("race check", _DISPATCH, "+TorchDispatchMode _get_current_dispatch_mode_stack() _push_mode _pop_mode"),
-    *rows("race check", "torch.overrides", "_get_current_function_mode_stack()"),
-    *rows("race check", "torch._C", "_current_autograd_node"),
-    *rows("race check", "torch._subclasses.fake_tensor", "+FakeTensor"),
-    *rows("race check", "torch.autograd", "_engine_run_backward"),
-)
-RACE_CHECK_ON_CUDA = (
-    *rows("race check", "torch._C", "_activate_gpu_trace"),
-    *rows("race check", "torch.cuda._gpu_trace", "+EventRecordCallbacks"),
-)
 PLAN = (
     *rows("plan", "torch.testing._internal.distributed.fake_pg", "+FakeStore"),
     *rows("plan", _BINDINGS, "+FakeWork"),
@@ -62,4 +51,4 @@ PLAN = (
     *rows("plan", "torch.utils._pytree", "+tree_map_only"),
     *rows("plan", "torch._ops.OpOverload", "_schema", named_in="torch._ops"),
 )
-EVERY_TABLE = (TRAINING, COMPILATION, RACE_CHECK, RACE_CHECK_ON_CUDA, PLAN)
+EVERY_TABLE = (TRAINING, COMPILATION, PLAN)

@@ -254,30 +254,6 @@ def swap_clip_norm(optimizer: Any, norm: float) -> float:
     return before
 
 
-def renew_streams(engine: Any) -> None:
-    """Give the ZeRO optimizer of ``engine`` the streams that it would have if it were built now.
-
-    Raises:
-        ContractError: DeepSpeed keeps them elsewhere.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, optimizer = get_accelerator(), engine.optimizer
-    contract.require(contract.RACE_CHECK, engine)
-    stream = None
-    if not accelerator.is_synchronized_device():
-        stream = accelerator.Stream() if engine.zero_overlap_comm() else accelerator.default_stream()
-    if stage(engine) != 3:
-        contract.require(contract.RACE_CHECK_STAGE_1_2, engine)
-        optimizer.reduction_stream = stream
-        return
-    contract.require(contract.RACE_CHECK_STAGE_3, engine)
-    offload = optimizer.parameter_offload
-    optimizer.reduce_and_partition_stream = stream
-    setattr(offload, contract.OFFLOAD_GATHER_STREAM, stream)
-    setattr(offload.get_param_coordinator(), contract.GATHER_STREAM, stream)
-
-
 def listed(names: Sequence[str], shown: int = 5) -> str:
     """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -46,12 +46,11 @@ class CompiledGradientHook:
         _engines[self._number] = self
 
     @staticmethod
-    def verify(config: ZeroSyncConfig, over_groups: bool, checked: bool) -> None:
+    def verify(config: ZeroSyncConfig, over_groups: bool) -> None:
         """Check that DeepCompile can compile an engine with these options.
 
         Args:
             over_groups: parameters are sharded over groups of ranks.
-            checked: by the race checker.
 
         Raises:
             ValueError: it cannot.
@@ -59,7 +58,6 @@ class CompiledGradientHook:
         for found, what in (
             (config.parameters.keeps_any, "'param_memory_budget': it chooses by itself what stays gathered"),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
-            (checked, "'racecheck', which does not see its collectives"),
             (over_groups, "shard_over(): it gathers every parameter over all ranks"),
         ):
             if found:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 from zerosync_strategy.core.options.budgets import AUTO
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, refuse_removed, suggest
 
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 _MADE_BY_PROGRAMS = ("optimizer", "scheduler")
@@ -44,12 +44,14 @@ class StrategyArguments:
 
         Raises:
             TypeError: an option is unknown.
+            ValueError: an option was removed.
             error: the stage is none of ZeRO's, or an option would be overridden by ``config``.
         """
         options = {name: value for name, value in options.items() if value is not None or name in self._beside_config}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
         for name in options:
             if name not in self._parameters or name == "self":
+                refuse_removed([name])
                 known = self._parameters.keys() - {"self"} | ZeroSyncConfig.option_names() | {"stage", "config"}
                 raise TypeError(f"{self._owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
         if config is not None and (ignored := options.keys() - self._beside_config):

@@ -6,10 +6,11 @@ import dataclasses
 import difflib
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
+from zerosync_strategy.core.options.removed import removal
 
 StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """What the step of a parameter of this shape costs, whose group in the optimizer has these options."""
@@ -19,6 +20,27 @@ WHOLE = "whole"
 """The value of ``elementwise_optimizer`` for an optimizer that needs whole parameters."""
 
 
+def refuse_removed(names: Iterable[object]) -> None:
+    """Raise a ``ValueError`` with the remedy where one of ``names`` is an option that was removed."""
+    for name in names:
+        if problem := removal("ZeroSync option", name):
+            raise ValueError(problem)
+
+
+def _refusing_removed(cls: Any) -> Any:
+    """Let the constructor of ``cls`` refuse removed options with the remedy."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        refuse_removed(options)
+        construct(self, *args, **options)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_refusing_removed
 @dataclasses.dataclass(frozen=True)
 class ZeroSyncConfig:
     """Options of ZeroSync.
@@ -49,7 +71,6 @@ class ZeroSyncConfig:
             of one waits for it alone (rule U5).
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
-        racecheck: check the streams of that many first optimizer steps in place, and report on each rank. ``0``: none.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
@@ -80,7 +101,6 @@ class ZeroSyncConfig:
     overlap_last: bool = True
     overlap_gather: bool = False
     unshard_streams: str = "per_group"
-    racecheck: int = 0
     eager_frames: bool = True
     checkpoint_checksums: bool = True
     node_size: int | str = AUTO
@@ -116,11 +136,10 @@ class ZeroSyncConfig:
                 f"ZeroSync option 'grad_memory_budget' got {self.grad_memory_budget!r} with coalesce=False, where no"
                 " gradient stays unreduced. Leave one of them out."
             )
-        for name in ("racecheck", "report_every"):
-            if isinstance(steps := getattr(self, name), bool) or not isinstance(steps, int):
-                raise TypeError(f"ZeroSync option {name!r} takes a number of optimizer steps, got {steps!r}.")
-            if steps < 0:
-                raise ValueError(f"ZeroSync option {name!r} takes 0 or more steps, got {steps!r}.")
+        if isinstance(steps := self.report_every, bool) or not isinstance(steps, int):
+            raise TypeError(f"ZeroSync option 'report_every' takes a number of optimizer steps, got {steps!r}.")
+        if steps < 0:
+            raise ValueError(f"ZeroSync option 'report_every' takes 0 or more steps, got {steps!r}.")
         if not isinstance(self.report_file, (str, type(None))):
             raise TypeError(f"ZeroSync option 'report_file' takes the path of a file, got {self.report_file!r}.")
         if self.report_file is not None and not self.report_every:
@@ -184,6 +203,7 @@ class ZeroSyncConfig:
         for source, options in ((f"the {BLOCK!r} block", block), ("the keyword arguments", keywords)):
             for name in options:
                 if name not in cls.option_names():
+                    refuse_removed([name])
                     raise ValueError(
                         f"Unknown ZeroSync option {name!r} in {source}.{suggest(name, cls.option_names())}"
                     )

@@ -47,10 +47,6 @@ class ArrivingParameters:
         (stream,) = self._streams.make_gather_streams(1, None) or [None]
         return stream
 
-    def renew_stream(self) -> None:
-        """The device has gained streams or lost them. No parameter may be on its way."""
-        vars(self).pop("_stream", None)
-
     def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, InFlight]]) -> None:
         """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""
         stripes = list(gathers)

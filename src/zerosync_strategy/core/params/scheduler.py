@@ -74,12 +74,15 @@ class GatherScheduler:
         self._device = engine.device
         self.groups = gather_groups(engine, topology, streams)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
-        self._stream_count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
+        count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
+        self._gather_streams = streams.make_gather_streams(count, gathering.gather_stream(self.coordinator))
+        for group in self.groups.values() if self._gather_streams else ():
+            group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
         ]
-        self.renew_streams()
+        self.shards_written()  # by whoever made them
         self.order = ModuleOrder(gathering.parameters_of)
         self.in_backward: list[Callable[[int], None]] = []
         self.begun: list[BegunCollectives] = []
@@ -92,17 +95,6 @@ class GatherScheduler:
         """From here on, DeepSpeed gathers as it always did."""
         for record in self.records:
             del record.param._zerosync_record
-
-    def renew_streams(self) -> None:
-        """The device has gained streams or lost them: make the gather streams anew."""
-        stock = gathering.gather_stream(self.coordinator)
-        self._gather_streams = self.streams.make_gather_streams(self._stream_count, stock)
-        count = len(self._gather_streams)
-        for group in self.groups.values():
-            group.stream = self._gather_streams[group.place % count] if count else None
-        for record in self.records:
-            record.gather = None
-        self.shards_written()  # by whoever made them
 
     # ---- the window ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from zerosync_strategy.tools.racecheck import device
+from tests.harness.racecheck import device
 
 
 class _Name(str):

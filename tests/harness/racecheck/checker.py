@@ -150,12 +150,12 @@ class Checker:
 
     Attributes:
         host: the timeline of the host.
-        findings: the first finding of each ``Finding.key``, and the number of findings with that key.
+        findings: the first of each ``Finding.key``.
     """
 
     def __init__(self) -> None:
         self.host = Timeline("host")
-        self.findings: dict[tuple[object, ...], tuple[Finding, int]] = {}
+        self.findings: dict[tuple[object, ...], Finding] = {}
         self._freed: dict[int, list[Access]] = {}  # by timeline: uses of its freed memory that may be incomplete
         self._own: dict[int, Access] = {}  # by timeline: its own last use of these, complete for itself alone
 
@@ -164,10 +164,6 @@ class Checker:
     def issue(self, timeline: Timeline, name: str, site: str = "") -> Operation:
         """Issue an operation to ``timeline``."""
         return Operation(name, timeline, timeline.issue(self.host), site)
-
-    def synchronize(self, timeline: Timeline) -> None:
-        """Make the host wait for all operations issued to ``timeline``."""
-        self.host.wait(timeline.clock)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -216,8 +212,7 @@ class Checker:
 
     def _found(self, kind: Kind, first: Access, second: Access) -> None:
         finding = Finding(kind, first, second)
-        known, times = self.findings.get(finding.key, (finding, 0))
-        self.findings[finding.key] = (known, times + 1)
+        self.findings.setdefault(finding.key, finding)
 
 
 def _incomplete(uses: list[Access], timelines: tuple[Timeline, ...]) -> list[Access]:

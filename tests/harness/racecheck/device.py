@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
-from zerosync_strategy.tools.racecheck.recorder import Recorder, running
+from tests.harness.racecheck.checker import Clock, Timeline
+from tests.harness.racecheck.recorder import Recorder, running
 
 
 def running_device() -> Device | None:

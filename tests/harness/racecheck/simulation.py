@@ -24,17 +24,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerosync_strategy.tools.racecheck.autograd import SimulatedNodes
-from zerosync_strategy.tools.racecheck.checker import Clock
-from zerosync_strategy.tools.racecheck.device import Device, Stream, running_device
+from tests.harness.racecheck.autograd import SimulatedNodes
+from tests.harness.racecheck.checker import Clock
+from tests.harness.racecheck.device import Device, Stream, running_device
 
 # The functions of torch.distributed that start a collective or a point-to-point operation.
 _COLLECTIVES = (
@@ -63,7 +63,7 @@ class Simulation(Device):
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.comm import comm
 
-        from zerosync_strategy.tools.racecheck.accelerator import SimulatedAccelerator
+        from tests.harness.racecheck.accelerator import SimulatedAccelerator
 
         self._undo.append(functools.partial(set_accelerator, get_accelerator()))
         set_accelerator(SimulatedAccelerator(self))
@@ -147,19 +147,13 @@ class _Work:
         return getattr(self._work, name)
 
 
-@contextmanager
-def simulate(backend: str | None = "nccl") -> Iterator[Simulation]:
+def simulate(backend: str | None = "nccl") -> AbstractContextManager[Simulation]:
     """Check everything that runs inside, in this thread. Build the DeepSpeed engine inside as well.
 
     Args:
         backend: as :class:`Simulation` takes it.
 
-    Yields:
-        The simulation. ``simulation.findings`` is empty if all accesses were ordered.
+    Returns:
+        A context of the simulation. ``simulation.findings`` is empty if all accesses were ordered.
     """
-    simulation = Simulation(backend)
-    simulation.start()
-    try:
-        yield simulation
-    finally:
-        simulation.stop()
+    return Simulation(backend).recording()

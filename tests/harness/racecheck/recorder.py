@@ -23,8 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
-from zerosync_strategy.tools.racecheck.checker import Block, Checker, Clock, Finding, Operation, Timeline
+from tests.harness.racecheck.checker import Block, Checker, Clock, Finding, Operation, Timeline
 
 # Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
 _ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
@@ -34,7 +35,7 @@ _TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinn
 # The paths of frames that a site leaves out: torch, and layers of communication and tracing.
 _LAYERS = re.compile(
     r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py"
-    r"|/zerosync_strategy/tools/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
+    r"|/harness/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
 )
 
 
@@ -67,7 +68,7 @@ class Recorder(ABC):
     @property
     def findings(self) -> list[Finding]:
         """Each pair of accesses that nothing orders, once."""
-        return [finding for finding, _ in self.checker.findings.values()]
+        return list(self.checker.findings.values())
 
     def start(self) -> None:
         """Record from here on what this thread runs.
@@ -95,6 +96,15 @@ class Recorder(ABC):
             self._undo.pop()()
         self._blocks.clear()
         _running = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Self]:
+        """Around what is to be recorded."""
+        self.start()
+        try:
+            yield self
+        finally:
+            self.stop()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute until the stop."""

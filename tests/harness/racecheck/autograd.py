@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
-from zerosync_strategy.tools.racecheck.device import Device, Stream
-from zerosync_strategy.tools.racecheck.recorder import Recorder, running
+from tests.harness.racecheck.checker import Clock, Timeline
+from tests.harness.racecheck.device import Device, Stream
+from tests.harness.racecheck.recorder import Recorder, running
 
 _autograd: Any = torch.autograd  # mypy: torch.autograd does not export _engine_run_backward
 _numbers = itertools.count()

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch.cuda import _gpu_trace
 
-from zerosync_strategy.tools.racecheck.autograd import Nodes
-from zerosync_strategy.tools.racecheck.checker import Clock, Timeline
-from zerosync_strategy.tools.racecheck.recorder import Recorder
+from tests.harness.racecheck.autograd import Nodes
+from tests.harness.racecheck.checker import Clock, Timeline
+from tests.harness.racecheck.recorder import Recorder
 
 
 class Follower(Recorder):
