@@ -10,9 +10,9 @@ REMOVED: dict[object, str] = {  # options, what the handle had, and what the pac
     "WeightSnapshot": "Take full_weights(), which yields them in full.",
     "end_racecheck": "Leave the call out: no training is checked in place.",
     "findings": "Leave it out: no training is checked in place.",
-    "full_optimizer_state": "Take save_checkpoint(), which any number of ranks loads, or safe_get_full_optimizer_state().",
+    "full_optimizer_state": "Take save_checkpoint(), or safe_get_full_optimizer_state() for each state.",
     "gather_changes": "Leave it out: parameters are gathered in full.",
-    "load_full_optimizer_state": "Take load_checkpoint(), or safe_set_full_optimizer_state().",
+    "load_full_optimizer_state": "Take load_checkpoint(), or safe_set_full_optimizer_state() for each state.",
     "racecheck": "Leave it out. To check streams, run the program as a test in a checkout, by pytest --simulated.",
     "trace_gathers": "Leave it out: hooks end a compiled graph at each module.",
 }
