@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.extended import extended_of, in_share
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -18,6 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated", action="store_true", help="run the ranks on the simulated device, by NCCL's rules (make gpu-sim)"
     )
+    parser.addoption("--all", action="store_true", help="run extended cases, too (make test-all)")
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N parts of the extended cases, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +45,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("--simulated") else ():
         if (mark := item.get_closest_marker("off_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"not on the simulated device: {mark.args[0]}"))
+    if not config.getoption("--all"):
+        _deselect_extended(config, items)
+
+
+def _deselect_extended(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share = config.getoption("--share")
+    named = {argument.partition("::")[2] for argument in config.args if "::" in argument}
+    left_out = {
+        item
+        for item in extended_of(items)
+        if named.isdisjoint((name := item.nodeid.partition("::")[2], name.partition("[")[0]))
+        and not (share and in_share(item.nodeid, share))
+    }
+    if left_out:
+        config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -70,6 +70,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.extended(but=("2-2",))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_whatever_is_read_is_there(stage: int, ranks: int) -> None:

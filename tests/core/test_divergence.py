@@ -91,6 +91,7 @@ def errors(stage: int, seeds: range, ranks: int, promised: bool) -> list[float]:
     return found
 
 
+@pytest.mark.extended(but=("1-False", "3-False"))
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_calls(stage: int, promised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +99,7 @@ def test_random_calls(stage: int, promised: bool, monkeypatch: pytest.MonkeyPatc
     assert run_ranks(errors, stage, range(8), 2, promised, timeout=120) == [[0.0] * 8] * 2
 
 
+@pytest.mark.extended(but=("2-True",))
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_calls_on_three_ranks_by_native_collectives(

@@ -116,6 +116,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.extended(but=("none---options0", "modules-eager-item-options3"))
 @pytest.mark.parametrize(
     ("how", "backend", "stop", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -392,6 +393,7 @@ class Slow:
         self._target.copy_(self._arrived)
 
 
+@pytest.mark.extended(but=("aot_eager-options1",))
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -511,26 +513,34 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, tmp_path:
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)
 
 
-@pytest.mark.off_device("Dynamo compiles nothing there")
-def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
-    def run(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
-        torch.manual_seed(0)
-        engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
-        x = data(0, 0) if ahead else torch.ones(2, WIDTH)
-        if not stock:
-            attach(engine)
-        engine.compile(backend="eager")
-        counts = []
-        for _ in range(20):
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            counts.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
-        return counts, sum(counters["graph_break"].values())
+def compiled(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
+    """Frames and graphs by step, and graph breaks, of twenty steps."""
+    torch.manual_seed(0)
+    engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
+    x = data(0, 0) if ahead else torch.ones(2, WIDTH)
+    if not stock:
+        attach(engine)
+    engine.compile(backend="eager")
+    counts = []
+    for _ in range(20):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        counts.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
+    return counts, sum(counters["graph_break"].values())
 
-    stock, ours = (run_ranks(run, of_stock)[0] for of_stock in (True, False))
-    prefetched = run_ranks(run, False, True)[0]  # stock cannot compile it
-    for counts, _ in (ours, prefetched):
-        assert len(set(counts[1:])) == 1, counts
+
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.off_device("Dynamo compiles nothing there")
+def test_no_recompilation_loops(ahead: bool) -> None:
+    """``ahead``: with parameters that are prefetched, which stock cannot compile."""
+    counts, _ = run_ranks(compiled, False, ahead)[0]
+    assert len(set(counts[1:])) == 1, counts
+
+
+@pytest.mark.extended
+@pytest.mark.off_device("Dynamo compiles nothing there")
+def test_fewer_breaks_than_stock() -> None:
+    stock, ours = (run_ranks(compiled, of_stock)[0] for of_stock in (True, False))
     assert ours[0][-1][0] < stock[0][-1][0] and ours[0][-1][1] <= stock[0][-1][1], (ours, stock)
     assert ours[1] < stock[1], (ours, stock)
 

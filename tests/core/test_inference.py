@@ -11,6 +11,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from tests.harness import llama
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
@@ -42,6 +43,7 @@ def network() -> Network:
 data = noise(4, WIDTH)
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("threshold", [0, 20])
 @pytest.mark.parametrize(
     ("stage", "options"),

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.engines import attached_of, rank
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
@@ -91,7 +92,7 @@ def test_the_gradient_budget(stage: int) -> None:
     assert [report.peak_unreduced_bytes for report in reports.values()] == [6 * LAYER, 4 * LAYER, 2 * LAYER, LAYER]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
 
@@ -149,6 +150,7 @@ EVERY_WAY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.extended(but=("1-2", "2-2", "3-2"))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_numbers_are_exact(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +219,7 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     run_ranks(run, world_size=3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_whose_gradients_were_all_dropped_is_one_with_zeros(stage: int) -> None:
     """Not with those of the step before, which are still in the memory of the shards."""
 
@@ -233,6 +235,7 @@ def test_a_step_whose_gradients_were_all_dropped_is_one_with_zeros(stage: int) -
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("1-2", "2-2", "3-2"))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_are_at_the_floor(stage: int, ranks: int) -> None:
@@ -248,6 +251,7 @@ def test_bytes_are_at_the_floor(stage: int, ranks: int) -> None:
         assert 1.0 <= report.ratio < 1.02
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
 def test_gradient_predivide_factor(stage: int, factor: float) -> None:
@@ -261,7 +265,7 @@ def test_gradient_predivide_factor(stage: int, factor: float) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_communication_in_bf16(stage: int) -> None:
     """Half the bytes for the gradients; the sum itself is fp32, so only what is sent is rounded."""
 
@@ -383,6 +387,7 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
     assert run_ranks(run) == [(True, False)] * 2
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +418,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
         assert most == 2 and launched > 8, (most, launched)
 
 
+@pytest.mark.extended(but=("3-2",))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.harness.data import noise
 from tests.harness.engines import attached_of, make_engine, rank
+from tests.harness.extended import VALUES
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -72,6 +73,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer: str, stage: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, started, to_universal
@@ -14,7 +15,7 @@ from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     def train(run: int) -> dict[str, torch.Tensor]:
         net = Net() if run else started(Net())

@@ -148,6 +148,7 @@ class Odd(Model):
         return last(x).square().mean()
 
 
+@pytest.mark.extended(but=("all-True", "8192-True"))
 @pytest.mark.parametrize(("budget", "eager_frames"), [("all", True), ("all", False), (2 * LAYER_BYTES, True)])
 def test_what_others_release_is_there_for_the_backward(budget: Any, eager_frames: bool) -> None:
     def data_of(k: int, rank: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ def both(params: Iterable[Any]) -> Any:
     return MuonWithAdamW([each for each in params if each.dim() == 2], [each for each in params if each.dim() < 2])
 
 
+@pytest.mark.extended(but=("2-dtype1-options1-scale1-0.0-True", "3-dtype3-options3-scale3-1.0-True"))
 @pytest.mark.parametrize(
     ("stage", "dtype", "options", "scale", "clip", "overflows"),
     [

@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 
+from tests.harness.extended import VALUES
 from tests.harness.optimizers import Noted
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, adafactor, loss_of, network, oracle
@@ -72,6 +73,7 @@ def test_automatic(stage: int) -> None:
     assert run_ranks(run, timeout=100) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("gathers", [False, True])
 def test_an_optimizer_that_goes_by_shapes(stage: int, gathers: bool) -> None:
     def run() -> float:
