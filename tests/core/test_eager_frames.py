@@ -513,7 +513,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, tmp_path:
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)
 
 
-def compiled(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
+def counted(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
     """Frames and graphs by step, and graph breaks, of twenty steps."""
     torch.manual_seed(0)
     engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
@@ -533,14 +533,14 @@ def compiled(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], i
 @pytest.mark.off_device("Dynamo compiles nothing there")
 def test_no_recompilation_loops(ahead: bool) -> None:
     """``ahead``: with parameters that are prefetched, which stock cannot compile."""
-    counts, _ = run_ranks(compiled, False, ahead)[0]
+    counts, _ = run_ranks(counted, False, ahead)[0]
     assert len(set(counts[1:])) == 1, counts
 
 
 @pytest.mark.extended
 @pytest.mark.off_device("Dynamo compiles nothing there")
 def test_fewer_breaks_than_stock() -> None:
-    stock, ours = (run_ranks(compiled, of_stock)[0] for of_stock in (True, False))
+    stock, ours = (run_ranks(counted, of_stock)[0] for of_stock in (True, False))
     assert ours[0][-1][0] < stock[0][-1][0] and ours[0][-1][1] <= stock[0][-1][1], (ours, stock)
     assert ours[1] < stock[1], (ours, stock)
 
