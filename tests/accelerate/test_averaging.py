@@ -18,6 +18,7 @@ def averaged(net: torch.nn.Module) -> AveragedModel:
     return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.7))
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_averaged_model_over_a_checkpoint(stage: int, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}

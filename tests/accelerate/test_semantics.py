@@ -68,6 +68,7 @@ def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, w
         assert rate == scheduler.get_last_lr()
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_schedule_free_optimizer(stage: int) -> None:
     """`train()` and `eval()` of the prepared optimizer exchange the parameters."""
@@ -193,6 +194,7 @@ def test_clip_grad_norm_returns_the_norm_and_clips_the_coming_step(stage: int) -
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_clipping_unless_asked_for(stage: int) -> None:
     def job(**options: Any) -> Any:
@@ -347,6 +349,7 @@ def test_deferred_steps_are_right_without_coalescing_too(stage: int) -> None:
         assert reductions == 3
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_checkpoints_continue_bit_for_bit_and_warn_in_mid_window(stage: int, tmp_path: Any) -> None:
     def steps(run: Run, first: int, last: int) -> None:
@@ -397,6 +400,7 @@ def test_checkpoints_continue_bit_for_bit_and_warn_in_mid_window(stage: int, tmp
     assert distance(first[0][0], load_file(tmp_path / "model" / "model.safetensors")) == 0.0
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_models_have_a_window_each(stage: int) -> None:
     """Accelerate's support for several models: one plugin and one Accelerator per model."""
@@ -446,7 +450,7 @@ def test_two_models_have_a_window_each(stage: int) -> None:
         assert reports == [(2, 1), (2, 1)]
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("2-True",))
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
@@ -503,6 +507,7 @@ def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
         assert [(report.step, report.backwards) for report in reports] == [(3, 2), (6, 1 if frozen else 2)]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_offloaded_optimizer_is_the_one_that_was_given(stage: int) -> None:
     """Accelerate makes DeepSpeed's CPU Adam of it, whatever it is."""
@@ -567,6 +572,7 @@ def test_a_mean_over_items(stage: int) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def job() -> float:

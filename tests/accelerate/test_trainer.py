@@ -76,6 +76,7 @@ class ByShapes(InOrder):
         return self.optimizer
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
     """Also where the parameters are sharded from the beginning."""
@@ -102,7 +103,7 @@ def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("0.05-3",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
         assert distance(resumed[0][0], trained[0][0]) == 0.0
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int, tmp_path: Path) -> None:
     """The Trainer calls `train()` in each backward, and `eval()` in each evaluation."""
@@ -174,6 +176,7 @@ class OwnStep(InOrder):
         return loss.detach()
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_training_step_that_does_not_divide_sums(stage: int, tmp_path: Path) -> None:
     def train() -> Any:
@@ -324,6 +327,7 @@ def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None
     run_ranks(job, env=launched(2))
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_and_schedulers_that_deepspeed_makes(stage: int) -> None:
     def job() -> Any:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from tests.harness.engines import configuration, make_engine, rank, start
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.llama import BACKWARDS, CONFIG, LAYER_BYTES, STEPS, loss_of, plain_torch, save, sgd
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -33,7 +33,7 @@ BUILD = {
 }
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("3-from_pretrained",))
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero3_init_flag(stage: int, build: str, tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_ops(tmp_path: Path) -> None:
     launch(job, tmp_path)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_script_and_the_training_that_it_leaves_out_under_deepspeed(stage: int, tmp_path: Path) -> None:
     """Left out because "trainings are not exactly the same in DeepSpeed and CPU mode". Under ZeroSync they are (W2)."""
@@ -202,6 +203,7 @@ class NormsInSync:
             assert float(engine.get_global_grad_norm()) == pytest.approx(expected, rel=rtol), f"iteration {iteration}"
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.off_device("its own plain model is on the CPU")
 def test_sync(stage: int, tmp_path: Path) -> None:
@@ -232,6 +234,7 @@ def test_metrics(tmp_path: Path) -> None:
     launch(lambda: script("external_deps.test_metrics").main(), tmp_path, stage=3)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_performance(stage: int, tmp_path: Path, bert: str) -> None:
     def job() -> None:
@@ -245,6 +248,7 @@ def test_performance(stage: int, tmp_path: Path, bert: str) -> None:
     launch(job, tmp_path, stage, zero={"stage3_gather_16bit_weights_on_model_save": True}, gradient_clipping=1.0)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_checkpointing(stage: int, tmp_path: Path, bert: str) -> None:
     """With two backwards per step, so that the last one of the epoch is in the window that is open when it is saved."""
@@ -300,6 +304,7 @@ def test_zero3_integration(tmp_path: Path, bert: str) -> None:
     launch(job, tmp_path)
 
 
+@pytest.mark.extended(but=("3",))
 @since("1.12", "it has no sequence parallelism", package="accelerate")
 @since("0.19.8", "its loader of parts of sequences does not run on gloo")
 @pytest.mark.parametrize("stage", STAGES)

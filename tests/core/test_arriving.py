@@ -189,6 +189,7 @@ def _mix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight.T)
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_code_reads_what_is_there(whole: bool) -> None:
     def run() -> tuple[float, int]:

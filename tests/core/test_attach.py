@@ -59,6 +59,7 @@ def test_a_second_engine_over_the_same_parameters() -> None:
     assert all("'0.weight'" in error for error in run_ranks(run))
 
 
+@pytest.mark.extended(but=("3",))
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
 @pytest.mark.parametrize("stage", STAGES)
 def test_detach_leaves_no_trace(stage: int) -> None:
@@ -158,6 +159,7 @@ def test_a_step_that_is_clipped_computes_the_norm(stage: int) -> None:
         assert norms == [False, True, False]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
     def run(coalesce: bool) -> float:
@@ -413,6 +415,7 @@ def test_a_handle_is_of_no_use_twice_or_after_its_end(stage: int) -> None:
         assert names > STILL_THERE, STILL_THERE - names
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.off_device("it is about gloo")
 def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:

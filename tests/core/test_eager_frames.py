@@ -116,7 +116,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.extended(but=("none---options0", "modules-eager-item-options3"))
+@pytest.mark.extended(but=("modules-eager-item-options3",))
 @pytest.mark.parametrize(
     ("how", "backend", "stop", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -562,6 +562,7 @@ def test_frozen_and_thawed_in_training() -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_hooks_that_are_registered_anew(budget: Any) -> None:
     """As TRL does: it gathers all, and takes DeepSpeed's hooks away, while it generates."""

@@ -46,12 +46,9 @@ HELD = {"param_memory_budget": "all"}
 
 @pytest.mark.extended(
     but=(
-        "1-options0-zero0-scale0-0.0-False",
-        "2-options2-zero2-scale2-0.0-True",
-        "3-options5-zero5-scale5-1.0-False",
-        "3-options6-zero6-scale6-0.0-True",
+        "1-options0-zero0-scale0-0.0-False", "2-options2-zero2-scale2-0.0-True", "3-options6-zero6-scale6-0.0-True",
     )
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("stage", "options", "zero", "scale", "clip", "overflows"),
     [
@@ -104,6 +101,7 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
         assert error < RATE / 10
 
 
+@pytest.mark.extended(but=("1", "3"))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks 40,000 each: NCCL sums in the dtype in which they are sent."""
@@ -125,6 +123,7 @@ def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytes
     assert min(run_ranks(run)) > 0.03
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mean_over_a_million_items(stage: int) -> None:
     """Two ranks over a million is 2e-6, which fp16 knows to 1 %."""

@@ -78,6 +78,7 @@ def test_under_a_loss_scale(stage: int, monkeypatch: pytest.MonkeyPatch) -> None
         assert error == 0.0 and abs(ratio - 1) < NORM
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_gradients_and_with_some_dropped(stage: int) -> None:
     def run() -> float:

@@ -60,6 +60,7 @@ def test_a_step_costs_the_same_on_a_thousand_ranks(system: str, most: float) -> 
         assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
 
 
+@pytest.mark.extended(but=("131584",))
 @pytest.mark.parametrize("bucket", [None, 2 * WIDTH * (WIDTH + 1)])
 def test_streaming_costs_the_same_on_a_thousand_ranks(bucket: int | None) -> None:
     """With small buckets each is of few ranks: of ours on 8, of hundreds on 1,024."""

@@ -106,6 +106,7 @@ def images(k: int, of_rank: int) -> torch.Tensor:
     return x.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.extended(but=("2-zero1", "3-zero3", "3-zero.Init"))
 @pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, SHARDED), (3, "zero.Init")])
 def test_layouts_of_torch(stage: int, zero: Any) -> None:
     """They are contiguous here, which changes no value but in how convolutions round."""

@@ -102,7 +102,7 @@ def test_what_is_written_in_mid_window_is_what_later_backwards_use(budget: Any) 
     assert run_ranks(run, world_size=4, env=NODES) == [0.0] * 4
 
 
-@pytest.mark.extended(but=("2-budget1", "3-budget3"))
+@pytest.mark.extended(but=("3-budget3",))
 @pytest.mark.parametrize(("stage", "budget"), BUDGETS)
 def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_path: Path) -> None:
     """The same operations on the same values, so on any processor."""
@@ -129,6 +129,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_pa
     assert all(torch.equal(one[name], two[name]) for one, two in zip(first, again, strict=True) for name in one)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.off_device("gloo's watch ends a wait that no rank ends; NCCL's ends the process")
 def test_ranks_with_other_numbers_of_backwards_are_told_what_to_do(stage: int) -> None:

@@ -107,7 +107,7 @@ def forwards_twice(engine: Any, zerosync: Any, step: int) -> None:
     engine(torch.ones(1, WIDTH))  # with gradients that no backward uses
 
 
-@pytest.mark.extended(but=("plain", "held", "released between forward and backward", "a reader"))
+@pytest.mark.extended(but=("plain", "held", "a reader"))
 @pytest.mark.parametrize(
     ("between", "options"),
     [

@@ -39,7 +39,7 @@ def expected(batches: int) -> dict[str, torch.Tensor]:
     return full_parameters(module)
 
 
-@pytest.mark.extended(but=("2-zero1", "3-zero3"))
+@pytest.mark.extended(but=("3-zero3",))
 @pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, ALL_SHARDED)])
 def test_plain_deepspeed_and_its_checkpoint(stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
     def engine() -> Any:
@@ -98,6 +98,7 @@ def test_the_saved_model(dtype: torch.dtype, zero: dict[str, Any], tmp_path: Pat
     run_ranks(run)
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("sharded_from_the_start", [False, True])
 def test_lightning(sharded_from_the_start: bool) -> None:
     class Module(lightning_runs.Module):

@@ -14,7 +14,6 @@ from torch import nn
 from tests.harness import engines
 from tests.harness.data import noise
 from tests.harness.engines import attached_of, rank
-from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
@@ -81,7 +80,7 @@ def plain_torch(steps: int, ranks: int) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("bf16-2-3", "offload-1-2"))
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with every torch")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])

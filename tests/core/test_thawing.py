@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 FROZEN: dict[int, set[int]] = {0: {0, 1, 2, 6}, 1: {4, 5}, 2: {0, 1, 2, 3, 4}}
 
 
-@pytest.mark.extended(but=("1-adamw-options0", "3-no state-options6", "2-adamw-options9", "3-adamw-options12"))
+@pytest.mark.extended(but=("1-adamw-options0", "3-no state-options6", "3-adamw-options12"))
 @pytest.mark.parametrize(
     ("stage", "optimizer", "options"),
     [

@@ -15,6 +15,7 @@ from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     def train(run: int) -> dict[str, torch.Tensor]:
@@ -47,6 +48,7 @@ def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
         to_universal(tmp_path / f"run{run}", tmp_path / f"universal{run}")
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_not_there_is_named(stage: int, tmp_path: Path) -> None:
     def save() -> None:

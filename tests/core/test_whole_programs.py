@@ -73,6 +73,7 @@ def test_training_in_16_bits(
         assert off < 0.1 and skipped == overflows
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_muon_with_adamw_in_one_optimizer(stage: int, tmp_path: Path) -> None:
     """The optimizer of the example, made under ``zero.Init`` on stage 3, saved and loaded."""

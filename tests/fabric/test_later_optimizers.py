@@ -17,6 +17,7 @@ def hooks(model: Any) -> list[int]:
     return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.module.modules()]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> None:
     """It is evaluated before; forwards, clipping, saving and loading go to the engine afterwards."""

@@ -15,6 +15,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation(stage: int) -> None:
     """With `no_backward_sync` on and off, and without it."""
@@ -44,6 +45,7 @@ def test_accumulation(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, [(4, 1, 1), (4, 1, 0), (4, 1, 1)])] * 2
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int) -> None:
     def run() -> Any:
@@ -67,6 +69,7 @@ def test_a_schedule_free_optimizer(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [[0.0] * 4] * 2
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping(stage: int) -> None:
     """By norm, by another norm, by value, twice, and to nothing; and of a step that is left out."""
@@ -198,6 +201,7 @@ def test_schedulers_and_closures(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, True)] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def run() -> float:

@@ -26,6 +26,7 @@ from zerosync_strategy import ZeroSyncStrategy
 from zerosync_strategy.core.comm import messages
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_with_the_tail_over_epochs(stage: int) -> None:
     def run() -> Any:
@@ -36,6 +37,7 @@ def test_accumulation_with_the_tail_over_epochs(stage: int) -> None:
     assert run_ranks(run) == [(0.0, 6), (0.0, 6)]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_scheduler(stage: int) -> None:
     def run() -> float:
@@ -96,6 +98,7 @@ class StepsEverySecondBatch(Module):
             optimizer.step()
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_closure_apart_from_the_step(stage: int) -> None:
     def run() -> float:
@@ -141,6 +144,7 @@ def test_an_overridden_backward(stage: int, module: type[OwnBackward]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_norm(stage: int) -> None:
     def run() -> Any:
@@ -152,6 +156,7 @@ def test_clipping_by_norm(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
     class OwnClipping(Module):
@@ -172,6 +177,7 @@ def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_validation_in_mid_window(stage: int) -> None:
     def run() -> float:
@@ -182,7 +188,7 @@ def test_validation_in_mid_window(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=("2-step", "1-epoch", "3-plateau"))
+@pytest.mark.extended(but=("1-epoch", "3-plateau"))
 @pytest.mark.parametrize(
     ("stage", "interval"), [(1, "step"), (2, "step"), (3, "step"), (1, "epoch"), (2, "plateau"), (3, "plateau")]
 )
@@ -231,6 +237,7 @@ def _lr(optimizer: Any) -> float:
     return optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_fit_twice(stage: int) -> None:
     def run() -> float:
@@ -334,6 +341,7 @@ def test_bf16(stage: int, precision: str) -> None:
     assert error < 0.02 < 0.1 < moved
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
     class Watching(Module):
@@ -355,6 +363,7 @@ def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
     assert run_ranks(run) == [(0.0, [0, 0, 0, 1, 0, 1], [0] * 6)] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_options_reach_the_core(stage: int) -> None:
     def run() -> float:
@@ -381,6 +390,7 @@ def length(batch: int, rank: int) -> int:
     return (batch + rank) % 3
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_mean_over_items(stage: int) -> None:
     """What Lightning divides a loss by for accumulation is undone, at the tail of an epoch too."""

@@ -77,7 +77,7 @@ def swa() -> Callback:
     return StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
 
 
-@pytest.mark.extended(but=("3-ema", "2-swa"))
+@pytest.mark.extended(but=("3-ema",))
 @pytest.mark.parametrize(("stage", "make"), [(1, ema), (2, ema), (3, ema), (3, WeightAveraging), (2, swa), (3, swa)])
 def test_training_checkpoint_and_resume(stage: int, make: Callable[[], Any], tmp_path: Path) -> None:
     def run() -> Any:

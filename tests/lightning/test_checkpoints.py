@@ -133,6 +133,7 @@ def test_full_weights_of_one_file(tmp_path: Path) -> None:
     assert run_ranks(run) == [[0.0] * 3] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     def run() -> Any:
@@ -151,6 +152,7 @@ def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     assert "lr-AdamW" in text and "0.0034299" in text  # 0.01 * 0.7 ** 3, at the fourth step
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_validate_test_predict_before_between_and_after(stage: int) -> None:
     class Numbering(Module):
@@ -210,6 +212,7 @@ def test_validate_and_predict_a_module_without_parameters(stage: int) -> None:
     assert run_ranks(run) == [3.0, 3.0]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
     class Looking(Module):
@@ -236,6 +239,7 @@ def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
     assert run_ranks(run) == [modes, modes]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_timer_whose_time_was_up_stops_the_resumed_run(stage: int, tmp_path: Path) -> None:
     class TimePasses(Callback):

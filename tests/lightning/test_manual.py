@@ -44,6 +44,7 @@ def across_batches(optimizer: Any = sgd) -> dict[str, torch.Tensor]:
     return full_parameters(plain.module)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_across_batches(stage: int) -> None:
     def run() -> float:
@@ -118,6 +119,7 @@ def in_one_step(optimizer: Any = sgd, zero_after: int | None = None, clip: float
     return full_parameters(plain.module)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_many_backwards_in_one_training_step(stage: int) -> None:
     def run() -> float:
@@ -128,6 +130,7 @@ def test_many_backwards_in_one_training_step(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_in_mid_window(stage: int) -> None:
     class Zeroing(InOneStep):
@@ -161,6 +164,7 @@ def test_a_step_without_zero_grad_is_refused() -> None:
     run_ranks(run)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clip_gradients(stage: int) -> None:
     class Clipping(InOneStep):
@@ -175,6 +179,7 @@ def test_clip_gradients(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_with_a_closure(stage: int) -> None:
     """Its loss is what ``step`` returns."""
@@ -201,6 +206,7 @@ def test_step_with_a_closure(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_coalescing_it_is_still_right(stage: int) -> None:
     """Reduced at every backward: right up to summation order, and N times the reductions."""

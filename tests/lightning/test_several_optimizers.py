@@ -147,7 +147,7 @@ def test_fit_again_after_a_validation(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=("options0", "options2"))
+@pytest.mark.extended(but=("options2",))
 @pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": 600}, {"param_memory_budget": "all"}])
 def test_options_hold_for_each_engine(options: dict[str, Any]) -> None:
     def run() -> Any:
@@ -341,6 +341,7 @@ def test_one_optimizer_clips(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.skipif(not hasattr(LightningModule, "toggled_optimizer"), reason="this Lightning has no toggled_optimizer")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_failed_backward_drops_the_window_that_it_reached(stage: int) -> None:

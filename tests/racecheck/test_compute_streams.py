@@ -83,6 +83,7 @@ def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
     assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
 
 
+@pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_arrive_while_the_forward_runs(stage: int) -> None:
     assert run_ranks(lambda: findings(stage, {}, {"overlap_gather": True})) == [[], []]

@@ -72,7 +72,7 @@ def test_every_rule_is_needed(method: str, place: str, backend: str | None, monk
 STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a circle for stock's gathers"))
 
 
-@pytest.mark.extended(but=("shared-1",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
     """U2: all is prefetched at once, over three groups. The first layer's is one gather; stock waits for all three."""
