@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.extended import extended_of, in_share
+from tests.harness.extended import left_out, unknown_ids
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,7 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated", action="store_true", help="run the ranks on the simulated device, by NCCL's rules (make gpu-sim)"
     )
-    parser.addoption("--all", action="store_true", help="run extended cases, too (make test-all)")
+    parser.addoption(
+        "--extended", choices=["none", "named", "all"], default="named",
+        help="which extended cases to run: none, those named by a node id, all (make test-all)",
+    )  # fmt: skip
     parser.addoption("--share", metavar="K/N", help="run the K-th of N parts of the extended cases, too")
 
 
@@ -45,22 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("--simulated") else ():
         if (mark := item.get_closest_marker("off_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"not on the simulated device: {mark.args[0]}"))
-    if not config.getoption("--all"):
-        _deselect_extended(config, items)
-
-
-def _deselect_extended(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share = config.getoption("--share")
-    named = {argument.partition("::")[2] for argument in config.args if "::" in argument}
-    left_out = {
-        item
-        for item in extended_of(items)
-        if named.isdisjoint((name := item.nodeid.partition("::")[2], name.partition("[")[0]))
-        and not (share and in_share(item.nodeid, share))
-    }
-    if left_out:
-        config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
-        items[:] = [item for item in items if item not in left_out]
+    if not any("[" in argument for argument in config.args) and (unknown := unknown_ids(items)):
+        raise pytest.UsageError(f"the mark 'extended' names cases that are not there: {', '.join(sorted(unknown))}")
+    out = left_out(items, config.args, config.getoption("--extended"), config.getoption("--share"))
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_finish() -> None:

@@ -83,7 +83,7 @@ def halves(net: Any) -> list[list[Any]]:
     return [list(net[0].parameters()), [*net[2].parameters(), *net[4].parameters()]]
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended(but=("2",))
 @STAGES
 def test_lightning(stage: int) -> None:
     """By keywords and by the block of a configuration; automatic, manual, and two optimizers."""

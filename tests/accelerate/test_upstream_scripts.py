@@ -176,6 +176,7 @@ if not is_torchdata_stateful_dataloader_available():
     LEFT_OUT |= dict.fromkeys(("test_stateful_dataloader", "test_stateful_dataloader_save_state"), "needs torchdata")
 
 
+@pytest.mark.extended
 def test_distributed_data_loop(tmp_path: Path) -> None:
     def job() -> None:
         module = script("test_distributed_data_loop")
@@ -266,6 +267,7 @@ def test_checkpointing(stage: int, tmp_path: Path, bert: str) -> None:
     launch(lambda: job(True), tmp_path, stage, gradient_accumulation_steps=2)
 
 
+@pytest.mark.extended
 def test_ds_multiple_model(tmp_path: Path, bert: str) -> None:
     def job() -> None:
         module = script("external_deps.test_ds_multiple_model")

@@ -97,7 +97,7 @@ def test_random_programs(stage: int, nodes: int, size: int, seed: int) -> None:
     assert run_ranks(run, world_size=ranks, timeout=240, env=node(size)) == [([], used)] * ranks
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 3])
 def test_random_programs_by_native_collectives(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By NCCL's rules, over three communicators; none may wait for another in a circle."""

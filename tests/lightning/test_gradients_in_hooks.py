@@ -332,7 +332,7 @@ def test_gradients_of_another_optimizer_must_stay() -> None:
     run_ranks(run)
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16(stage: int) -> None:
     """A hook that only looks changes no bit; one that halves, about as much as in fp32."""
