@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants import TABLES
 from tests.mutants.mutant import ROOT, Mutant, read
-from tests.mutants.table import FILE, rows_of, tables_of, as_test
+from tests.mutants.table import FILE, as_test, rows_of, tables_of
 from tests.mutants.trial import Verdict, verdict_of
 
 MUTANTS = [mutant for mutants in TABLES.values() for mutant in mutants]

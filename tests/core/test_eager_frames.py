@@ -140,6 +140,7 @@ def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[s
         assert left == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["Readers", pytest.param("Model", marks=pytest.mark.slow)])
 def test_with_inductor_up_to_its_rounding(kind: str, tmp_path: Any) -> None:
     def run() -> float:
@@ -393,7 +394,7 @@ class Slow:
         self._target.copy_(self._arrived)
 
 
-@pytest.mark.extended(but=("aot_eager-options1",))
+@pytest.mark.extended(but=("-options0",))
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -463,7 +464,7 @@ class Mixed(Readers):
 
 
 @since("0.19.3", "a module fed without a gradient keeps its parameters until the step")
-@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.extended)])
 @pytest.mark.off_device("Dynamo compiles nothing there")
 def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
     def run(until_the_end: bool) -> list[int]:
@@ -494,6 +495,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
         assert max(within) < everything <= min(beyond), (within, beyond)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "backend", ["aot_eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("eager", "inductor"))]
 )

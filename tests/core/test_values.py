@@ -397,6 +397,7 @@ def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[
         assert max(errors) == 0.0
 
 
+@pytest.mark.extended
 def test_a_penalty_in_a_compiled_forward() -> None:
     def run() -> float:
         net = Net()
