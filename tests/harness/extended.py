@@ -4,7 +4,6 @@ The mark ``extended`` is on a test, on one of its parameters, or on a test with 
 nevertheless:
 
 - ``but=VALUES``: as few cases as have every value of every parameter once;
-- ``but=PAIRS``: as few as have every pair of values of two parameters;
 - ``but=("1-2", ...)``: the cases with these ids.
 
 A test that is named by its node id runs with all its cases, unless ``--extended`` is ``none``; with ``all``, everything
@@ -12,13 +11,12 @@ does. With ``--share K/N``, the K-th of N parts of the extended cases runs, too.
 """
 
 import hashlib
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import pytest
 
-VALUES, PAIRS = 1, 2
+VALUES = "every value"
 STAGES = (pytest.param(1, marks=pytest.mark.extended), 2, 3)
 """ZeRO's stages, for what cannot differ between stages 1 and 2."""
 
@@ -39,19 +37,19 @@ def left_out(
 def extended_of(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the extended ones of ``items``."""
     found: set[pytest.Item] = set()
-    products: dict[tuple[str, int], list[Any]] = {}
+    products: dict[str, list[Any]] = {}
     for item in items:
         marks = list(item.iter_markers("extended"))
-        but: list[int | Collection[str]] = [mark.kwargs["but"] for mark in marks if mark.kwargs]
+        but: list[str | Collection[str]] = [mark.kwargs["but"] for mark in marks if mark.kwargs]
         function, _, case = item.nodeid.partition("[")
         if len(but) < len(marks):
             found.add(item)
-        elif but and isinstance(but[0], int):
-            products.setdefault((function, but[0]), []).append(item)
+        elif but and but[0] == VALUES:
+            products.setdefault(function, []).append(item)
         elif but and case.removesuffix("]") not in but[0]:
             found.add(item)
-    for (_, size), cases in products.items():
-        kept = covering([{name: id(value) for name, value in case.callspec.params.items()} for case in cases], size)
+    for cases in products.values():
+        kept = covering([{(name, id(value)) for name, value in case.callspec.params.items()} for case in cases])
         found |= {case for number, case in enumerate(cases) if number not in kept}
     return found
 
@@ -63,18 +61,17 @@ def unknown_ids(items: Iterable[pytest.Item]) -> set[str]:
         there.add(item.nodeid)
         for mark in item.iter_markers("extended"):
             but = mark.kwargs.get("but", ())
-            asked |= {f"{item.nodeid.partition('[')[0]}[{case}]" for case in (() if isinstance(but, int) else but)}
+            asked |= {f"{item.nodeid.partition('[')[0]}[{case}]" for case in (() if but == VALUES else but)}
     return asked - there
 
 
-def covering(cases: Sequence[Mapping[str, int]], size: int) -> set[int]:
-    """Return the numbers of few ``cases`` that have every combination of the values of ``size`` parameters."""
-    has = [set(itertools.combinations(sorted(case.items()), min(size, len(case)))) for case in cases]
-    lacking, kept = set().union(*has), set()
+def covering(cases: Sequence[Collection[Any]]) -> set[int]:
+    """Return the numbers of few ``cases`` that have every value that one of them has."""
+    lacking, kept = set().union(*cases), set()
     while lacking:
-        best = max(range(len(cases)), key=lambda number: len(has[number] & lacking))
+        best = max(range(len(cases)), key=lambda number: len(lacking.intersection(cases[number])))
         kept.add(best)
-        lacking -= has[best]
+        lacking.difference_update(cases[best])
     return kept
 
 
