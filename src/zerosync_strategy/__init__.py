@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.params.weight_patches import WeightPatch, WeightSnapshot
     from zerosync_strategy.core.report import StepReport
-    from zerosync_strategy.core.runlog import RunLog
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
@@ -30,7 +29,6 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "RankError",
-    "RunLog",
     "StepReport",
     "WeightPatch",
     "WeightSnapshot",
@@ -50,7 +48,6 @@ _HOME = {
     "CheckpointError": "zerosync_strategy.core.failures.errors",
     "ContractError": "zerosync_strategy.core.engine.contract",
     "RankError": "zerosync_strategy.core.failures.errors",
-    "RunLog": "zerosync_strategy.core.runlog",
     "StepReport": "zerosync_strategy.core.report",
     "WeightPatch": "zerosync_strategy.core.params.weight_patches",
     "WeightSnapshot": "zerosync_strategy.core.params.weight_patches",
