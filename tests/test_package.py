@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import zerosync_strategy
-from zerosync_strategy import planning
 from zerosync_strategy.core import race_check
 
 SOURCE = Path(zerosync_strategy.__file__).parent
@@ -258,14 +257,6 @@ def test_tools_use_core_and_nothing_uses_tools() -> None:
 def test_the_command_loads_nothing_heavy() -> None:
     (loaded,) = loaded_after(f"import {TOOLS}.commands")
     assert not loaded & {"torch", "deepspeed", "lightning", "accelerate", "matplotlib"}
-
-
-def test_former_places_of_plans_can_be_imported() -> None:
-    from zerosync_strategy.planning.jobs import Workload
-    from zerosync_strategy.planning.plan import plan
-    from zerosync_strategy.planning.runlog import RunLog
-
-    assert (Workload, plan, RunLog) == (planning.Workload, planning.plan, zerosync_strategy.RunLog)
 
 
 def test_every_public_name_can_be_had() -> None:

@@ -59,12 +59,11 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     best = plan.recommended
     for each in plan.outcomes:
-        spare = plan.fits(each)
+        spare, sent = plan.fits(each), each.sent
+        memory = [each.memory, *(each.peak[kind] for kind in kinds), *([] if spare is None else [spare])]
         table.add_row(
-            ">" if each is best else "", each.options.name,
-            f"{each.sent.bytes / 1e9:.3f}", f"{each.sent.between / 1e9:.3f}", f"{plan.over_floor(each):.3f}",
-            str(each.sent.calls), *(f"{value / 1e9:.2f}" for value in (each.memory, *(each.peak[kind] for kind in kinds))),
-            *([] if spare is None else [f"{spare / 1e9:.2f}"]),
+            ">" if each is best else "", each.options.name, f"{sent.bytes / 1e9:.3f}", f"{sent.between / 1e9:.3f}",
+            f"{plan.over_floor(each):.3f}", str(sent.calls), *(f"{value / 1e9:.2f}" for value in memory),
         )  # fmt: skip
     least = (f"{value / 1e9:.3f}" for value in (plan.floor, plan.floor_between))
     table.add_row("", "least: each gradient once, and each trained parameter", *least)

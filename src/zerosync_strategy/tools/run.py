@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from zerosync_strategy.core.announcement import ATTACHED, NOTES, REPORT
 from zerosync_strategy.hook import SITE

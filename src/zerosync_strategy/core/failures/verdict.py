@@ -122,7 +122,7 @@ def _same_call(states: Sequence[RankState]) -> Verdict:
         return _verdict("other sizes", chosen, others, lambda state: f"has issued {_text(state.pending)}")
     return _verdict(
         "same call", states, [], lambda state: f"waits for {state.waits_for}, as all others, and nothing arrives:"
-        " look at the network between them (zerosync doctor --link), or give the process group a longer timeout"
+        " look at the network between them, or give the process group a longer timeout"
     )  # fmt: skip
 
 
