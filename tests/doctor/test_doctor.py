@@ -1,7 +1,6 @@
 """`zerosync doctor`: each trap is found where it is, and nothing is found where there is none."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from packaging.version import Version
 from tests.harness.ranks import run_ranks
 from tests.matrix import table
 from zerosync_strategy.tools.doctor import configurations, installation, selftest
-from zerosync_strategy.tools.doctor.findings import Finding, Level, exit_status
+from zerosync_strategy.tools.doctor.findings import Finding, Level
 
 ROOT = Path(__file__).parent.parent.parent
 FINE = {
@@ -153,31 +152,25 @@ def test_what_is_wrong_with_the_machine(tmp_path: Path) -> None:
     assert str(tmp_path / "shm") in missing.found
 
 
-def broken(how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """What the self-test finds where each rank is broken first; on forked ranks, which start faster."""
-
-    def run(folder: Path, timeout: float) -> str:
-        run_ranks(lambda: (how(), selftest.main(folder / f"rank{os.environ['RANK']}")))
-        return ""
-
-    monkeypatch.setattr(selftest, "_run", run)
-    return selftest.check()
+def broken(how: Callable[[], None]) -> str:
+    """What a rank of the self-test ends with where each is broken first; on forked ranks, which start faster."""
+    outcomes = run_ranks(lambda: (how(), selftest.main()), expect="any")
+    return " ".join(f"{each.error} {each.message}" for each in outcomes)
 
 
 def test_the_self_test_passes() -> None:
-    assert [finding.level for finding in selftest.check(timeout=150)] == [Level.OK] * 3
+    assert selftest.check(timeout=150).level is Level.OK
 
 
-def test_a_deepspeed_that_lacks_an_internal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_that_lacks_an_internal_fails() -> None:
     def lack() -> None:
         del deepspeed.DeepSpeedEngine.allreduce_gradients
 
-    findings = broken(lack, monkeypatch)
-    assert [finding.level for finding in findings] == [Level.ERROR] * 3 and exit_status(findings, strict=False) == 1
-    assert "ContractError" in findings[0].found and "allreduce_gradients" in findings[0].found
+    said = broken(lack)
+    assert "ContractError" in said and "allreduce_gradients" in said
 
 
-def test_ranks_that_receive_something_else_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_receive_something_else_fail_the_self_test() -> None:
     def send_half() -> None:
         stock, kept = torch.distributed.isend, []
 
@@ -187,13 +180,13 @@ def test_ranks_that_receive_something_else_fail_the_self_test(monkeypatch: pytes
 
         torch.distributed.isend = isend
 
-    wrong = [finding for finding in broken(send_half, monkeypatch) if finding.level is Level.ERROR]
-    assert len(wrong) == 3 and all("differ" in finding.found for finding in wrong)
+    said = broken(send_half)
+    assert "ArithmeticError" in said and "differ" in said
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:
-    findings = selftest.check(timeout=0.5)
-    assert all(finding.level is Level.ERROR and "not ended" in finding.found for finding in findings)
+    finding = selftest.check(timeout=0.5)
+    assert finding.level is Level.ERROR and "not ended" in finding.found
 
 
 def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -213,9 +206,7 @@ def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:
 
 
 def test_findings_are_printed_as_they_are_made_in_a_pipe_too() -> None:
-    code = (
-        "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60) or []"
-    )
+    code = "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60)"
     call = f"{code}\nfrom zerosync_strategy.tools.cli import main\nmain(['doctor'])"
     with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import typer
 import yaml  # noqa: F401  of the same extra: missing here rather than in the middle
 
 from zerosync_strategy.tools.display import console, show_finding, show_plan
-from zerosync_strategy.tools.doctor.findings import Finding, exit_status, to_json
+from zerosync_strategy.tools.doctor.findings import Finding, Level
 from zerosync_strategy.version import __version__
 
 app = typer.Typer(
@@ -65,9 +66,10 @@ def doctor(
         made.append(finding)
         if not as_json:
             show_finding(finding)
-    status = exit_status(made, strict)
+    bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
+    status = int(any(finding.level in bad for finding in made))
     if as_json:
-        print(to_json(made, status))
+        print(json.dumps({"exit_status": status, "findings": [vars(finding) for finding in made]}, indent=1))
     raise typer.Exit(status)
 
 
@@ -82,8 +84,8 @@ def _examine(configurations: list[Path], self_test: bool) -> Iterator[Finding]:
         yield from files.check(path)
     if self_test:
         with console(stderr=True).status("self-test: two ranks train on stages 1, 2 and 3"):
-            findings = selftest.check()
-        yield from findings
+            finding = selftest.check()
+        yield finding
 
 
 @contextmanager

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 _WIDTH = 300  # of a table in a file or a pipe
-_KINDS = ("parameters", "gradients", "optimizer", "gathered", "node shards", "buckets", "activations")
 
 
 def console(stderr: bool = False) -> Console:
@@ -51,7 +50,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         markup=False,
     )
     table = Table(box=box.ASCII_DOUBLE_HEAD, pad_edge=False)
-    kinds = [kind for kind in _KINDS if kind != "node shards" or cluster.has_levels]
+    kinds = [kind for kind in plan.outcomes[0].peak if any(each.peak[kind] for each in plan.outcomes)]
     left = ["left"] if cluster.memory is not None else []
     table.add_column("", no_wrap=True)
     table.add_column("options", no_wrap=True)

@@ -39,12 +39,7 @@ def check(path: Path) -> list[Finding]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it has something else.
-    """
+    """Return the mapping in a JSON or YAML file; a ``ValueError`` where it has something else."""
     import yaml
 
     text = path.read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -32,14 +30,3 @@ class Finding:
 def of_topic(topic: str) -> Iterator[Callable[..., Finding]]:
     """Return what makes findings of one topic, for each level, from what was found and its remedy."""
     return (partial(Finding, topic, level) for level in Level)
-
-
-def exit_status(findings: Iterable[Finding], strict: bool) -> int:
-    """Return 1 where there is an error, or if ``strict`` a warning; else 0."""
-    bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
-    return int(any(finding.level in bad for finding in findings))
-
-
-def to_json(findings: Iterable[Finding], status: int) -> str:
-    """Return a JSON object with ``exit_status`` and ``findings``, whose fields are those of :class:`Finding`."""
-    return json.dumps({"exit_status": status, "findings": [*map(dataclasses.asdict, findings)]}, indent=1)

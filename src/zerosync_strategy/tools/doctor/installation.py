@@ -57,12 +57,7 @@ def check_releases(version_of: Callable[[str], str | None] = installed) -> Itera
 
 
 def check_machine(shared_memory: Path = Path("/dev/shm"), extensions: Path | None = None) -> Iterator[Finding]:
-    """Look at shared memory, and at locks of compilations.
-
-    Args:
-        shared_memory: where it is mounted.
-        extensions: where torch compiles; by default ``TORCH_EXTENSIONS_DIR`` or torch's own default.
-    """
+    """Look at shared memory, and at locks of compilations where torch compiles ``extensions``."""
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
     if free < 1 << 30:  # containers have 64 MiB unless told otherwise
         yield machine_warning(

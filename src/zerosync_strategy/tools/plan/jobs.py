@@ -68,11 +68,6 @@ class Cluster:
         """Ranks that share a node."""
         return min(self.ranks, self.ranks_per_node)
 
-    @property
-    def has_levels(self) -> bool:
-        """Whether there are several nodes, with several ranks on each."""
-        return 1 < self.per_node < self.ranks
-
 
 @dataclass(frozen=True)
 class OptionSet:
@@ -111,7 +106,7 @@ def usual_sets(
     """
     params: list[Any] = [0.25, 0.5, "all", {"device": 0.25, "host": "all"}]
     of_stage: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 3: [{"param_memory_budget": each} for each in params]}
-    if cluster is not None and cluster.has_levels:
+    if cluster is not None and 1 < cluster.per_node < cluster.ranks:
         in_shards = {"grad_memory_budget": NODE_SHARDS}
         of_stage[2].append(in_shards)
         for each in ("all", {"device": 0.25, "node": "all"}, NODE_SHARDS):

@@ -25,7 +25,7 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
     """Return the model in the workload's dtype, and one micro-batch: a mapping, or a tuple of positional arguments."""
     text = workload.model
     is_function = ":" in text and not Path(text).exists()
-    made = imported("model", text)() if is_function else _of_transformers(text)
+    made = imported(text)() if is_function else _of_transformers(text)
     module, batch = made if isinstance(made, tuple) else (made, _batch_for(made, workload))
     batch = batch if isinstance(batch, (Mapping, tuple, list)) else (batch,)
     if workload.dtype == "bf16":
@@ -36,13 +36,10 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
     return module, batch
 
 
-def imported(what: str, text: str) -> Any:
+def imported(text: str) -> Any:
     """Return the function that is named ``"package.module:function"``."""
     module, _, name = text.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise ValueError(f"{what} {text!r}: {problem}. Give package.module:function, found from here.") from problem
+    return getattr(import_module(module), name)
 
 
 def loss_of(module: Any, batch: Any) -> torch.Tensor:

@@ -111,12 +111,8 @@ def plan(
 ) -> Plan:
     """Replay ``workload`` on ``cluster`` with each of ``sets``, in processes of their own, as many at once as CPUs.
 
-    Args:
-        sets: by default those of :func:`usual_sets` on ``cluster``.
-        progress: called with how many replays are done, and of how many.
-
-    Raises:
-        PlanError: a replay failed, or none of the sets trains under the optimizer.
+    Without ``sets`` those of :func:`usual_sets`. ``progress`` is told how many replays are done, of how many.
+    A :class:`PlanError` where one failed, or none of the sets trains under the optimizer.
     """
     sets = tuple(usual_sets(cluster=cluster) if sets is None else sets)
     found = _replay(workload, cluster, sets, progress)

@@ -6,7 +6,6 @@ input, and writes a line of JSON for each option set as it is done. It imports o
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -60,30 +59,28 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
             found = {"error": f"{type(problem).__name__}: {problem}"}
         os.write(out, f"{json.dumps({'index': index, **found})}\n".encode())  # in one piece
         os._exit(0)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    for _ in range(min(len(sets), os.cpu_count() or 1)):
+        os.wait()
 
 
 def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, Any]:
     """Train a few steps as rank 0 of ``cluster``, and return what the last one sent and held.
 
-    Returns:
-        ``collectives``: by kind ``[calls, bytes, between]``; ``peak``: allocated bytes by kind when they are most;
-        ``parameters``: their number; ``nbytes_once``: bytes of each gradient, as it is reduced, and of each parameter
-        that is trained; ``options``: in force. Nothing where stock's flat shards do not train under the optimizer.
+    Memory by kind is that when it was most. ``nbytes_once`` are the bytes of each gradient, as it is reduced, and of
+    each parameter that is trained. Nothing where stock's flat shards do not train under the optimizer.
     """
     _join(cluster)
     ledger = Ledger()
     with SkippedCompute(ledger.see):
         module, batch = build(workload)
-        optimizer = _optimizer(workload.optimizer, module)
-        if options.system == STOCK and needs_whole_parameters(optimizer, False):
+        name = workload.optimizer
+        made: Any = imported(name)(module) if ":" in name else getattr(torch.optim, name)(module.parameters(), lr=1e-4)
+        if options.system == STOCK and needs_whole_parameters(made, False):
             return {}
         params = [(param.numel(), param.nbytes, param.requires_grad) for param in module.parameters()]  # in full
         in_force = _in_bytes(options.options, sum(nbytes for _, nbytes, _ in params))
         backwards = min(workload.micro_batches, REPLAYED)
-        engine = _engine(workload, options, module, optimizer, backwards)
+        engine = _engine(workload, options, module, made, backwards)
         handle = None if options.system == STOCK else attach(engine, **{"node_size": cluster.per_node} | in_force)
         counter = CollectiveCounter(Topology(cluster.per_node, dist.group.WORLD))
         parts = _steps(engine, batch, backwards, handle, ledger, counter)
@@ -178,13 +175,6 @@ def _steps(
     if engine.skipped_steps:
         raise RuntimeError("a step was skipped: gradients are not finite. Plan with a batch of usual values.")
     return parts
-
-
-def _optimizer(name: str, module: torch.nn.Module) -> Any:
-    if ":" in name:
-        return imported("optimizer", name)(module)
-    make: Any = getattr(torch.optim, name)
-    return make(module.parameters(), lr=1e-4)
 
 
 if __name__ == "__main__":

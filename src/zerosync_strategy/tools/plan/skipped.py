@@ -53,11 +53,10 @@ def empty(like: torch.Tensor) -> torch.Tensor:
 class SkippedCompute(TorchDispatchMode):
     """While active, operators on large tensors allocate their results and leave all values as they are.
 
-    Args:
-        on_result: called with each tensor that an operator returns.
+    Each tensor that an operator returns goes to ``on_result``.
     """
 
-    def __init__(self, on_result: Callable[[torch.Tensor], object] = lambda *_: None) -> None:
+    def __init__(self, on_result: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_result = on_result
         self._shapes: dict[Any, Any] = {}  # by what they follow from: layers are alike, and steps
