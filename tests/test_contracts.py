@@ -32,7 +32,7 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
 from zerosync_strategy.core.engine.supported import internals_of
-from zerosync_strategy.tools.plan import training
+from zerosync_strategy.tools.plan import replay
 from zerosync_strategy.tools.plan.jobs import Cluster
 
 SOURCE = Path(zerosync_strategy.__file__).parent
@@ -111,7 +111,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
         (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),
-        (torch_internals.PLAN, lambda _: training.join(Cluster(2))),
+        (torch_internals.PLAN, lambda _: replay._join(Cluster(2))),
         (torch_internals.RACE_CHECK_ON_CUDA, lambda _: race_check.verify(on_cuda=True)),
         ((*contract.RACE_CHECK, *contract.RACE_CHECK_STAGE_1_2), zero.renew_streams),
         (torch_internals.RACE_CHECK, lambda _: race_check._check_for(1)),

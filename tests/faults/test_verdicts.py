@@ -67,7 +67,6 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
         ([FORWARD, IDLE, FORWARD], "elsewhere", (1,)),
         ([FORWARD, GONE, IDLE], "process ended", (1,)),
         ([FORWARD, replace(IDLE, phase=Phase.FAILED, failure="ValueError in the forward"), GONE], "exception", (1,)),
-        ([FORWARD, replace(IDLE, phase=Phase.FINISHED)], "program ended", (1,)),
         ([FORWARD, FORWARD], "same call", (0, 1)),
         ([reduces("[4]"), reduces("[4]"), reduces("[5]")], "other call", (2,)),  # NCCL: nobody waits on the host
         ([reduces("[4]"), reduces("[4]", 6, complete=True)], "elsewhere", (1,)),

@@ -164,9 +164,9 @@ class RankStatus:
             self._inquiries.end()
         self._watch = self._inquiries = None
 
-    def _state(self, with_recorder: bool = True) -> RankState:
+    def _state(self) -> RankState:
         # No variable for the frame: it may be this one, which would then keep itself.
-        return self._stopped or self._observe(sys._current_frames().get(self._main), with_recorder=with_recorder)
+        return self._stopped or self._observe(sys._current_frames().get(self._main))
 
     def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
         return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)
