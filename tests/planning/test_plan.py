@@ -256,7 +256,7 @@ def test_a_wrong_command_is_told_from_a_failed_replay(arguments: list[str], word
 def test_a_plan_is_a_table_and_a_configuration() -> None:
     """Of a Llama of given sizes."""
     arguments = ["layers=1,hidden=128,heads=4,vocab=512,checkpointing=1", "--ranks", "2", "--batch", "2x32"]
-    arguments += ["--stage", "2", "--device-memory", "1GB"]
+    arguments += ["--stage", "2", "--device-memory", "1GB", "--micro-batches", "2"]
     whole = [sys.executable, "-m", "zerosync_strategy", "plan", *arguments]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
