@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,7 @@ def plan(
         if wrong := [each for each in stages if each not in (1, 2, 3)]:
             raise ValueError(f"--stage, or 'zero_optimization.stage' in --config, takes 1, 2 or 3, got {wrong[0]}.")
         sets = jobs.usual_sets(tuple(stages), stock, cluster)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the replays end, too
     try:
         made = make_plan(
             workload, cluster, sets, lambda done, of: print(f"{done} of {of} replays", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -43,7 +42,6 @@ _IMPORTED_LATE = ("deepspeed", "torch._dynamo", "torch._inductor.compile_fx", "t
 
 def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: int) -> None:
     """Replay each option set in a fork of this process, as many at once as there are CPUs."""
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     prepare_cpu()
     for name in _IMPORTED_LATE:  # once for all forks: it takes seconds
