@@ -138,7 +138,7 @@ def test_what_a_launcher_starts_is_attached_to(launcher: str, tmp_path: Path) ->
 
 
 def test_what_enable_has_left_says_what_to_do() -> None:
-    """The line of the file that `zerosync enable` wrote, up to 0.2; Python prints the error at its start, and goes on."""
+    """The line of the file that `zerosync enable` wrote, up to 0.2; Python prints the error at its start."""
     site = str(SOURCE / "zerosync_strategy/hook/site")
     code = f"import sys; sys.path.insert(0, {site!r}); import zerosync_hook; zerosync_hook.install(False)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
