@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,11 @@ from zerosync_strategy.core.engine import zero
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns a flat tensor of so many elements, with any values."""
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor with any values."""
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class InFlight:
@@ -132,7 +137,7 @@ def reduce_scatter(
     ordered: bool,
     tag: int = 0,
     out: torch.Tensor | None = None,
-    empty: Allocate | None = None,
+    empty: Allocate = allocate,
     label: str = "",
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
@@ -153,16 +158,12 @@ def reduce_scatter(
     """
     from deepspeed import comm
 
-    rank, (world_size, width) = dist.get_rank(process_group), rows.shape
+    world_size, width = rows.shape
     if out is not None and (out.device != rows.device or out.dtype != rows.dtype):
         out = None
     if not is_native(process_group, rows.device):
-        parts = rows.unbind(0)
-        numel = (world_size - 1) * width
-        memory = rows.new_empty(numel) if empty is None else empty(numel, rows.dtype, rows.device)
-        received = memory.view(-1, width).unbind(0)
-        gathered = [*received[:rank], parts[rank], *received[rank:]]
-        return _exchange(parts, gathered, process_group, tag, label, lambda: sum_in_order(gathered, out))
+        parts, own = dict(enumerate(rows)), rows[dist.get_rank(process_group)]
+        return sum_messages(parts, own, range(world_size), process_group, tag, out, empty, label)
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
@@ -186,10 +187,11 @@ def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: obje
     """
     from deepspeed import comm
 
-    own = rows[dist.get_rank(process_group)]
+    rank = dist.get_rank(process_group)
+    own = rows[rank]
     if not is_native(process_group, rows.device):
-        parts = rows.unbind(0)
-        return _exchange([own] * len(parts), parts, process_group, tag, str(label), lambda: own)
+        messages = [(peer, (own,), (row,)) for peer, row in enumerate(rows) if peer != rank]
+        return exchange(messages, process_group, tag, str(label), lambda: own)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: own)
@@ -290,14 +292,33 @@ def exchange(
     return InFlight(works, finish, messages, timeout_of(process_group), label)
 
 
-def _exchange(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, label: str,
-    finish: Callable[[], torch.Tensor],
+def sum_messages(
+    sent: Mapping[int, torch.Tensor], own: torch.Tensor, ranks: Sequence[int], process_group: Any, tag: int,
+    out: torch.Tensor | None, empty: Allocate, label: str,
 ) -> InFlight:  # fmt: skip
-    """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
-    peers = (peer for peer in range(len(sent)) if peer != dist.get_rank(process_group))
-    messages = [(peer, (sent[peer],), (received[peer],)) for peer in peers]
-    return exchange(messages, process_group, tag, label, finish)
+    """Give each of ``ranks`` what is ``sent`` to it; the result is the sum of what this rank is given, in their order.
+
+    Args:
+        sent: by the number of a rank among ``ranks``: flat, or rows that are each contiguous.
+        own: what this rank adds itself, perhaps of a wider dtype; empty where it is given nothing.
+        out: where the sum may go.
+    """
+    number, dtype = ranks.index(dist.get_rank(process_group)), own.dtype
+    if number in sent:
+        dtype = sent[number].dtype
+    givers = len(ranks) - 1 if own.numel() else 0
+    received = list(empty(givers * own.numel(), dtype, own.device).view(givers, *own.shape)) if givers else []
+    gathered = [*received[:number], own, *received[number:]]
+    messages = [
+        (rank, _flat(sent[peer]) if peer in sent else (), _flat(gathered[peer]) if givers else ())
+        for peer, rank in enumerate(ranks)
+        if peer != number
+    ]
+    return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+
+
+def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
 
 
 def count_sent(messages: Iterable[Message], process_group: Any) -> None:

@@ -33,7 +33,7 @@ from zerosync_strategy.core.comm.collectives import (
     is_native,
     reduce_scatter,
     send_and_receive,
-    sum_in_order,
+    sum_messages,
     timeout_of,
 )
 from zerosync_strategy.core.comm.messages import loopback
@@ -213,14 +213,9 @@ class Nodes:
             reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, ordered, label=label)
             reduction.then(lambda sums: sums.view(self.count, width))
             return reduction
-        received = empty((self.size - 1) * self.count * width, rows.dtype, rows.device).view(-1, self.count, width)
-        gathered = [*received[: self.place], by_place[self.place], *received[self.place :]]
-        messages = [
-            (self.rank(self.node, place), by_place[place].unbind(0), gathered[place].unbind(0))
-            for place in range(self.size)
-            if place != self.place
-        ]
-        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, None))
+        _, ranks = self.ranks_within(rows.device)
+        own = by_place[self.place]
+        return sum_messages(dict(enumerate(by_place)), own, ranks, self.process_group, tag, None, empty, label)
 
     def reduce_between(
         self, sums: torch.Tensor, dtype: torch.dtype, ordered: bool, tag: int, out: torch.Tensor | None,
@@ -234,14 +229,9 @@ class Nodes:
         sent = sums.to(dtype)
         if is_native(self.process_group, sums.device):
             return reduce_scatter(sent, self._between, ordered, out=out, label=label)
-        received = empty((self.count - 1) * sums.shape[1], dtype, sums.device).view(-1, sums.shape[1])
-        gathered = [*received[: self.node], sums[self.node], *received[self.node :]]
-        messages = [
-            (self.rank(node, self.place), (sent[node],), (gathered[node],))
-            for node in range(self.count)
-            if node != self.node
-        ]
-        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, out))
+        _, ranks = self.ranks_between(sums.device)
+        own = sums[self.node]
+        return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, tag, out, empty, label)
 
     def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
         """As :func:`collectives.all_gather` off NCCL, in two levels."""

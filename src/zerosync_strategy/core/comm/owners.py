@@ -26,7 +26,7 @@ from zerosync_strategy.core.comm.collectives import (
     is_alike,
     is_native,
     note_launch,
-    sum_in_order,
+    sum_messages,
     tree_sum,
 )
 from zerosync_strategy.core.comm.nodes import Nodes
@@ -132,13 +132,7 @@ def reduce_to_owners(
     if out is not None and (out.device != device or out.dtype != own.dtype):
         out = None
     if not is_native(process_group, device):
-        senders, dtype = (count - 1, rows[number].dtype) if own.numel() else (0, own.dtype)
-        received = list(empty(senders * own.numel(), dtype, device).view(senders, -1).unbind(0)) if senders else []
-        messages: list[Message] = []
-        for index, peer in enumerate(peer for peer in range(count) if peer != number):
-            messages.append((ranks[peer], [rows[peer]] if peer in rows else [], received[index : index + 1]))
-        gathered = [*received[:number], own, *received[number:]]
-        return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+        return sum_messages(rows, own, ranks, process_group, tag, out, empty, label)
     if not rows:
         return InFlight([], lambda: own)
     if ordered:
