@@ -35,7 +35,6 @@ class InFlight:
     """A collective in flight. Its works are waited for once; any number of streams may be ordered after it.
 
     Args:
-        works: of the process group, or whatever has ``wait()``.
         finish: called once, on the stream that has waited for the works; returns the result.
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
@@ -150,7 +149,6 @@ def reduce_scatter(
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
         empty: allocates the memory to receive into, off NCCL.
-        label: names it in errors.
 
     Returns:
         A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -179,11 +177,8 @@ def reduce_scatter(
 def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: object = "") -> InFlight:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
-    Args:
-        rows: a matrix, contiguous.
-        tag: off NCCL, only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of
-            its own all-gathers meet that are of different sizes.
-        label: names it in errors.
+    Off NCCL, only calls with the same tag meet, and others wait in vain: gloo ends a process in which two of its own
+    all-gathers meet that are of different sizes.
     """
     from deepspeed import comm
 
@@ -331,16 +326,9 @@ def count_sent(messages: Iterable[Message], process_group: Any) -> None:
 
 
 def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
-    """Begin to exchange messages with other ranks, and return the works.
-
-    Args:
-        messages: without what has no elements.
-        tag: only messages with the same tag meet.
-        messenger: sends them; by default, DeepSpeed's, which counts them.
-    """
+    """Begin to exchange messages, without those of no elements; DeepSpeed's messenger, the default, counts them."""
     works: list[Any] = []
-    if messenger is None:
-        messenger = zero.messenger()
+    messenger = messenger or zero.messenger()
     for peer, sent, received in messages:
         rank = dist.get_global_rank(process_group, peer)
         works += [messenger.irecv(each, src=rank, group=process_group, tag=tag) for each in received if len(each)]

@@ -183,12 +183,7 @@ class Nodes:
         return rows[:, self.place]
 
     def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
-        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them.
-
-        Args:
-            tag: as for :func:`~collectives.all_gather`.
-            label: names it in errors, where the backend has collectives of its own.
-        """
+        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them."""
         if is_native(self.process_group, rows.device):
             gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, label=label)
             gather.then(lambda own: rows)
@@ -255,10 +250,7 @@ class Nodes:
     ) -> InFlight:  # fmt: skip
         """Exchange ``between`` nodes, and when that has arrived ``within`` this one; returns ``result``. Off NCCL.
 
-        Args:
-            between, within: of ranks of the process group; every rank calls this, with none too.
-            tag, label: as for :func:`~collectives.all_gather`.
-            alive: what must live until then.
+        Every rank calls this, also without messages.
         """
         first = send_and_receive(between, self.process_group, tag)
         timeout = timeout_of(self.process_group)
