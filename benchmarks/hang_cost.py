@@ -3,10 +3,10 @@
     python benchmarks/hang_cost.py --base ../before/src
 
 Arms: ``base``, the sources of an earlier revision, with torch's flight recorder off; ``off``, these sources, with it
-off; ``recorder``, with torch's flight recorder as it is by default; ``dump``, with ``ZEROSYNC_DUMP_DIR`` too. Each arm
-is two ranks on gloo in processes of its own, which live side by side and take turns: some steps each, then the next
-round, in another order. A round's ratio is to the first arm of the same round. Medians of rounds, with their quartiles.
-The CPU's time is that of all threads of rank 0: waits, and what else runs on the machine, disturb it less.
+off; ``recorder``, with torch's flight recorder as it is by default. Each arm is two ranks on gloo in processes of its
+own, which live side by side and take turns: some steps each, then the next round, in another order. A round's ratio is
+to the first arm of the same round. Medians of rounds, with their quartiles. The CPU's time is that of all threads of
+rank 0: waits, and what else runs on the machine, disturb it less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ ARMS: dict[str, dict[str, str]] = {
     "base": {"TORCH_FR_BUFFER_SIZE": "0"},
     "off": {"TORCH_FR_BUFFER_SIZE": "0"},
     "recorder": {},
-    "dump": {"ZEROSYNC_DUMP_DIR": ""},
 }
 
 

@@ -31,7 +31,7 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
 from zerosync_strategy.core.engine.supported import internals_of
-from zerosync_strategy.tools.plan import training
+from zerosync_strategy.tools.plan import replay
 from zerosync_strategy.tools.plan.jobs import Cluster
 
 SOURCE = Path(zerosync_strategy.__file__).parent
@@ -110,7 +110,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
         (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.COMPILATION, lambda _: compilation.allow_linear_in_graphs.__wrapped__()),
-        (torch_internals.PLAN, lambda _: training.join(Cluster(2))),
+        (torch_internals.PLAN, lambda _: replay._join(Cluster(2))),
         (TRAINER, lambda _: make("accelerate").set_deepspeed_weakref()),
         (transformers.INTERNALS, lambda _: transformers.nothing_is_sharded().__enter__()),
     ],

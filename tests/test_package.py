@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import zerosync_strategy
-from zerosync_strategy import planning
 
 SOURCE = Path(zerosync_strategy.__file__).parent
 
@@ -180,10 +179,10 @@ def test_frameworks_do_not_import_each_other() -> None:
 
 
 # What the frontends import of the core: the set-up of a training, options, and what their own tables and files need.
-FACADE = {"frontend", "options.config", "engine.contract", "engine.patches", "runlog"}
+FACADE = {"frontend", "options.config", "engine.contract", "engine.patches"}
 
 
-def test_frameworks_see_five_modules_of_the_core() -> None:
+def test_frameworks_see_four_modules_of_the_core() -> None:
     core = "zerosync_strategy.core."
     seen = set()
     for module, imported in import_graph(SOURCE).items():
@@ -250,14 +249,6 @@ def test_tools_use_core_and_nothing_uses_tools() -> None:
 def test_the_command_loads_nothing_heavy() -> None:
     (loaded,) = loaded_after(f"import {TOOLS}.commands")
     assert not loaded & {"torch", "deepspeed", "lightning", "accelerate", "matplotlib"}
-
-
-def test_former_places_of_plans_can_be_imported() -> None:
-    from zerosync_strategy.planning.jobs import Workload
-    from zerosync_strategy.planning.plan import plan
-    from zerosync_strategy.planning.runlog import RunLog
-
-    assert (Workload, plan, RunLog) == (planning.Workload, planning.plan, zerosync_strategy.RunLog)
 
 
 def test_every_public_name_can_be_had() -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.options.config import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_over import shard_over
     from zerosync_strategy.core.report import StepReport
-    from zerosync_strategy.core.runlog import RunLog
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
     from zerosync_strategy.lightning.strategy import ZeroSyncStrategy
@@ -29,7 +28,6 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "RankError",
-    "RunLog",
     "StepReport",
     "ZeroSync",
     "ZeroSyncConfig",
@@ -47,7 +45,6 @@ _HOME = {
     "CheckpointError": "zerosync_strategy.core.failures.errors",
     "ContractError": "zerosync_strategy.core.engine.contract",
     "RankError": "zerosync_strategy.core.failures.errors",
-    "RunLog": "zerosync_strategy.core.runlog",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",
     "ZeroSyncConfig": "zerosync_strategy.core.options.config",

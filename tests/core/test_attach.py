@@ -354,6 +354,13 @@ def test_refusals() -> None:
             attach(make_engine(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
             attach(engines.make_engine(network(), None))
+        engine = make_engine(2)
+        engine.zero_quantized_gradients = lambda: True
+        with pytest.raises(ValueError, match="quantized gradients"):
+            attach(engine)
+        engine.zenflow = True
+        with pytest.raises(ValueError, match="ZenFlow"):
+            attach(engine)
 
     run_ranks(run)
 

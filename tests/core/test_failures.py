@@ -50,8 +50,9 @@ def test_an_inquiry_takes_as_many_operations_as_ranks(asking: set[int]) -> None:
     for text in texts:
         assert "outside of the engine" in text and "gave no answer" not in text
         assert len(text) < 4000
-    # If ranks ask so late that another inquiry is open by then, each costs four operations per rank.
-    assert operations["append"] in (world_size, 2 * world_size)
+    # A rank that asks says where it has failed, beside its answer. If ranks ask so late that another inquiry is open by
+    # then, each costs four operations per rank.
+    assert operations["append"] <= 2 * world_size + len(asking) - 1, operations
     assert operations.total() <= 14 * world_size + 20, operations
 
 

@@ -1,7 +1,6 @@
 """`zerosync doctor`: each trap is found where it is, and nothing is found where there is none."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +14,8 @@ from packaging.version import Version
 
 from tests.harness.ranks import run_ranks
 from tests.matrix import table
-from zerosync_strategy.tools.doctor import configurations, hosts, installation, link, selftest
-from zerosync_strategy.tools.doctor.findings import Examination, Finding, Level
-from zerosync_strategy.tools.links import Links
-from zerosync_strategy.tools.links import read as read_links
+from zerosync_strategy.tools.doctor import configurations, installation, selftest
+from zerosync_strategy.tools.doctor.findings import Finding, Level
 
 ROOT = Path(__file__).parent.parent.parent
 FINE = {
@@ -35,25 +32,10 @@ def with_zero(**zero: Any) -> dict[str, Any]:
 # What is changed in FINE, and the level and a word of the one finding there is; None removes a key.
 TRAPS: list[tuple[dict[str, Any], str, str]] = [
     ({"gradient_clipping": None}, "warning", "norm of 1.0"),
-    (with_zero(stage=0), "error", "stage"),
     (with_zero(stage3_param_persistence_threshold=5), "note", "stay whole"),
-    (with_zero(zero_quantized_gradients=True), "error", "quantized"),
-    (with_zero(mics_shard_size=2), "error", "MiCS"),
-    (with_zero(zenflow={"topk_ratio": 0.1}), "error", "ZenFlow"),
-    (with_zero(overlap_comm=True), "note", "overlap_comm"),
     (with_zero(offload_optimizer={"device": "cpu"}), "warning", "DeepSpeedCPUAdam"),
-    ({"optimizer": {"type": "Lamb"}}, "error", "'Lamb'"),
-    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
-     "error", "BF16_Optimizer"),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 1}}, "error", "both"),
-    ({"train_micro_batch_size_per_gpu": "auto"}, "error", "'train_micro_batch_size_per_gpu' is 'auto'"),
+    ({"train_micro_batch_size_per_gpu": "auto"}, "error", "'auto'"),
     ({"zerosync": {"param_memory_budgets": 1}}, "error", "Did you mean 'param_memory_budget'"),
-    ({"pipeline": {"stages": 2}}, "error", "pipeline"),
-    (with_zero(overlap_com=True), "error", "'zero_optimization.overlap_com': unknown key. Did you mean 'overlap"),
-    (with_zero(offload_param={"devise": "cpu"}), "error", "'zero_optimization.offload_param.devise': unknown key. Did"),
-    (with_zero(offload_param={"device": "gpu"}), "error", "'zero_optimization.offload_param.device': Input should be"),
-    (with_zero(reduce_bucket_size="many"), "error", "'zero_optimization.reduce_bucket_size': Input should be a valid"),
-    ({"bf16": {"enable": True}}, "error", "'bf16.enable': unknown key. Did you mean 'enabled'?"),
     ({"gradient_acumulation_steps": 4}, "error", "Did you mean 'gradient_accumulation_steps'?"),
     ({"of_another_program": {}}, "warning", "'of_another_program' is no key"),
 ]  # fmt: skip
@@ -101,24 +83,17 @@ def test_traps_of_accelerate() -> None:
     inner = json.dumps({**FINE, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"})
     good = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": inner}}
     assert list(configurations.accelerate(good, ROOT)) == []
-    bad = {
-        "distributed_type": "MULTI_GPU",
-        "deepspeed_config": {"deepspeed_config_file": "nowhere.json", "zero_stage": 3},
-    }
-    (alone,) = configurations.accelerate({**good, "use_cpu": True, "gpu_ids": "", "num_processes": 2}, ROOT)
+    (alone,) = configurations.accelerate({**good, "use_cpu": True, "num_processes": 2}, ROOT)
     assert alone.level is Level.NOTE and "without a backend" in alone.found
-    words = [finding.found for finding in configurations.accelerate(bad, ROOT)]
-    assert [word in text for word, text in zip(("MULTI_GPU", "zero_stage", "nowhere.json"), words, strict=True)]
-    assert all(finding.level is Level.ERROR for finding in configurations.accelerate(bad, ROOT))
+    (other,) = configurations.accelerate({**good, "distributed_type": "MULTI_GPU"}, ROOT)
+    assert other.level is Level.ERROR and "MULTI_GPU" in other.found
 
 
 def test_traps_of_lightning() -> None:
     strategy = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": FINE}}
     assert list(configurations.lightning({"trainer": {"strategy": strategy}})) == []
-    bad = {"strategy": "deepspeed_stage_2", "gradient_clip_algorithm": "value", "precision": "16-mixed",
-           "accelerator": "cpu"}  # fmt: skip
-    found = list(configurations.lightning({"trainer": bad}))
-    assert [finding.level for finding in found] == [Level.ERROR] * 3
+    (own,) = configurations.lightning({"trainer": {"strategy": "deepspeed_stage_2"}})
+    assert own.level is Level.ERROR and "silently wrong" in own.found
 
 
 @pytest.mark.parametrize(
@@ -143,11 +118,8 @@ def test_the_tested_releases_are_those_of_the_table() -> None:
         if package.lower() not in installation.TESTED:
             continue
         ran = sorted(Version(row[column]) for row in rows)
-        span = installation.TESTED[package.lower()]
-        parts = len(Version(span.oldest).release)
-        assert (ran[0].release[:parts], ran[-1].release[:parts]) == (
-            Version(span.oldest).release, Version(span.newest).release,
-        ), package  # fmt: skip
+        oldest, newest = (Version(each).release for each in installation.TESTED[package.lower()])
+        assert (ran[0].release[: len(oldest)], ran[-1].release[: len(oldest)]) == (oldest, newest), package
     assert installation.TESTED["lightning"] == installation.TESTED["pytorch-lightning"]
 
 
@@ -163,54 +135,42 @@ def test_the_tested_releases_are_those_of_the_table() -> None:
     ],
 )
 def test_releases_that_were_not_tested(package: str, release: str | None, level: Level, word: str) -> None:
-    newest = {name: tested.newest for name, tested in installation.TESTED.items() if name != "pytorch-lightning"}
-    assert serious(installation.check_releases(newest.get)) == []
-    (found,) = serious(installation.check_releases({**newest, package: release}.get))
+    newest = {name: last for name, (_, last) in installation.TESTED.items() if name != "pytorch-lightning"}
+    assert serious(list(installation.check_releases(newest.get))) == []
+    (found,) = serious(list(installation.check_releases({**newest, package: release}.get)))
     assert found.level is level and word in found.found and package in found.found and found.remedy
 
 
 def test_what_is_wrong_with_the_machine(tmp_path: Path) -> None:
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    assert serious(installation.check_machine(Path("/dev/shm"), tmp_path)) == []
+    assert serious(list(installation.check_machine(Path("/dev/shm"), tmp_path))) == []
     lock.touch()
-    (held,) = serious(installation.check_machine(Path("/dev/shm"), tmp_path))
+    (held,) = serious(list(installation.check_machine(Path("/dev/shm"), tmp_path)))
     assert str(lock) in held.found and str(lock) in held.remedy
-    (missing,) = serious(installation.check_machine(tmp_path / "shm", tmp_path / "none"))
+    (missing,) = serious(list(installation.check_machine(tmp_path / "shm", tmp_path / "none")))
     assert str(tmp_path / "shm") in missing.found
 
 
-def broken(how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """What the self-test finds where each rank is broken first; on forked ranks, which start faster."""
-
-    def run(files: list[Path], *_: Any) -> str:
-        run_ranks(lambda: (how(), selftest.main(files[int(os.environ["RANK"])])))
-        return ""
-
-    monkeypatch.setattr(selftest, "_run", run)
-    return selftest.check()
+def broken(how: Callable[[], None]) -> str:
+    """What a rank of the self-test ends with where each is broken first; on forked ranks, which start faster."""
+    outcomes = run_ranks(lambda: (how(), selftest.main()), expect="any")
+    return " ".join(f"{each.error} {each.message}" for each in outcomes)
 
 
 def test_the_self_test_passes() -> None:
-    findings = selftest.check(timeout=150)
-    assert [(finding.topic, finding.level) for finding in findings] == [
-        ("contract", Level.OK), *[("self-test", Level.OK)] * 3,
-    ]  # fmt: skip
-    assert Examination(tuple(findings)).exit_status == 0
+    assert selftest.check(timeout=150).level is Level.OK
 
 
-def test_a_deepspeed_that_lacks_an_internal_fails_by_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_that_lacks_an_internal_fails() -> None:
     def lack() -> None:
         del deepspeed.DeepSpeedEngine.allreduce_gradients
 
-    findings = broken(lack, monkeypatch)
-    window, *rest = [finding for finding in findings if finding.level is Level.ERROR]
-    assert window.topic == "contract" and window.found.startswith("window") and "allreduce_gradients" in window.found
-    assert [finding.topic for finding in rest] == ["self-test"] * 3
-    assert Examination(tuple(findings)).exit_status == 1
+    said = broken(lack)
+    assert "ContractError" in said and "allreduce_gradients" in said
 
 
-def test_ranks_that_receive_something_else_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_receive_something_else_fail_the_self_test() -> None:
     def send_half() -> None:
         stock, kept = torch.distributed.isend, []
 
@@ -220,15 +180,13 @@ def test_ranks_that_receive_something_else_fail_the_self_test(monkeypatch: pytes
 
         torch.distributed.isend = isend
 
-    wrong = [finding for finding in broken(send_half, monkeypatch) if finding.level is Level.ERROR]
-    assert [finding.topic for finding in wrong] == ["self-test"] * 3
-    assert all("differ" in finding.found for finding in wrong)
+    said = broken(send_half)
+    assert "ArithmeticError" in said and "differ" in said
 
 
-def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(60)")
-    findings = selftest.check(timeout=1, environment={"PYTHONPATH": str(tmp_path)})
-    assert all(finding.level is Level.ERROR and "not ended" in finding.found for finding in findings)
+def test_ranks_that_do_not_end_are_ended() -> None:
+    finding = selftest.check(timeout=0.5)
+    assert finding.level is Level.ERROR and "not ended" in finding.found
 
 
 def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -238,19 +196,17 @@ def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[st
 
 def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**FINE, "zero_optimization": {"stage": 0}}))
+    file.write_text(json.dumps({**FINE, "gradient_acumulation_steps": 4}))
     done = command("doctor", "--no-self-test", "--json", str(file))
     found = json.loads(done.stdout)
     assert done.returncode == found["exit_status"] == 1
     assert [each["topic"] for each in found["findings"] if each["level"] == "error"] == ["configuration"]
     plain = command("doctor", "--no-self-test", str(file))
-    assert plain.returncode == 1 and "\x1b" not in plain.stdout and "-> Set it to 1, 2 or 3." in plain.stdout
+    assert plain.returncode == 1 and "\x1b" not in plain.stdout and "-> Correct it." in plain.stdout
 
 
 def test_findings_are_printed_as_they_are_made_in_a_pipe_too() -> None:
-    code = (
-        "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60) or []"
-    )
+    code = "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60)"
     call = f"{code}\nfrom zerosync_strategy.tools.cli import main\nmain(['doctor'])"
     with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -266,56 +222,3 @@ def test_without_its_packages_the_command_says_what_to_install() -> None:
     done = command("doctor", before=missing)
     assert done.returncode == 1 and "'typer'" in done.stderr and "zerosync-strategy[cli]" in done.stderr
     assert command("--version", before=missing).returncode == 0
-
-
-def test_links_are_measured_under_torchrun(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "zerosync_strategy"]
-    done = subprocess.run(
-        [*launch, "doctor", "--link", "--json", "--within", "1Kbit/s", "--latency-within", "1s",
-         "--save", tmp_path / "links"],
-        capture_output=True, text=True, timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    within, everyone = json.loads(done.stdout)["findings"]
-    assert (
-        within["level"] == "ok" and within["found"].startswith("within a node") and "all 2 ranks" in everyone["found"]
-    )
-    slow, fast = read_links(tmp_path / "links", Links(between=1.0))
-    assert 0 < slow.within <= fast.within and slow.latency_within >= fast.latency_within > 0
-    assert slow.between == fast.between == 1.0
-    assert command("doctor", "--link").returncode == 2
-
-
-def test_all_ranks_exchange_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for world, kind, count in ((2, "within", 1), (8, "between", 3), (64, "between", link.PEERS)):
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        sent = {(rank, to) for rank in range(world) for to, _ in link._neighbours(kind, rank)}
-        received = {(source, rank) for rank in range(world) for _, source in link._neighbours(kind, rank)}
-        assert sent == received and len(sent) == world * count
-        assert all((rank // 2 == to // 2) == (kind == "within") and rank != to for rank, to in sent)
-
-
-LOCAL = "env OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HOST={host}"
-
-
-def test_links_between_hosts_are_measured_from_here() -> None:
-    named = hosts.Host.parse_all("one=127.0.0.1, two=127.0.0.1")
-    speeds = ["--between", "100Gbit/s", "--latency-between", "1s"]
-    between, everyone = hosts.check(named, speeds, LOCAL, timeout=100, port=selftest._free_port())
-    assert between.found.startswith("between nodes: ") and "a plan assumes 100 Gbit/s" in between.found
-    assert (
-        between.level is Level.WARNING and "--between" in between.remedy and "--latency-between" not in between.remedy
-    )
-    assert "all 2 ranks" in everyone.found
-    assert Examination((between,)).exit_status == 0 and Examination((between,), strict=True).exit_status == 1
-
-
-def test_hosts_that_cannot_be_reached_are_errors() -> None:
-    found = hosts.check(hosts.Host.parse_all("one,two"), [], "false {host}", timeout=30)
-    assert [finding.level for finding in found] == [Level.ERROR] * 2
-    assert "one: ended with status 1" in found[0].found and "`false one true`" in found[0].remedy
-    for text in ("one", "one,one", "one,"):
-        with pytest.raises(ValueError, match="two or more different hosts"):
-            hosts.Host.parse_all(text)

@@ -1,7 +1,6 @@
-"""What becomes of a program that does not name ZeroSync, by ``zerosync run`` (always) or ``enable`` (with a block)."""
+"""What becomes of a program that does not name ZeroSync under ``zerosync run``."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -15,14 +14,11 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.announcement import NOTES
 from zerosync_strategy.hook.loaded import loaded
 
-ASKED = SimpleNamespace(always=False)
 
-
-def make(always: bool, optimizer: Any = adamw, stage: int = 2, **config: Any) -> Any:
+def make(optimizer: Any = adamw, stage: int = 2, **config: Any) -> Any:
     """The engine that a program makes by ``deepspeed.initialize``."""
     start()
-    ASKED.always = always
-    loaded("deepspeed", ASKED)
+    loaded("deepspeed")
     net = network()
     made = None if optimizer is None else optimizer(net.parameters())
     return deepspeed.initialize(model=net, optimizer=made, config=configuration(stage, **config))[0]
@@ -33,9 +29,8 @@ def test_a_program_of_plain_deepspeed_trains_as_plain_torch(tmp_path: Path) -> N
     notes = tmp_path / "notes"
     notes.touch()
 
-    def train(stage: int, always: bool) -> Any:
-        block = {} if always else {"zerosync": {"param_memory_budget": "all"} if stage == 3 else {}}
-        engine = make(always, stage=stage, gradient_accumulation_steps=2, **block)
+    def train(stage: int, block: dict[str, Any]) -> Any:
+        engine = make(stage=stage, gradient_accumulation_steps=2, **block)
         data = Data(4)
         for batch in range(4):
             engine.backward(loss_of(engine, data.batch(batch, rank())))
@@ -49,22 +44,21 @@ def test_a_program_of_plain_deepspeed_trains_as_plain_torch(tmp_path: Path) -> N
         backward_of(plain, batch, over=2)
         if batch % 2:
             plain.step()
-    for stage, always in ((2, True), (3, False)):
-        for trained in run_ranks(train, stage, always, env={NOTES: str(notes)}):
+    for stage, block in ((2, {}), (3, {"zerosync": {"param_memory_budget": "all"}})):
+        for trained in run_ranks(train, stage, block, env={NOTES: str(notes)}):
             assert distance(trained, full_parameters(plain.module)) == 0.0
     attached = "attached to Sequential, ZeRO-{} on 2 ranks"
     assert notes.read_text().splitlines() == [attached.format(2), attached.format(3)]
 
 
 def test_what_is_not_ours_stays_stock(tmp_path: Path) -> None:
-    """No block; no ZeRO; no optimizer. With ``always``, it is noted down why."""
+    """No ZeRO, or no optimizer; it is noted down why."""
     notes = tmp_path / "notes"
     notes.touch()
 
     def train() -> None:
         for engine in (
-            make(False), make(True, stage=0), make(True, optimizer=None, stage=3),
-            make(False, optimizer=None, stage=3, zerosync={}),
+            make(stage=0), make(optimizer=None, stage=3), make(optimizer=None, stage=3, zerosync={}),
         ):  # fmt: skip
             assert not hasattr(engine, "_zerosync")
 
@@ -77,7 +71,7 @@ def test_what_is_not_ours_stays_stock(tmp_path: Path) -> None:
 
 def test_a_program_that_attaches_itself_has_its_own_options() -> None:
     def train() -> None:
-        engine = make(True)
+        engine = make()
         zerosync = attach(engine, coalesce=False)
         assert engine._zerosync is zerosync and not zerosync.config.coalesce
         engine.backward(loss_of(engine, Data(1).batch(0, rank())))
@@ -94,7 +88,7 @@ def test_a_block_in_lightnings_own_strategy_is_an_error() -> None:
         from lightning.fabric.strategies import DeepSpeedStrategy
 
         start()
-        loaded("deepspeed", ASKED)
+        loaded("deepspeed")
         strategy = DeepSpeedStrategy(config=configuration(2, **block), parallel_devices=[torch.device("cpu", 0)])
         net = network()
         strategy._initialize_engine(net, adamw(net.parameters()))  # as Fabric's setup does

@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, make_trainer
 from zerosync_strategy import ZeroSyncMonitor, ZeroSyncStrategy
-from zerosync_strategy.tools.plan.check import read_run
 
 
 def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:
@@ -30,21 +29,6 @@ def test_reports_reach_the_logger_and_the_progress_bar(tmp_path: Path) -> None:
     assert {float(row["zerosync/reductions"]) for row in logged} == {1.0}
     kinds = [name for name in logged[0] if name.startswith("zerosync/") and name.endswith("/bytes")]
     assert all(any(float(row[name] or 0) > 0 for name in kinds) for row in logged)
-
-
-def test_the_steps_of_each_fit_are_logged_for_a_check_of_a_plan(tmp_path: Path) -> None:
-    def run() -> None:
-        monitor = ZeroSyncMonitor(run_log=tmp_path / "run.jsonl")
-        for _ in range(2):
-            trainer = make_trainer(ZeroSyncStrategy(stage=2), [monitor], accumulate_grad_batches=2)
-            trainer.fit(Module(), Data(8).loader())
-
-    run_ranks(run)
-    lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * (4 - 1)  # of rank 0 alone; the first step of each begins the time
-    found = read_run(tmp_path / "run.jsonl")
-    assert (found.backwards, found.stage, found.ranks, found.ranks_of_machine) == (2, 2, 2, 2)
-    assert found.bytes_sent > 0 and found.seconds > 0
 
 
 def test_only_under_our_strategy() -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from zerosync_strategy.core.announcement import note
 from zerosync_strategy.core.engine import patches
@@ -16,44 +16,37 @@ from zerosync_strategy.core.options.config import BLOCK
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-class Asked(Protocol):
-    """What was asked for: ``always``, or where the DeepSpeed configuration has a ``"zerosync"`` block."""
-
-    always: bool
-
-
-def loaded(name: str, asked: Asked) -> None:
+def loaded(name: str) -> None:
     """The program has imported ``name``: let its trainings be ZeroSync's."""
     if name == "deepspeed":
-        if asked.always and "RANK" in os.environ:  # a rank, not its launcher, and before it joins the others
+        if "RANK" in os.environ:  # a rank, not its launcher, and before it joins the others
             _prepare()
-        patches.replace(patches.INITIALIZE, functools.partial(_initialize, asked=asked))
+        patches.replace(patches.INITIALIZE, _initialize)
     else:
-        _install(asked)
+        _install()
 
 
-def _install(asked: Asked) -> None:
+def _install() -> None:
     try:
         from zerosync_strategy.accelerate import install
     except (ContractError, ImportError) as error:  # a program that trains without DeepSpeed needs no word of it
-        patches.replace(patches.ACCELERATE_PLUGIN, functools.partial(_refuse, asked=asked, error=error))
+        patches.replace(patches.ACCELERATE_PLUGIN, functools.partial(_refuse, error=error))
     else:
-        install.install(always=asked.always)
+        install.install(always=True)
 
 
-def _refuse(stock: Callable[..., None], asked: Asked, error: Exception) -> Callable[..., None]:
-    """Let a DeepSpeed configuration that is to train with ZeroSync raise ``error``."""
+def _refuse(stock: Callable[..., None], error: Exception) -> Callable[..., None]:
+    """Let a DeepSpeed configuration raise ``error``."""
 
     @functools.wraps(stock)
     def post_init(self: Any) -> None:
         stock(self)
-        if asked.always or BLOCK in self.deepspeed_config:
-            raise error
+        raise error
 
     return post_init
 
 
-def _initialize(stock: Callable[..., Any], asked: Asked) -> Callable[..., Any]:
+def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Attach to the engines that a program makes itself. A framework's are its frontend's."""
 
     @functools.wraps(stock)
@@ -67,7 +60,7 @@ def _initialize(stock: Callable[..., Any], asked: Asked) -> Callable[..., Any]:
         result = stock(*args, **kwargs)
         engine = result[0]
         block = BLOCK in zero.user_config(engine)
-        if not block and (not asked.always or _left_alone(engine, caller)):
+        if not block and _left_alone(engine, caller):
             return result
         if caller in _LIGHTNING:
             raise ValueError(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from zerosync_strategy.core.frontend import StepReport
-from zerosync_strategy.core.runlog import RunLog
 
 from .library import Callback, LightningModule, MisconfigurationException, Trainer
 from .strategy import ZeroSyncStrategy
@@ -21,17 +19,13 @@ class ZeroSyncMonitor(Callback):
 
     Args:
         prog_bar: also show the bytes sent (in MB) and their ratio to the floor in the progress bar.
-        run_log: a file to which rank 0 writes each step as ``zerosync plan --check`` reads it. On Linux. Make the
-            callback before the model: what the process holds by then does not count as the model's memory.
 
     Raises:
-        MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``; with
-            ``run_log``, at the first step of one of several optimizers.
+        MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``.
     """
 
-    def __init__(self, prog_bar: bool = False, run_log: str | Path | None = None) -> None:
+    def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
-        self._run_log = None if run_log is None else RunLog(run_log)
         self._logged: dict[int, StepReport] = {}  # the last one by optimizer
 
     @override
@@ -42,14 +36,6 @@ class ZeroSyncMonitor(Callback):
                 " callback, or use Trainer(strategy=ZeroSyncStrategy(...))."
             )
 
-        if self._run_log is not None:
-            self._run_log.ranks_of_machine = trainer.num_devices
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._run_log is not None:
-            self._run_log.close()
-
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(trainer.strategy, ZeroSyncStrategy)
@@ -59,12 +45,6 @@ class ZeroSyncMonitor(Callback):
             if report is None or report is self._logged.get(index):
                 continue
             self._logged[index] = report
-            if self._run_log is not None and trainer.is_global_zero:
-                if several:
-                    raise MisconfigurationException(
-                        "ZeroSyncMonitor(run_log=...) logs the steps of one optimizer, found several. Leave it out."
-                    )
-                self._run_log.step(zerosync)
             which = f"optimizer_{index}/" if several else ""
             logged = {f"zerosync/{which}{name}": value for name, value in report.numbers().items()}
             pl_module.log_dict(logged, batch_size=1)

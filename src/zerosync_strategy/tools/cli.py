@@ -1,4 +1,4 @@
-"""The command ``zerosync``. ``run``, ``enable``, ``disable`` and ``--version`` need no extra, the others ``cli``."""
+"""The command ``zerosync``. ``run`` and ``--version`` need no extra, the others ``cli``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"zerosync {__version__}")
         return
-    if arguments[:1] in (["run"], ["enable"], ["disable"]):
+    if arguments[:1] == ["run"]:
         from zerosync_strategy.tools import run
 
-        run.main(arguments)
+        run.main(arguments[1:])
     try:
         from zerosync_strategy.tools.commands import app
     except ImportError as missing:

@@ -1,4 +1,4 @@
-"""``zerosync run``, ``zerosync enable`` and ``zerosync disable``. They need no other package."""
+"""``zerosync run``. It needs no other package."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import resource
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from zerosync_strategy.core.announcement import ATTACHED, NOTES, REPORT
 from zerosync_strategy.hook import SITE
@@ -24,7 +22,6 @@ _LEFT = {  # to themselves: what stops and continues, and what tells of a fault 
     signal.SIGPIPE, signal.SIGURG,
 }  # fmt: skip
 _PR_SET_PDEATHSIG = 1
-_PTH = "zerosync-strategy-enabled.pth"  # after those that add the package itself
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -33,32 +30,19 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: always, unless a signal has ended the command, which then ends this process.
     """
-    parser = argparse.ArgumentParser("zerosync")
-    commands = parser.add_subparsers(required=True, dest="command")
-    run_parser = commands.add_parser(
-        "run", usage="zerosync run [--report N[:FILE]] COMMAND [ARGUMENT ...]",
+    parser = argparse.ArgumentParser(
+        "zerosync run", usage="zerosync run [--report N[:FILE]] COMMAND [ARGUMENT ...]",
         description="Run a command. Whatever trains with DeepSpeed's ZeRO in it, or in what it starts, trains with"
         " ZeroSync: under Accelerate and the trainers that are built on it, and with plain DeepSpeed. Exit status and"
         " signals are the command's.",
     )  # fmt: skip
-    run_parser.add_argument("--report", metavar="N[:FILE]", help="log what every Nth optimizer step sent, or to a file")
-    run_parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
-    commands.add_parser(
-        "enable",
-        description="From now on, every program of this Python environment trains each DeepSpeed configuration that has"
-        ' a "zerosync" block with ZeroSync. Others are as they were.',
-    )
-    commands.add_parser("disable", description="Undo zerosync enable.")
+    parser.add_argument("--report", metavar="N[:FILE]", help="log what every Nth optimizer step sent, or to a file")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     asked = parser.parse_args(arguments)
-    if asked.command != "run":
-        raise SystemExit(_enable() if asked.command == "enable" else _disable())
     if not asked.words:
-        run_parser.error("a command is missing, as in: zerosync run torchrun --nproc_per_node 2 train.py")
+        parser.error("a command is missing, as in: zerosync run torchrun --nproc_per_node 2 train.py")
     reports = {REPORT: asked.report} if asked.report else {}
     raise SystemExit(run(asked.words, {**os.environ, **reports}))
-
-
-# ---- run -----------------------------------------------------------------------------------------------------------
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -118,42 +102,3 @@ def _end_by(number: int) -> None:
     with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-# ---- enable --------------------------------------------------------------------------------------------------------
-
-
-def _file() -> Path:
-    return Path(sysconfig.get_path("purelib")) / _PTH
-
-
-def _enable() -> int:
-    lines = f"""import sys
-sys.path.append({str(SITE)!r})
-try:
-    import zerosync_hook
-    zerosync_hook.install(always=False)
-except ImportError:
-    pass  # the package is gone
-finally:
-    sys.path.remove({str(SITE)!r})"""
-    file = _file()
-    try:
-        file.write_text(f"import sys; exec({lines!r})\n")
-    except OSError as error:
-        print(f"zerosync enable: {error}. Is this environment yours to change?", file=sys.stderr)
-        return 1
-    print(f'A DeepSpeed configuration with a "zerosync" block trains with ZeroSync in {sys.prefix}, by {file}.')
-    return 0
-
-
-def _disable() -> int:
-    file = _file()
-    was_enabled = file.exists()
-    try:
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        print(f"zerosync disable: {error}. Is this environment yours to change?", file=sys.stderr)
-        return 1
-    print(f"{'Removed' if was_enabled else 'There was no'} {file}.")
-    return 0

@@ -80,7 +80,7 @@ ACCELERATE_BACKEND = Patch("accelerate.state.PartialState", "_prepare_backend",
 ACCELERATE_STATE = Patch("accelerate.state.AcceleratorState", "__init__",
                          "cpu=True, which switches DeepSpeed off, is an error", stays=_IMPORTED)
 INITIALIZE = Patch("deepspeed", "initialize", "ZeroSync attaches to the engines that a program makes",
-                   stays="it is there where zerosync run or zerosync enable has asked for it")
+                   stays="it is there where zerosync run has asked for it")
 STEP_GATHER = Patch(_STAGE12, "all_gather_dp_groups", "on stages 1 and 2, a step gathers in buckets",
                     stays="it lasts as long as a step")
 SHARD_GATHER = Patch(_PARTITION, "_dist_allgather_fn", "DeepSpeed's own gathers send each byte once",

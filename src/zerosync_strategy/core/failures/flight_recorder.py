@@ -1,20 +1,17 @@
-"""Torch's flight recorder: the last collectives that this process has issued, or that a file of torch's has.
+"""Torch's flight recorder: the last collectives that this process has issued.
 
 Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 of each in memory
 (``TORCH_FR_BUFFER_SIZE``; 0 switches it off). It has the process group, the number, sizes and the Python stack of each.
 There is one recorder for NCCL and one for all other backends, with a function each (:data:`_RECORDERS`). A process
 group that has both backends has its name in both, and numbers of its own in each.
 What is sent point to point on gloo is not in it, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
-NCCL's watchdog writes a file per rank when a collective times out: ``TORCH_FR_DUMP_TEMP_FILE`` plus the rank.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,28 +90,8 @@ def recorded() -> tuple[Recorded, ...]:
     return _of_interest(entries, waits.labels_of_launched())
 
 
-def read_file(path: Path) -> tuple[Recorded, ...]:
-    """Return the same of the process that has written ``path``.
-
-    Raises:
-        ValueError: it is no file of torch's flight recorder.
-    """
-    return _of_interest(_read(path.read_bytes()), {})
-
-
-class _Plain(pickle.Unpickler):
-    """Reads numbers, texts and containers, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"found {module}.{name}")
-
-
 def _read(pickled: bytes) -> list[Mapping[str, Any]]:
-    try:
-        found = _Plain(io.BytesIO(pickled)).load()
-        return list(found["entries"]) if "entries" in found else []
-    except (pickle.UnpicklingError, EOFError, TypeError, KeyError, ValueError, IndexError, AttributeError) as problem:
-        raise ValueError(f"no file of torch's flight recorder: {problem}") from None
+    return list(pickle.loads(pickled).get("entries", ()))
 
 
 def _of_interest(entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:

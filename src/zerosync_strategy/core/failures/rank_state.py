@@ -7,10 +7,9 @@ phase     begins with                                       what the others are 
 ========  ================================================  ====================================  =================
 RUNNING   the first activity, or the next after an error    what its main thread does, on asking  all but STOPPED
 LOST      an error of its communication                     where that was; then the verdict too  STOPPED
-STOPPED   the ``RankError`` that it raises for that         that it has lost the others           RUNNING, FINISHED
+STOPPED   the ``RankError`` that it raises for that         that it has lost the others           RUNNING
 FAILED    an exception of its own                           the exception, and where              RUNNING
-FINISHED  the end of its program                            in a dump: that it has finished
-GONE      no answer, or a dump that is long out of date     nothing                               another rank's view
+GONE      no answer                                         nothing                               another rank's view
 ========  ================================================  ====================================  =================
 """
 
@@ -41,7 +40,6 @@ class Phase(str, Enum):
     LOST = "lost"
     STOPPED = "stopped"
     FAILED = "failed"
-    FINISHED = "finished"
     GONE = "gone"
 
 
@@ -93,23 +91,13 @@ class RankState:
         return next((each for each in self.recorded if not each.complete), None)
 
     @property
-    def is_recorded_alone(self) -> bool:
-        """Whether nothing is known of the rank but torch's flight recorder."""
-        return self.phase is Phase.RUNNING and self.steps < 0 and not (self.activity or self.line or self.pid)
-
-    @property
     def words(self) -> str:
         """What it does, without the time; or why it does nothing."""
         doing = f"in {self.activity}" if self.activity else "outside of the engine"
         doing += f", calling torch.distributed.{self.call}()" if self.call else ""
         if self.failure:
             return f"has stopped: {self.failure}"
-        if self.phase is Phase.FINISHED:
-            return "has come to the end of its program"
-        if self.phase is Phase.GONE:
-            known = self.pid or self.activity
-            return f"its process has ended; it was {doing}" if known else _NO_ANSWER
-        return "has a file of torch's flight recorder alone" if self.is_recorded_alone else doing
+        return _NO_ANSWER if self.phase is Phase.GONE else doing
 
     @property
     def parts(self) -> tuple[str, str, str, str]:

@@ -8,7 +8,6 @@ that raises another error writes it to the store first.
 from __future__ import annotations
 
 import atexit
-import os
 import re
 import sys
 import threading
@@ -17,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,7 +25,6 @@ from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
-from zerosync_strategy.core.failures.snapshots import DUMP_DIR, Snapshots
 from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS, VERDICT, report
 
 
@@ -47,11 +44,8 @@ class RankStatus:
         self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
         self._main = threading.main_thread().ident or 0
         self._inquiries: Inquiries | None = None
-        self._snapshots: Snapshots | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
             self._inquiries = Inquiries(store, rank, world_size, self._state)
-        if directory := os.environ.get(DUMP_DIR):
-            self._snapshots = Snapshots(Path(directory), rank, world_size, self._state)
         atexit.register(self._exit)
 
     @contextmanager
@@ -113,8 +107,6 @@ class RankStatus:
         self._stopped = state
         if self._inquiries is not None:
             self._inquiries.record_failure(state)
-        if self._snapshots is not None:
-            self._snapshots.write()
 
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
@@ -144,15 +136,13 @@ class RankStatus:
     def end(self) -> None:
         """Answer no more, and let go of the store. A second call does nothing."""
         atexit.unregister(self._exit)
-        if self._snapshots is not None:
-            self._snapshots.end(finished=self._stopped is None)
         if self._inquiries is not None:
             self._inquiries.end()
-        self._snapshots = self._inquiries = None
+        self._inquiries = None
 
-    def _state(self, with_recorder: bool = True) -> RankState:
+    def _state(self) -> RankState:
         # No variable for the frame: it may be this one, which would then keep itself.
-        return self._stopped or self._observe(sys._current_frames().get(self._main), with_recorder=with_recorder)
+        return self._stopped or self._observe(sys._current_frames().get(self._main))
 
     def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
         return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)

@@ -61,9 +61,7 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
     states = [state.with_pending() for state in states]
     if told := next((state.verdict for state in states if state.verdict), ""):
         return Verdict("told before", (), told)
-    failed, gone, finished = (
-        [state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE, Phase.FINISHED)
-    )
+    failed, gone = ([state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE))
     waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed:
         return _verdict("exception", failed, waiting, lambda state: f"raised {state.failure}")
@@ -71,8 +69,6 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
         return _verdict("process ended", gone, waiting, lambda _: "has ended without an error, or cannot be reached")
     if not waiting or len(states) < 2:
         return None
-    if finished:
-        return _verdict("program ended", finished, waiting, lambda _: "has come to the end of its program")
     if absent := [state for state in states if not state.waits_for]:
         return _verdict("elsewhere", absent, waiting, _is_elsewhere)
     verdict = _all_wait(states)
@@ -122,7 +118,7 @@ def _same_call(states: Sequence[RankState]) -> Verdict:
         return _verdict("other sizes", chosen, others, lambda state: f"has issued {_text(state.pending)}")
     return _verdict(
         "same call", states, [], lambda state: f"waits for {state.waits_for}, as all others, and nothing arrives:"
-        " look at the network between them (zerosync doctor --link), or give the process group a longer timeout"
+        " look at the network between them, or give the process group a longer timeout"
     )  # fmt: skip
 
 
@@ -168,8 +164,6 @@ def _verdict(
 
 
 def _is_elsewhere(state: RankState) -> str:
-    if state.is_recorded_alone:
-        return f"has issued nothing after {_text(next(iter(state.recorded), None))}"
     where = f"in {state.activity}" if state.activity else "outside of the engine"
     return f"is {where} and does not communicate"
 

@@ -6,6 +6,7 @@ SINCE = "0.3.0"
 """The first release without them. The next one, in its first or second number, empties the table."""
 
 REMOVED: dict[object, str] = {  # options, what the handle had, and what the package had, each with the remedy
+    "RunLog": "Log report.numbers() of each step, as ZeroSyncMonitor does.",
     "WeightPatch": "Take full_weights(), which yields them in full.",
     "WeightSnapshot": "Take full_weights(), which yields them in full.",
     "end_racecheck": "Leave the call out: no training is checked in place.",

@@ -11,7 +11,7 @@ try:
     import zerosync_hook
 finally:
     sys.path.remove(_folder)
-zerosync_hook.install(always=True)
+zerosync_hook.install()
 
 del sys.modules["sitecustomize"]
 import sitecustomize  # noqa: E402, F401  the environment's own, which this one stood before; Python expects that there is none

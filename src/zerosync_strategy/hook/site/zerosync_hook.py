@@ -7,14 +7,9 @@ import sys
 
 
 class _Finder:
-    """The first finder of ``sys.meta_path``. It finds nothing itself.
-
-    Attributes:
-        always: every DeepSpeed configuration trains with ZeroSync, with a ``"zerosync"`` block or without.
-    """
+    """The first finder of ``sys.meta_path``. It finds nothing itself."""
 
     def __init__(self):
-        self.always = False
         self._awaited = {"accelerate", "deepspeed"}
         self._finding = False
 
@@ -44,13 +39,14 @@ class _Finder:
             from zerosync_strategy.hook import loaded
         except ImportError:
             return  # this Python has another environment
-        loaded.loaded(name, self)
+        loaded.loaded(name)
 
 
-def install(always):
-    """Begin to wait; what was asked for with ``always`` stays so."""
-    finder = next((each for each in sys.meta_path if isinstance(each, _Finder)), None)
-    if finder is None:
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)
-    finder.always |= always
+def install(*enabled):
+    """Begin to wait. The file that ``zerosync enable`` left, up to 0.2, gives an argument."""
+    if enabled:
+        raise RuntimeError(
+            "'zerosync enable' was removed in ZeroSync 0.3.0, so ZeroSync is off here. Delete"
+            " zerosync-strategy-enabled.pth, and put 'zerosync run' before the command."
+        )
+    sys.meta_path.insert(0, _Finder())

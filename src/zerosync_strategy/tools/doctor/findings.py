@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 
 class Level(str, Enum):
@@ -20,13 +19,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        topic: what was looked at, the same on every machine: ``"versions"``, ``"contract"``, ...
-        found: what was found, in a sentence.
-        remedy: what to do about it; empty where there is nothing to do.
-    """
+    """What was looked at (``topic``, the same on every machine), found in a sentence, and what to do about it."""
 
     topic: str
     level: Level
@@ -34,45 +27,6 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Topic:
-    """What the findings of one part of an examination have in common."""
-
-    name: str
-
-    def ok(self, found: str) -> Finding:
-        return Finding(self.name, Level.OK, found)
-
-    def note(self, found: str, remedy: str = "") -> Finding:
-        return Finding(self.name, Level.NOTE, found, remedy)
-
-    def warning(self, found: str, remedy: str) -> Finding:
-        return Finding(self.name, Level.WARNING, found, remedy)
-
-    def error(self, found: str, remedy: str) -> Finding:
-        return Finding(self.name, Level.ERROR, found, remedy)
-
-    def or_ok(self, found: Iterable[Finding], otherwise: str) -> list[Finding]:
-        """Return ``found``, or where there is nothing, that all is well, in the words of ``otherwise``."""
-        return list(found) or [self.ok(otherwise)]
-
-
-@dataclass(frozen=True)
-class Examination:
-    """All findings of one examination, in the order in which they were made."""
-
-    findings: tuple[Finding, ...]
-    strict: bool = False
-
-    @property
-    def exit_status(self) -> int:
-        """1 where there is an error, or with ``strict`` a warning; else 0."""
-        bad = (Level.ERROR, Level.WARNING) if self.strict else (Level.ERROR,)
-        return int(any(finding.level in bad for finding in self.findings))
-
-    def to_json(self) -> str:
-        """Return a JSON object with ``exit_status`` and ``findings``, whose fields are those of :class:`Finding`."""
-        return json.dumps(
-            {"exit_status": self.exit_status, "findings": [dataclasses.asdict(each) for each in self.findings]},
-            indent=1,
-        )
+def of_topic(topic: str) -> Iterator[Callable[..., Finding]]:
+    """Return what makes findings of one topic, for each level, from what was found and its remedy."""
+    return (partial(Finding, topic, level) for level in Level)

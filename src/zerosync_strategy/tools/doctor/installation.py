@@ -5,42 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from zerosync_strategy.core.engine.contract import LIBRARIES
-from zerosync_strategy.tools.doctor.findings import Finding, Topic
+from zerosync_strategy.tools.doctor.findings import Finding, of_topic
 
-VERSIONS, MACHINE = Topic("versions"), Topic("machine")
-LEAST_SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm below which data loaders and NCCL run out of it; containers have 64 MiB unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class Tested:
-    """The oldest and the newest release of a package with which the tests have passed, and all between them.
-
-    Attributes:
-        required: the package must be there.
-    """
-
-    oldest: str
-    newest: str
-    required: bool = False
-
-
-# The columns of the table in docs/compatibility.md; a test compares them.
-TESTED = {"python": Tested("3.10", "3.13", required=True)} | {
-    package.replace("_", "-"): Tested(library.oldest, library.newest, required=package in ("torch", "deepspeed"))
+ok, _, warning, error = of_topic("versions")
+_, _, machine_warning, _ = of_topic("machine")
+# The oldest and the newest release with which the tests have passed, and all between them: the columns of the table in
+# docs/compatibility.md; a test compares them. lightning_fabric comes with pytorch_lightning.
+TESTED = {"python": ("3.10", "3.13")} | {
+    package.replace("_", "-"): (library.oldest, library.newest)
     for package, library in LIBRARIES.items()
-    if package != "lightning_fabric"  # it comes with pytorch_lightning
+    if package != "lightning_fabric"
 }
+_REQUIRED = ("python", "torch", "deepspeed")
 
 
 def installed(package: str) -> str | None:
@@ -53,102 +36,40 @@ def installed(package: str) -> str | None:
         return None
 
 
-def check_releases(version_of: Callable[[str], str | None] = installed) -> list[Finding]:
-    """Compare what ``version_of`` says of each package with the tested releases, and look for two of one library."""
-    return [
-        *(finding for package in TESTED for finding in _release(package, version_of(package))), *_lightning(version_of),
-    ]  # fmt: skip
+def check_releases(version_of: Callable[[str], str | None] = installed) -> Iterator[Finding]:
+    """Compare what ``version_of`` says of each package with the tested releases."""
+    for package, (oldest, newest) in TESTED.items():
+        found = version_of(package)
+        bad = error if package in _REQUIRED else warning
+        if found is None:
+            if package in _REQUIRED:
+                yield bad(f"{package} is not installed", f"Install {package} {newest}.")
+            continue
+        release, last = Version(found).release, Version(newest).release
+        said = f"than the tested releases, {oldest} to {newest}"
+        if release < Version(oldest).release:
+            yield bad(f"{package} {found} is older {said}", f"Install {package} {newest}.")
+        elif release[: len(last)] > last:
+            remedy = f"Trust the self-test below, or install {package} {newest}."
+            yield warning(f"{package} {found} is newer {said}", remedy)
+        else:
+            yield ok(f"{package} {found}; tested: {oldest} to {newest}")
 
 
-def _release(package: str, found: str | None) -> Iterator[Finding]:
-    tested = TESTED[package]
-    span = f"{tested.oldest} to {tested.newest}"
-    if found is None:
-        if tested.required:
-            yield VERSIONS.error(f"{package} is not installed", f"Install {package} {tested.newest}.")
-        return
-    release, newest = Version(Version(found).base_version), Version(tested.newest).release
-    if release < Version(tested.oldest):
-        old = f"{package} {found} is older than the tested releases, {span}"
-        yield (VERSIONS.error if tested.required else VERSIONS.warning)(old, f"Install {package} {tested.newest}.")
-    elif release.release[: len(newest)] > newest:
-        yield VERSIONS.warning(
-            f"{package} {found} is newer than the tested releases, {span}",
-            f"Trust the contract and the self-test below, or install {package} {tested.newest}.",
-        )
-    else:
-        yield VERSIONS.ok(f"{package} {found}; tested: {span}")
-
-
-def _lightning(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    both = [package for package in ("lightning", "pytorch-lightning") if version_of(package)]
-    if len(both) == 2:
-        yield VERSIONS.note(
-            "both Lightning packages are installed; a Trainer of one refuses the other's strategies and callbacks",
-            "Import all from one. zerosync_strategy.pytorch_lightning has the strategy for pytorch_lightning.",
-        )
-    for package in both:
-        if wants := _wanted_deepspeed(package):
-            yield VERSIONS.note(
-                f"{package}'s own extras ([strategies], [all], ...) want deepspeed{wants}, which ZeroSync does not run"
-                " with",
-                f"Install {package} without extras, and DeepSpeed by itself.",
-            )
-
-
-def _wanted_deepspeed(package: str) -> str:
-    """Return the releases of DeepSpeed that extras of ``package`` want and ZeroSync cannot use; empty if none."""
-    try:
-        requirements = [Requirement(text) for text in metadata.requires(package) or ()]
-    except metadata.PackageNotFoundError:
-        return ""
-    wanted = {str(each.specifier): each.specifier for each in requirements if each.name == "deepspeed"}
-    tested = (TESTED["deepspeed"].oldest, TESTED["deepspeed"].newest)
-    return " or ".join(sorted(text for text, span in wanted.items() if not any(map(span.contains, tested))))
-
-
-def check_machine(shared_memory: Path = Path("/dev/shm"), extensions: Path | None = None) -> list[Finding]:
-    """Look at shared memory, at locks of compilations that have ended, and at what compiles DeepSpeed's operators.
-
-    Args:
-        shared_memory: where it is mounted.
-        extensions: where torch compiles; by default ``TORCH_EXTENSIONS_DIR`` or torch's own default.
-    """
-    if extensions is None:
-        extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    found = [*_shared_memory(shared_memory), *_locks(extensions), *_compiler()]
-    return MACHINE.or_ok(found, "shared memory, ninja and a C++ compiler are there, and no compilation holds a lock")
-
-
-def _shared_memory(path: Path) -> Iterator[Finding]:
-    if not path.is_dir():
-        yield MACHINE.warning(f"{path} is not there", f"Mount a tmpfs at {path}; data loaders with workers need it.")
-        return
-    usage = shutil.disk_usage(path)
-    if usage.free < LEAST_SHARED_MEMORY:
-        yield MACHINE.warning(
-            f"{path} has {usage.free >> 20} MiB left of {usage.total >> 20}; data loaders with workers, and NCCL within"
-            " a node, fail with a bus error when it is full",
+def check_machine(shared_memory: Path = Path("/dev/shm"), extensions: Path | None = None) -> Iterator[Finding]:
+    """Look at shared memory, and at locks of compilations where torch compiles ``extensions``."""
+    free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
+    if free < 1 << 30:  # containers have 64 MiB unless told otherwise
+        yield machine_warning(
+            f"{shared_memory} has {free >> 20} MiB left; data loaders with workers, and NCCL within a node, fail with a"
+            " bus error when it is full",
             "Give the container more (docker run --shm-size=8g, or --ipc=host), or remove what earlier runs left.",
         )
-
-
-def _locks(extensions: Path) -> Iterator[Finding]:
+    if extensions is None:
+        extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     for lock in sorted(extensions.glob("**/lock")):
-        minutes = (time.time() - lock.stat().st_mtime) / 60
-        yield MACHINE.warning(
-            f"{lock} has been held for {minutes:.0f} min: a run that compiles the same operator waits for it, and for"
-            " ever if the run that made it was killed",
+        yield machine_warning(
+            f"{lock} is held: a run that compiles the same operator waits for it, for ever if the run that made it was"
+            " killed",
             f"If no run is compiling now: rm {lock}",
         )
-
-
-def _compiler() -> Iterator[Finding]:
-    compiler = os.environ.get("CXX", "c++")
-    for tool, install in (("ninja", "pip install ninja"), (compiler, "install g++, or set CXX")):
-        if shutil.which(tool) is None:
-            yield MACHINE.note(
-                f"{tool} is not on PATH; DeepSpeed's own operators (FusedAdam, CPUAdam, NVMe) cannot be compiled."
-                " Torch's optimizers need none of them",
-                f"To use them: {install}. In a virtual environment, activate it, so that its bin is on PATH.",
-            )

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerosync_strategy.tools.links import Links
-
 STOCK, ZEROSYNC = "stock", "zerosync"
-PREFIX, REPLAY, TIMED = "REPLAYED ", "replay", "timed"
-"""How a line with a result begins, and of which kind it is."""
-WITHIN, BETWEEN = " within nodes", " between nodes"
-"""What follows the kind of a collective whose ranks are of one node, or one of each node, where nodes have several."""
 NODE_SHARDS = {"device": 0, "node": "all"}
 """A budget that keeps all in node shards, and nothing in full."""
-DTYPES = ("fp32", "bf16")
-BACKENDS = ("nccl", "gloo")
-CHANGES = "gather_changes"
-ASSUMED_SHARE = 0.3
-"""Of the bytes of a gather after a step, what its changes are taken to have. What a step changes is not replayed."""
-
-
-class UsageError(ValueError):
-    """What was asked for is not there: a model, a size of it, an optimizer. No fault of a replay."""
-
-
-class LeftOut(ValueError):
-    """An option set does not train under this optimizer, which needs whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +31,8 @@ class Workload:
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype takes {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"dtype takes fp32 or bf16, got {self.dtype!r}.")
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches takes 1 or more, got {self.micro_batches}.")
         if not self.batch or min(self.batch) < 1:
@@ -66,38 +46,27 @@ class Cluster:
     Attributes:
         ranks: in all.
         ranks_per_node: of which so many share a node, in the order of their numbers.
-        links: speeds; of links that were measured, those of their fast quartile.
         memory: bytes of one rank's device; ``None`` where nothing is to be compared with it.
         backend: ``"nccl"``, or ``"gloo"``, on which ranks send point to point.
-        slow_links: those of their slow quartile; ``None``: as ``links``.
     """
 
     ranks: int
     ranks_per_node: int = 8
-    links: Links = field(default_factory=Links)
     memory: int | None = None
     backend: str = "nccl"
-    slow_links: Links | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend takes {' or '.join(BACKENDS)}, got {self.backend!r}.")
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"backend takes nccl or gloo, got {self.backend!r}.")
         if self.ranks < 2:
             raise ValueError(f"ranks takes 2 or more, got {self.ranks}: one rank sends nothing.")
-        if self.ranks_per_node < 1 or (self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node):
-            raise ValueError(
-                f"ranks_per_node takes a divisor of ranks, got {self.ranks_per_node} with {self.ranks} ranks."
-            )
+        if self.ranks_per_node < 1 or self.ranks % self.per_node:
+            raise ValueError(f"ranks_per_node takes a divisor of {self.ranks} ranks, got {self.ranks_per_node}.")
 
     @property
     def per_node(self) -> int:
         """Ranks that share a node."""
         return min(self.ranks, self.ranks_per_node)
-
-    @property
-    def has_levels(self) -> bool:
-        """Whether there are several nodes, with several ranks on each."""
-        return 1 < self.per_node < self.ranks
 
 
 @dataclass(frozen=True)
@@ -117,26 +86,8 @@ class OptionSet:
 
     @property
     def name(self) -> str:
-        given = ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
-        given += f" ({ASSUMED_SHARE:.0%} of the gather assumed)" if self.options.get(CHANGES) else ""
-        return f"{self.system} {self.stage}" + (f", {given}" if given else "")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process replays.
-
-    Attributes:
-        processes: replays at once.
-        at_once: ranks that are timed at once, ``threads`` of torch each; 0: nothing is timed.
-    """
-
-    workload: Workload
-    cluster: Cluster
-    sets: tuple[OptionSet, ...]
-    processes: int
-    at_once: int = 0
-    threads: int = 1
+        given = [f", {name}={_short(value)}" for name, value in self.options.items()]
+        return f"{self.system} {self.stage}{''.join(given)}"
 
 
 def _short(value: Any) -> str:
@@ -146,36 +97,23 @@ def _short(value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-def cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def usual_sets(
-    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None, dtype: str = DTYPES[0]
-) -> list[OptionSet]:  # fmt: skip
+    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
+) -> list[OptionSet]:
     """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside.
 
-    Args:
-        cluster: of several nodes with several ranks each: also with node shards, between what is whole on each rank and
-            what is sharded over all.
-        dtype: of the parameters; of 16 bits, also with the gather of changes.
+    On a ``cluster`` of several nodes with several ranks each, some also have node shards.
     """
-    has_levels = cluster is not None and cluster.has_levels
+    params: list[Any] = [0.25, 0.5, "all", {"device": 0.25, "host": "all"}]
+    of_stage: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 3: [{"param_memory_budget": each} for each in params]}
+    if cluster is not None and 1 < cluster.per_node < cluster.ranks:
+        in_shards = {"grad_memory_budget": NODE_SHARDS}
+        of_stage[2].append(in_shards)
+        for each in ("all", {"device": 0.25, "node": "all"}, NODE_SHARDS):
+            of_stage[3].append({"param_memory_budget": each} | in_shards)
     sets = []
     for stage in stages:
+        streamed = [{"grad_memory_budget": 0}] if stage > 1 else []
         sets += [OptionSet(STOCK, stage)] if stock else []
-        sets.append(OptionSet(ZEROSYNC, stage))
-        if stage == 2 and dtype == "bf16":
-            sets.append(OptionSet(ZEROSYNC, 2, {CHANGES: "auto"}))
-        if stage == 2:
-            sets += [OptionSet(ZEROSYNC, 2, {"grad_memory_budget": NODE_SHARDS})] if has_levels else []
-            sets.append(OptionSet(ZEROSYNC, 2, {"grad_memory_budget": 0}))
-        if stage == 3:
-            sets += [OptionSet(ZEROSYNC, 3, {"param_memory_budget": part}) for part in (0.25, 0.5, "all")]
-            sets.append(OptionSet(ZEROSYNC, 3, {"param_memory_budget": {"device": 0.25, "host": "all"}}))
-            for params in ("all", {"device": 0.25, "node": "all"}, NODE_SHARDS) if has_levels else ():
-                given = {"param_memory_budget": params, "grad_memory_budget": NODE_SHARDS}
-                sets.append(OptionSet(ZEROSYNC, 3, given))
-            sets.append(OptionSet(ZEROSYNC, 3, {"grad_memory_budget": 0}))
+        sets += [OptionSet(ZEROSYNC, stage, options) for options in [{}, *of_stage[stage], *streamed]]
     return sets

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from zerosync_strategy.core.runlog import LARGE_BYTES  # smaller tensors are computed
-
+LARGE_BYTES = 1 << 16
+"""Tensors of fewer are computed."""
 _MAP_NORESERVE = 0x4000  # without the system's check that so much memory is there
 
 # These change what a tensor is and no values, or share a storage without saying so.
@@ -26,8 +26,8 @@ _METADATA = {
 }  # fmt: skip
 
 _UNINITIALISED = {
-    "aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like",
-}  # fmt: skip
+    f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+}
 # Of which small arguments may give a large result.
 _MAY_GROW = {
     "aten::repeat", "aten::embedding", "aten::new_zeros", "aten::new_empty", "aten::new_ones", "aten::new_full",
@@ -53,11 +53,10 @@ def empty(like: torch.Tensor) -> torch.Tensor:
 class SkippedCompute(TorchDispatchMode):
     """While active, operators on large tensors allocate their results and leave all values as they are.
 
-    Args:
-        on_result: called with each tensor that an operator returns or writes to, and whether it writes to it.
+    Each tensor that an operator returns goes to ``on_result``.
     """
 
-    def __init__(self, on_result: Callable[[torch.Tensor, bool], None] = lambda *_: None) -> None:
+    def __init__(self, on_result: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_result = on_result
         self._shapes: dict[Any, Any] = {}  # by what they follow from: layers are alike, and steps
@@ -66,27 +65,24 @@ class SkippedCompute(TorchDispatchMode):
         if _keeps_values(func):
             return func(*args, **(kwargs or {}))  # a storage that is known
         result = self._run(func, args, kwargs or {})
-        if func._schema.name in _UNINITIALISED and _nbytes(result) < LARGE_BYTES:
+        if func._schema.name in _UNINITIALISED and not _is_large(result):
             result.zero_()  # what would be written to it may be skipped
-        writes = func._schema.name not in _UNINITIALISED
         for tensor in _tensors(result):
-            self._on_result(tensor, writes)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            alias = argument.alias_info
-            if func.namespace == "c10d" or (alias is not None and alias.is_write and writes):
-                for tensor in _tensors(value):
-                    self._on_result(tensor, True)
+            self._on_result(tensor)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.equal.default:
             return True  # who looks for changed values finds none
         given = _tensors((args, kwargs))
-        is_small = not any(_nbytes(tensor) >= LARGE_BYTES for tensor in given)
+        is_small = not any(map(_is_large, given))
         if is_small and given and func._schema.name not in _MAY_GROW:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            return _sent(func, args)
+            from torch._C._distributed_c10d import FakeWork
+
+            work, count = FakeWork().boxed(), len(func._schema.returns)  # sent and received at once
+            return None if not count else work if count == 1 else (args[0], work)
         if func.namespace != "aten" or str(kwargs.get("device")) == "meta":
             return func(*args, **kwargs)
         key = func, _described(args), _described(kwargs)
@@ -95,40 +91,33 @@ class SkippedCompute(TorchDispatchMode):
                 self._shapes[key] = _shapes_of(func, args, kwargs)
             except (NotImplementedError, RuntimeError):  # depends on values, or has no kernel that gives shapes alone
                 self._shapes[key] = NotImplemented
-        if (shapes := self._shapes[key]) is NotImplemented:
-            return func(*args, **kwargs)
-        made = shapes if isinstance(shapes, (tuple, list)) else (shapes,)
-        if is_small and not any(_nbytes(tensor) >= LARGE_BYTES for tensor in _tensors(made)):
+        shapes, returns = self._shapes[key], func._schema.returns
+        if shapes is NotImplemented or (is_small and not any(map(_is_large, _tensors(shapes)))):
             return func(*args, **kwargs)
         results = [
             value if (written := _written(func, returned, args, kwargs)) is None else written
-            for returned, value in zip(func._schema.returns, made, strict=False)
+            for returned, value in zip(returns, shapes if len(returns) > 1 else (shapes,), strict=False)
         ]
         results = [tree_map_only(torch.Tensor, _real, value) for value in results]
-        if not func._schema.returns:
-            return None
-        return results[0] if len(func._schema.returns) == 1 else tuple(results)
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
-    return empty(tensor) if _nbytes(tensor) >= LARGE_BYTES else torch.zeros_like(tensor, device="cpu")
+    return empty(tensor) if _is_large(tensor) else torch.zeros_like(tensor, device="cpu")
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists and dicts. torch's pytree does that too, in half of a replay's time."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+    if isinstance(values, (list, tuple, dict)):
+        each = values.values() if isinstance(values, dict) else values
+        return [tensor for value in each for tensor in _tensors(value)]
+    return [values] if isinstance(values, torch.Tensor) else []
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= LARGE_BYTES
 
 
 @functools.cache
@@ -174,11 +163,3 @@ def _written(func: Any, returned: Any, args: Any, kwargs: dict[str, Any]) -> Any
         if argument.alias_info is not None and argument.alias_info.before_set & returned.alias_info.before_set:
             return args[position] if position < len(args) else kwargs[argument.name]
     return None
-
-
-def _sent(func: Any, args: Any) -> Any:
-    """Return what a collective returns that was sent and received at once; its tensors stay as they are."""
-    from torch._C._distributed_c10d import FakeWork
-
-    work, returns = FakeWork().boxed(), len(func._schema.returns)
-    return None if not returns else work if returns == 1 else (args[0], work)
