@@ -123,7 +123,6 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "launcher",
     ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow)],
