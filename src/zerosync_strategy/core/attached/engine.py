@@ -45,23 +45,16 @@ from zerosync_strategy.core.report import size_text
 class AttachedEngine(ABC):
     """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
 
+    ``ValueError`` where an option needs another stage, or a process group another backend.
+
     Attributes:
         all: the attached engines of this process.
-        names: of the module's parameters.
-        reducer, window, meter, traffic: of the gradients.
-        reports: those that are printed on this rank.
-        pending: user access to the gradients of the coming step.
-        trained: the parameters of the optimizer.
         masters: what the optimizer steps.
         frozen: which parameters are not stepped.
         budgets: those that set themselves; ``None``: none does.
-        scheduler: of the gathers of ZeRO-3.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
         gradient_ready: the window's own, so that a gradient costs no call more.
-
-    Raises:
-        ValueError: an option needs another stage, or a process group another backend.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
@@ -147,11 +140,7 @@ class AttachedEngine(ABC):
         return [shard for bucket in self.reducer.buckets for shard in bucket.node_shard.values()]
 
     def detach(self) -> None:
-        """Give the engine back as it was.
-
-        Raises:
-            RuntimeError: DeepCompile has compiled it.
-        """
+        """Give the engine back as it was; a ``RuntimeError`` where DeepCompile has compiled it."""
         if self._compiled is not None:
             raise RuntimeError(
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
@@ -213,12 +202,7 @@ class AttachedEngine(ABC):
         """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
-        """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective.
-
-        Args:
-            mode: the name of the method.
-            switch: the method.
-        """
+        """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
         if mode == self._mode:  # as a program calls it before each backward
             switch()
             return
@@ -376,8 +360,7 @@ class AttachedEngine(ABC):
     def examine(self, directory: Path, tag: str) -> None:
         """A verified checkpoint is about to be loaded, with the optimizer's states. Collective.
 
-        Raises:
-            CheckpointError: on every rank: this optimizer cannot have it.
+        A ``CheckpointError`` on every rank: this optimizer cannot have it.
         """
         refuse_states_by_name(self.engine, directory, tag)
 
@@ -438,10 +421,7 @@ class AttachedEngine(ABC):
 
 
 def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
-    """Raise where the backend of one of ``process_groups`` cannot send what is on ``device`` point to point.
-
-    gloo would take an address of the device for one of the host.
-    """
+    """Raise where a backend cannot send point to point from ``device``: gloo would take its address for the host's."""
     for group in process_groups:
         if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
             raise ValueError(

@@ -410,14 +410,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
 
 def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
-    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them.
-
-    Args:
-        whole: its optimizer needs whole parameters.
-
-    Raises:
-        ValueError: as :class:`AttachedEngine`.
-    """
+    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them."""
     of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]]
     if zero.stage(engine) == 3:
         of_stage = (WholeStage3Engine, WholeStage3Overrides) if whole else (Stage3Engine, Stage3Overrides)

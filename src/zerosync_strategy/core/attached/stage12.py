@@ -19,12 +19,7 @@ from zerosync_strategy.core.params.edits import Weights, restore_flat_parameters
 
 
 class Stage12Engine(AttachedEngine):
-    """The parts that only stages 1 and 2 have.
-
-    Attributes:
-        states: in which order the optimizer has its shards.
-        arriving: the parameters whose gathers are in flight, with ``overlap_gather``; else none.
-    """
+    """The parts that only stages 1 and 2 have. ``arriving`` has gathers in flight with ``overlap_gather`` only."""
 
     reducer: Stage12Reducer
 

@@ -30,14 +30,7 @@ from zerosync_strategy.core.report import size_text
 
 
 class Stage3Engine(AttachedEngine):
-    """The parts that only stage 3 has.
-
-    Attributes:
-        scheduler: in which order parameters are gathered.
-        cache: which are held.
-        values: what is read and written of them.
-        unshard_on_read: unshards what is read while it is partitioned; ``None`` without ``eager_frames``.
-    """
+    """The parts that only stage 3 has. ``unshard_on_read`` is ``None`` without ``eager_frames``."""
 
     reducer: Stage3Reducer
     meter: Stage3Meter

@@ -60,10 +60,8 @@ class WholeEngine(AttachedEngine):
             self.saved = together(what, lambda: ("", self._of_these_parameters(saved, own)), lambda: NOTHING_LOADED)
 
     def _of_these_parameters(self, saved: SavedShards, own: list[list[str]]) -> SavedShards:
-        """Return ``saved``, which had other owners.
-
-        Raises:
-            DamageError: it is of other parameters than this optimizer's, of which this rank has its ``own``.
+        """Return ``saved``, which had other owners; a ``DamageError`` where it is of other parameters than the
+        optimizer's.
         """
         groups = saved.groups()
         known = set(self.names.values())

@@ -42,13 +42,13 @@ _NEVER = -(2**62)  # bytes that were used at a moment that there was none of
 
 @dataclass(frozen=True)
 class Memory:
-    """What the measured windows used, on the rank that used most.
+    """What the measured windows used, on the rank that used most, in bytes.
 
     Attributes:
-        beside: bytes used beside what was gathered, by level.
-        everything: bytes of all parameters that may be held.
-        limit: bytes that a rank may use.
-        varied: bytes by which the memory after a forward has varied.
+        beside: what was used beside what was gathered, by level.
+        everything: all parameters that may be held.
+        limit: what a rank may use.
+        varied: by how much the memory after a forward has varied.
     """
 
     beside: list[int]
@@ -81,11 +81,7 @@ class Memory:
 
 
 def parameter_budget(memory: Memory, in_shards: int) -> int:
-    """Return how many bytes of parameters to hold, node shards included.
-
-    Args:
-        in_shards: bytes of the node shards of all parameters that are worth one.
-    """
+    """Return how many bytes of parameters to hold, node shards (all of them: ``in_shards`` bytes) included."""
     if (in_full := memory.most()) == memory.everything or not in_shards:
         return in_full
     shards = min(in_shards, max(0, memory.left(0) - memory.reserve))
@@ -101,16 +97,15 @@ def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The budgets that were chosen, and why.
+    """The budgets that were chosen, in bytes, and why. ``None``: that budget is not automatic.
 
     Attributes:
-        limit: bytes that the rank which has the fewest may use.
-        room: bytes of the limit that are left beside everything else and what is held, on the rank with the least.
-        parameters: bytes of gathered parameters that are held, and of node shards; ``None``: that budget is not
-            automatic.
-        gradients: bytes of gradients that stay unreduced; ``None``: as above.
-        used_otherwise: the most bytes that everything else has used at once, on the rank that used most.
-        reserve: bytes that are left free.
+        limit: what the rank that has the fewest may use.
+        room: what is left of it beside everything else and what is held, on the rank with the least.
+        parameters: of gathered parameters that are held, and of node shards.
+        gradients: of gradients that stay unreduced.
+        used_otherwise: the most that everything else has used at once, on the rank that used most.
+        reserve: what is left free.
     """
 
     limit: int
@@ -132,16 +127,8 @@ class Choice:
 class AutomaticBudgets:
     """Measures what one engine uses, and chooses what it holds.
 
-    Args:
-        gauge: of this rank's memory.
-        limit: bytes that this rank may use.
-        gathered: returns the bytes of gathered parameters.
-        everything: bytes of all parameters that may be held.
-        hold: holds what was chosen from the coming window on.
-        process_group: of all ranks.
-
-    Attributes:
-        choice: ``None`` while it measures.
+    ``gathered`` returns the bytes of gathered parameters, of which ``everything`` may be held; ``hold`` holds what was
+    chosen from the coming window on. ``choice`` is ``None`` while it measures.
     """
 
     def __init__(
@@ -219,11 +206,7 @@ def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
 def automatic_budgets(
     engine: Any, config: ZeroSyncConfig, reducer: Reducer, gathers: tuple[GatherScheduler, ParameterCache] | None = None
 ) -> AutomaticBudgets | None:
-    """Return the budgets of ``engine`` that set themselves, as :func:`check_limit` has let pass; ``None``: none does.
-
-    Args:
-        gathers: on stage 3.
-    """
+    """Return the budgets that set themselves, as :func:`check_limit` has let pass; ``None``: none does."""
     if not (config.parameters.automatic or config.gradients.automatic):
         return None
     gauge, limit = gauge_of(engine.device), config.auto_limit

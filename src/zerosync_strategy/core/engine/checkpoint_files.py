@@ -55,10 +55,8 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
-    """Return the first files that this rank, or another ``rank``, reads of a checkpoint.
-
-    Args:
-        shards: its shard of the optimizer, too.
+    """Return the first files that this rank, or another ``rank``, reads of a checkpoint, with ``shards`` the
+    optimizer's.
     """
     if engine.mp_world_size > 1:  # which may be divided otherwise in the checkpoint
         return []
@@ -86,15 +84,12 @@ def loads_universal(engine: Any) -> bool:
 def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict: bool, optimizer_state: bool) -> None:
     """After DeepSpeed has loaded a universal checkpoint: restore what it has left out. Sends nothing.
 
+    A ``RuntimeError`` where ``strict`` and the checkpoint lacks part of the module.
+
     Args:
-        engine: into which it was loaded.
         trained: the parameters of its optimizer, and of others over its module.
         model_file: the first file of the module's state, as ``load_checkpoint`` returned it.
-        strict: raise where the checkpoint lacks part of the module.
         optimizer_state: the state of the optimizer was loaded, too.
-
-    Raises:
-        RuntimeError: the checkpoint lacks part of the module.
     """
     contract.require(contract.UNIVERSAL, engine)
     file, module = Path(model_file), engine.module

@@ -20,11 +20,7 @@ from zerosync_strategy.core.engine import contract, memory_layout, param_functio
 
 
 def allow_any_model() -> None:
-    """Let engines that are made in this process take such models.
-
-    Raises:
-        ContractError: DeepSpeed broadcasts or shards parameters elsewhere.
-    """
+    """Let engines that are made in this process take such models."""
     contract.require(contract.ANY_MODEL)
     patches.replace(patches.CONFIGURE_MODEL, _configure_model)
     patches.replace(patches.BROADCAST_MODEL, _broadcast_model)

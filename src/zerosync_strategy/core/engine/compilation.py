@@ -143,7 +143,6 @@ class ModuleHook:
     Attributes:
         when: ``before`` and ``after`` for those that gather and release, ``backward`` for those that prepare the
             backward, ``model`` for what begins a forward of the whole model, and empty for the engine's own around it.
-        stock: the hook.
         replace: puts another one in its place.
     """
 
@@ -183,9 +182,6 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.
 
     What it lets its own reductions find at the beginning of a backward is left out.
-
-    Raises:
-        ContractError: DeepCompile keeps its schedule or its hooks elsewhere.
     """
     from deepspeed.compile import backend, util
 

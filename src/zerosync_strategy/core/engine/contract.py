@@ -52,7 +52,6 @@ class Internal:
         feature: the feature, for the error.
         owner: what has the attribute: the path of a module or class, or a key of ``_LIVE`` for what belongs to a live
             engine of DeepSpeed.
-        name: of the attribute.
         parameters: of a method that is called or overridden: the names that must lead its own parameters, without
             ``self``, so that a call by position keeps its meaning.
         named_in: the module whose source must name an attribute that objects have only at times or from their
@@ -340,15 +339,7 @@ def has(internal: Internal) -> bool:
 
 
 def need(internal: Internal, remedy: str) -> None:
-    """Check that the installed DeepSpeed is of a release that has ``internal``, without which its feature cannot be.
-
-    Args:
-        internal: with ``since``.
-        remedy: what to do on an older release.
-
-    Raises:
-        ContractError: the release is older.
-    """
+    """Raise a ``ContractError`` with the ``remedy`` where the release of DeepSpeed is older than ``internal.since``."""
     if not has(internal):
         raise ContractError(
             f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
@@ -374,8 +365,7 @@ _LIVE: dict[str, Callable[[Any], Any]] = {  # the owners that belong to an engin
 def require(table: Iterable[Internal], engine: Any = None) -> None:
     """Check that the installed libraries have what ``table`` names, in modules and classes or on ``engine``.
 
-    Raises:
-        ContractError: one is missing or has changed.
+    A ``ContractError``: one is missing or has changed.
     """
     for internal in table:
         if internal.optional or not has(internal):
@@ -415,21 +405,13 @@ def problem(internal: Internal, owner: Any = None) -> str:
 
 
 def fetch(internal: Internal) -> Any:
-    """Return what ``internal`` names in a module or class.
-
-    Raises:
-        ContractError: it is missing or has changed.
-    """
+    """Return what ``internal`` names in a module or class; a ``ContractError`` where it is missing or has changed."""
     require((internal,))
     return getattr(resolve(internal.owner), internal.name)
 
 
 def resolve(path: str) -> Any:
-    """Return the module or class at ``path``.
-
-    Raises:
-        ImportError, AttributeError: there is none.
-    """
+    """Return the module or class at ``path``; an ``ImportError`` or ``AttributeError`` where there is none."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

@@ -105,8 +105,7 @@ def unshard(params: Iterable[Any], wait: Arrival) -> Callable[[], None]:
 def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], None]:
     """As :func:`unshard`, of parameters that this rank has in full elsewhere: nothing is sent.
 
-    Args:
-        values: in full, flat and in parts, by sharded parameter. They are copied, on the current stream.
+    ``values``, in full, flat and in parts, by sharded parameter, are copied on the current stream.
     """
     copies = {}
     for param, parts in values.items():
@@ -122,10 +121,7 @@ def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], 
 
 
 def gather_empty(param: Any) -> bool:
-    """Let ``param``, released, be gathered if it has no elements; return whether that is so.
-
-    DeepSpeed gathers none alone, and then misses it.
-    """
+    """Gather ``param`` if it has no elements; return whether. DeepSpeed gathers none alone, and then misses it."""
     if param.ds_numel == 0:
         with zero3.as_it_is():
             record_of(param).unshard()
@@ -216,11 +212,7 @@ def handles(coordinator: Any, params: Iterable[Any]) -> Iterable[tuple[Any, list
 
 
 def release_cache(coordinator: Any) -> Any:
-    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators.
-
-    Raises:
-        ContractError: it is not there.
-    """
+    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators."""
     function = getattr(type(coordinator), contract.RELEASES)
     while not hasattr(function, "cache_clear"):
         inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -275,10 +267,8 @@ def release_param(coordinator: Any, param: Any) -> None:
 
 
 def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
-    """After an exception: release what is gathered of ``module``.
-
-    Persistent parameters stay, those that a user's ``GatheredParameters`` context has gathered, and what ``keeps``
-    says.
+    """After an exception: release what is gathered of ``module``, but what is persistent, what a user's
+    ``GatheredParameters`` context has gathered, and what ``keeps`` says.
     """
     forget_order(optimizer)
     release_leftovers(coordinator(optimizer))
@@ -300,11 +290,7 @@ def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
 def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
     """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
 
-    Args:
-        first: the engine whose hooks run in the module that is trained; may be ``engine`` itself.
-
-    Raises:
-        ContractError: DeepSpeed keeps what gathers and releases elsewhere.
+    ``first`` is the engine whose hooks run in the module that is trained; may be ``engine`` itself.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -330,11 +316,7 @@ def leave_sharded(engine: Any) -> None:
 
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`.
-
-    Raises:
-        ContractError: DeepSpeed asks something else of what is in the optimizer's place.
-    """
+    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`."""
     contract.require(contract.EVALUATION)
     interpose(engine.optimizer, InferenceOverrides)
     try:

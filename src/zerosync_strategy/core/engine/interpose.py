@@ -14,10 +14,8 @@ _PREFIX = "ZeroSync"
 def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
     """Put the methods of ``layer`` before those of ``target``; they reach the others through ``super()``.
 
-    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``.
-
-    Args:
-        also: classes that ``target`` is to be an instance of; their methods come after those of ``target``.
+    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``. It is a subclass of
+    ``also``, too, whose methods come after those of ``target``.
     """
     stock = type(target)
     name = f"{_PREFIX}{stock.__name__.removeprefix(_PREFIX)}"
@@ -39,11 +37,7 @@ class _Layered(type):
 
 
 def restore(target: Any, layer: type) -> None:
-    """Undo :func:`interpose` of ``layer``.
-
-    Raises:
-        RuntimeError: ``layer`` is not the last that was interposed on ``target``.
-    """
+    """Undo :func:`interpose` of ``layer``; a ``RuntimeError`` where that is not the last one on ``target``."""
     outermost = vars(type(target)).get("_zerosync_layer")
     if outermost is not layer:
         raise RuntimeError(

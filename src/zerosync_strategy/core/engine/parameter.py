@@ -56,11 +56,7 @@ class Claim(enum.Flag):
 
 
 class Event(enum.Enum):
-    """What happens to a parameter.
-
-    Attributes:
-        legal: the status of DeepSpeed's that follows, by that before, as the table has them.
-    """
+    """What happens to a parameter. ``legal``: the status of DeepSpeed's that follows, by that before."""
 
     legal: dict[str, str]
 
@@ -133,14 +129,10 @@ class _Modules(set[Any]):
 class Record:
     """What ZeroSync knows of one parameter. It is the parameter's attribute ``_zerosync_record``.
 
-    Args:
-        param: of ZeRO-3.
-        name: for errors.
+    Attributes:
         owner: has ``shards_written()``, called when the current stream writes the shards, and ``arrive(param)``, which
             ends a gather that is under way.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
-
-    Attributes:
         order: in which it is gathered among others (U1).
         bits: the claims that are set here; :attr:`claims` has all.
         gather: the last that was issued (``comm/collectives.py``); ``None``: none was.
@@ -330,8 +322,7 @@ class Record:
     def set_values(self, full: torch.Tensor) -> bool:
         """Give the parameter the values ``full``: this rank's shard of it, and what is gathered of it.
 
-        Returns:
-            Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
+        Return whether that is possible: not where the shard is in no memory, quantized, or not the only one.
         """
         param = self.param
         if param.ds_numel == 0:

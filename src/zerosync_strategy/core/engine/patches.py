@@ -18,13 +18,9 @@ from zerosync_strategy.core.engine.contract import resolve
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement.
+    """One replacement, of ``name`` in the module or class at the path ``owner``.
 
-    Attributes:
-        owner: the path of the module or class.
-        name: of its attribute.
-        why: what the replacement is for.
-        stays: why the last user does not undo it, or what does before; empty: it is undone then.
+    ``stays``: why the last user does not undo it, or what does before; empty: it is undone then.
     """
 
     owner: str

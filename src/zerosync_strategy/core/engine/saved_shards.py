@@ -61,15 +61,7 @@ def _is_of_flat(state: State) -> bool:
 
 
 class SavedShards:
-    """The optimizer's part of a checkpoint. Values are read where they are asked for.
-
-    Args:
-        engine: of the ZeRO stage with which it was saved.
-        directory, tag: of the checkpoint.
-
-    Attributes:
-        ranks: that have written it.
-    """
+    """The optimizer's part of a checkpoint of the engine's ZeRO stage. Values are read where they are asked for."""
 
     def __init__(self, engine: Any, directory: Path, tag: str) -> None:
         self._files = functools.partial(checkpoint_files.files_to_load, engine, directory, tag, True)

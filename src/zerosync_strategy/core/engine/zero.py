@@ -17,11 +17,9 @@ from zerosync_strategy.core.engine import contract, patches
 
 @dataclass(frozen=True)
 class MasterShard:
-    """This rank's master weights of one flat group.
+    """This rank's master weights of one flat group, as the torch optimizer has them in ``flat``.
 
-    Attributes:
-        flat: all of them, as the torch optimizer has them.
-        slices: parameters, each with where its elements begin and end in ``flat``; in this order.
+    ``slices``: parameters, each with where its elements begin and end in ``flat``; in this order.
     """
 
     flat: torch.Tensor
@@ -103,11 +101,7 @@ def step_torch_optimizer(optimizer: Any) -> None:
 
 
 def comm_backend() -> Any:
-    """Return DeepSpeed's process-wide communication backend, through which all its collectives go.
-
-    Raises:
-        ContractError: there is none.
-    """
+    """Return DeepSpeed's process-wide communication backend, through which all its collectives go."""
     from deepspeed.comm import comm
 
     found = getattr(comm, "cdb", None)

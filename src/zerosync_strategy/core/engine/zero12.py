@@ -21,8 +21,7 @@ from zerosync_strategy.core.engine.zero import sum_of_squares
 class FlatGroup:
     """One parameter group of the optimizer: its parameters that have elements, with their places in the flat buffer.
 
-    Attributes:
-        process_group: whose ranks each have one shard, of ``shard_numel`` elements, padding included.
+    Each rank of ``process_group`` has one shard, of ``shard_numel`` elements, padding included.
     """
 
     index: int
@@ -34,11 +33,7 @@ class FlatGroup:
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
-    """Return the parameter groups of ``optimizer``.
-
-    Raises:
-        ContractError: the parameters do not lie in the flat buffers.
-    """
+    """Return the parameter groups; a ``ContractError`` where the parameters do not lie in the flat buffers."""
     groups = []
     for index, flat in enumerate(optimizer.bit16_groups_flat):
         params = [param for param in optimizer.bit16_groups[index] if param.numel()]
@@ -127,12 +122,10 @@ def params_in_order(optimizer: Any, index: int) -> list[Any]:
 
 
 def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
-    """Let this rank's shard of one group be one of ``numel`` elements, of any number on each rank.
+    """Let this rank's shard of a group have ``numel`` elements, of any number on each rank; return it, uninitialized,
+    flat.
 
     DeepSpeed's own, and what parameters know of where they are in it, are dropped.
-
-    Returns:
-        The master weights, of any values, flat.
     """
     before = master(optimizer, index)
     flat = torch.empty(numel, dtype=before.dtype, device=before.device, requires_grad=True)
@@ -184,12 +177,9 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
 
 
 def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the L2 norm of the gradients in all ranks' shards, times the loss scale; infinity if it is not finite.
+    """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
 
-    Collective.
-
-    Args:
-        shards: of each group, what this rank counts of its gradient shard.
+    ``shards``: of each group, what this rank counts of its gradient shard.
     """
     from deepspeed import comm
 

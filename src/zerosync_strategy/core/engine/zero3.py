@@ -146,11 +146,7 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 
 
 def answer_of_gathered(name: str, param: Any) -> Any:
-    """Return what a gathered ``param`` answers to those who ask whether it is.
-
-    Raises:
-        AttributeError: ``name`` is none of that.
-    """
+    """Return what a gathered ``param`` answers to who asks whether it is; an ``AttributeError`` for other names."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -177,10 +173,8 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``full``, which is of the shape of ``param``: flat, and padded with zeros.
-
-    Raises:
-        ValueError: it has another number of elements.
+    """Return this rank's shard of ``full``, flat and padded with zeros; a ``ValueError`` where its number of elements
+    is not that of ``param``.
     """
     require_numel(full, full_shape(param))
     size = shard_numel(param)
@@ -225,11 +219,7 @@ def has_own_group(param: Any) -> bool:
 
 
 def shard_over(param: Any, group: Any) -> None:
-    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank.
-
-    Raises:
-        ContractError: this release of DeepSpeed shards all parameters over the same ranks.
-    """
+    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
     contract.need(contract.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
     # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.

@@ -39,11 +39,7 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
-    """Let the coming step find the gradient shards of ``params``.
-
-    Args:
-        joined: not one by one, as DeepSpeed's own computation of their norm would have them.
-    """
+    """Let the coming step find the gradient shards of ``params``; not ``joined``: as DeepSpeed's norm has them."""
     shards = gradient_shards(optimizer)
     if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
@@ -230,8 +226,7 @@ class JointStep:
 def master_shards(optimizer: Any) -> list[MasterShard]:
     """Return this rank's master weights of each group, by the parameters that they are of, padding included.
 
-    Raises:
-        ValueError: their states are not in memory, or another optimizer steps some of them.
+    A ``ValueError``: their states are not in memory, or another optimizer steps some of them.
     """
     if steps_from_disk(optimizer) or hasattr(optimizer, "backup_optimizer"):
         raise ValueError(

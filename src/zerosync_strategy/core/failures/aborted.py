@@ -26,8 +26,7 @@ _numbers = count()
 class BegunCollectives:
     """The reductions and gathers that this rank has begun in a window, to compare with the others' if it aborts it.
 
-    Args:
-        process_groups: in which they are. All ranks make as many of these objects, in one order.
+    All ranks make as many of these objects, in one order.
     """
 
     def __init__(self, process_groups: Iterable[Any]) -> None:
@@ -60,8 +59,7 @@ class BegunCollectives:
     def compare_aborted(self) -> None:
         """Before the first collective after an aborted window: nothing of that one may meet it. A collective call.
 
-        Raises:
-            RankError: the numbers differ, or not all ranks have aborted within the timeout of a group.
+        A ``RankError``: the numbers differ, or not all ranks have aborted within the timeout of a group.
         """
         if self._aborted is None:
             return

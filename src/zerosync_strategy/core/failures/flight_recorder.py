@@ -36,12 +36,10 @@ class Recorded:
     """A collective in torch's flight recorder.
 
     Attributes:
-        group: the name of its process group.
         number: among the group's collectives, from 1.
         name: torch's, with the backend's: ``"gloo:all_reduce"``.
         sizes: of its input.
         line: of the program, that issued it.
-        complete: whether it is.
         label: ZeroSync's for it, where it is ZeroSync's.
     """
 
@@ -63,11 +61,8 @@ class Recorded:
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """Return the innermost line of the program, as ``"train.py:24 main"``; empty if there is none.
 
-    Where another package is between, as one that logs parameters, its line comes first:
-    ``"logger.py:156 log < train.py:24 main"``.
-
-    Args:
-        frames: path, line and function of each, the innermost first.
+    Where another package is between, as one that logs parameters, its line comes first: ``"logger.py:156 log <
+    train.py:24 main"``. ``frames`` have path, line and function of each, the innermost first.
     """
     package = ""
     for path, line, function in frames:

@@ -34,13 +34,7 @@ OTHER_BACKWARDS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain.
-
-    Attributes:
-        cause: one of the words in the table of docs/failures.md.
-        ranks: that are the cause.
-        text: a sentence with all of it.
-    """
+    """Why ranks wait in vain: the ``ranks`` that are the cause, which is a word in the table of docs/failures.md."""
 
     cause: str
     ranks: tuple[int, ...]

@@ -36,10 +36,7 @@ AUTO_BUCKETS = 16
 
 
 class Level(enum.Enum):
-    """Where the gradients of a bucket are added up over the backwards of a window.
-
-    Each level has less memory than the one before, and sends more.
-    """
+    """Where gradients of a bucket are added up over a window's backwards; each has less memory, and sends more."""
 
     WHOLE = enum.auto()  # on each rank, in full: reduced once, at the close
     NODE = enum.auto()  # in node shards: reduced within the node in each backward, and between nodes at the close
@@ -49,13 +46,11 @@ class Level(enum.Enum):
 class ShardLayout(ABC):
     """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
 
-    Args:
+    Attributes:
         params: each once.
         shard_numel: elements of one rank's shard.
         divisor: what a sum over the group is divided by to average it.
         dtype: of the reduction.
-
-    Attributes:
         nodes: of the process group; ``None`` where two levels would be one.
         is_native: the backend has a reduce-scatter of its own.
     """
@@ -94,8 +89,7 @@ class ShardLayout(ABC):
     ) -> torch.Tensor:
         """Return the memory of all shards, in ``dtype``, for :meth:`gradient_in`. Collective.
 
-        Args:
-            read: copies this rank's shard from an offset on into a tensor.
+        ``read`` copies this rank's shard from an offset on into a tensor.
         """
         memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
         for rows, offset in self.matrices(memory):
@@ -140,13 +134,10 @@ class ReduceScatterInput(NamedTuple):
 class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
-    Args:
+    Attributes:
         params: in the order of the layout.
         level: where gradients are added up; changes between two windows.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
-        names: of all parameters.
-
-    Attributes:
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         node_shard: sums over this window, scaled as they are sent, by their part: its node shard (``comm/nodes.py``).
@@ -255,13 +246,10 @@ class GradientBucket(ABC):
 def choose_buckets(
     layouts: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
 ) -> Iterator[tuple[Any, list[tuple[list[Any], Level]]]]:
-    """Yield each layout with the parameters of its buckets, and their level.
+    """Yield each layout, in the order of the parameters, with the parameters of its buckets, and their level.
 
     Buckets come in about the order in which backward is expected to complete them: from the last parameter to the
     first. One bucket has at most ``limit`` bytes, or one parameter.
-
-    Args:
-        layouts: of all gradients, in the order of the parameters.
     """
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
     level_of, limit = _choose_levels(layouts, nbytes, config, limit)

@@ -47,14 +47,7 @@ class CompiledGradientHook:
 
     @staticmethod
     def verify(config: ZeroSyncConfig, over_groups: bool) -> None:
-        """Check that DeepCompile can compile an engine with these options.
-
-        Args:
-            over_groups: parameters are sharded over groups of ranks.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise a ``ValueError`` where DeepCompile cannot compile an engine with these options."""
         for found, what in (
             (config.parameters.keeps_any, "'param_memory_budget': it chooses by itself what stays gathered"),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),

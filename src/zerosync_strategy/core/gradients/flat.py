@@ -44,11 +44,7 @@ class FlatLayout(ShardLayout):
         self.group_index = group_index
 
     def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
-        """Let a stripe begin with each of ``buckets``: its parameters, and their level; in their order.
-
-        Args:
-            common: as for :class:`GradientBucket`.
-        """
+        """Let a stripe begin with each of ``buckets``: its parameters, and their level; in their order."""
         starts = [0, *(self.offsets[params[0]] for params, _ in buckets[1:])]
         self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
         self.buckets = []
@@ -96,15 +92,10 @@ class FlatLayout(ShardLayout):
 
 
 class FlatBucket(GradientBucket):
-    """A bucket of one flat layout. See :class:`GradientBucket`.
-
-    Args:
-        stripe: its part of the flat buffer.
-        below: the bucket of the parameters before, if there is one.
+    """A bucket of one flat layout, which reduces ``stripe``. ``below`` is the bucket of the parameters before.
 
     Attributes:
         gather: of the parameters of the stripe, once this step has updated them; nobody has waited for it.
-        gather_label: for it in errors.
     """
 
     layout: FlatLayout

@@ -24,7 +24,6 @@ class Stage12Reducer(Reducer):
     """Reduces into one shard per parameter group.
 
     Attributes:
-        groups: the parameter groups.
         keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
     """
 
@@ -163,9 +162,8 @@ class Stage12Reducer(Reducer):
     def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
-        Args:
-            overlap: takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits
-                for them. Without it, they are complete on return.
+        ``overlap`` takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits for
+        them. Without it, they are complete on return.
         """
         by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:

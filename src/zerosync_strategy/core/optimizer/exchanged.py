@@ -65,9 +65,7 @@ class _Batch:
     def from_owners(self, values_of: Read, take: Write, like: torch.Tensor) -> InFlight:
         """Begin to send the shards of parameters from their owners; ``take`` has this rank's shard of each.
 
-        Args:
-            values_of: a parameter on its owner, whole and flat.
-            like: a tensor of the dtype and the device.
+        ``values_of`` returns a parameter on its owner, whole and flat; ``like`` has its dtype and device.
         """
         sent = like.new_zeros(self._layout.world_size, self._width)
         for param, shards in zip(self._own, sent.split(self._own_numels, 1), strict=True):
@@ -100,8 +98,7 @@ class _Batch:
 class ExchangedStep(WholeStep):
     """Steps whole parameters for the ZeRO-3 optimizer that ``reducer`` reduces for. Collective.
 
-    Args:
-        digest: returns numbers that tell whether a flat tensor has changed.
+    ``digest`` returns numbers that tell whether a flat tensor has changed.
     """
 
     _reducer: OwnedStage3Reducer

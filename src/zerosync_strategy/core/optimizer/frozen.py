@@ -146,8 +146,7 @@ class FrozenParameters:
     ) -> Iterator[_Part]:
         """Yield the parts of a step: by slice, those of the ``cohorts``, and then one that calls what follows it.
 
-        Args:
-            masters: those of ``slices``, where the cohorts have parts of them only.
+        ``masters`` are those of ``slices``, where the cohorts have parts of them only.
         """
         index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
         for group in self._optimizer.param_groups:
@@ -233,8 +232,7 @@ class FrozenParameters:
     def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
         """Return the cohorts, for a checkpoint; none where nothing was frozen, and else a collective call.
 
-        Returns:
-            By cohort, the names of the parameters, and the scalars. A rank alone has those of its own shard.
+        By cohort, the names of the parameters, and the scalars. A rank alone has those of its own shard.
         """
         if len(self._cohorts) == 1:
             return []

@@ -29,11 +29,7 @@ Section = Callable[[str], AbstractContextManager[None]]
 class PendingGradients:
     """The gradients of one engine's window, as a program sees them before the step.
 
-    Args:
-        engine: the DeepSpeed engine.
-        reducer, window: of its gradients.
-        activity: around what may communicate.
-        apart: around what is sent and is not for the step.
+    ``activity`` is around what may communicate, ``apart`` around what is sent and is not for the step.
     """
 
     def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
@@ -198,10 +194,8 @@ class PendingGradients:
                 return self._average(param) if averages else stock()
 
     def check_reduced(self, function: str) -> None:
-        """Before DeepSpeed's ``function`` reads or changes gradients in the shards.
-
-        Raises:
-            RuntimeError: they are not those that the step uses.
+        """A ``RuntimeError`` where DeepSpeed's ``function`` would not reach the gradients that the step uses, in the
+        shards.
         """
         if self._window.state is not WindowState.REDUCED:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
@@ -230,12 +224,7 @@ class PendingGradients:
 
 
 class FlatPendingGradients(PendingGradients):
-    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
-
-    Args:
-        common: as for :class:`PendingGradients`.
-        states: master weights and states.
-    """
+    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout."""
 
     def __init__(self, *common: Any, states: StripedStates) -> None:
         super().__init__(*common)

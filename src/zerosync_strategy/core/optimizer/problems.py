@@ -47,10 +47,9 @@ _used: weakref.WeakSet[Any] = weakref.WeakSet()
 def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool | str = False) -> str:
     """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
 
-    Args:
-        optimizer: a torch optimizer; anything else with parameters in ``params``, such as Accelerate's ``DummyOptim``,
-            stands for one that DeepSpeed makes.
-        elementwise: what the user says: that it updates each element by itself, or needs ``"whole"`` parameters.
+    Anything but a torch optimizer with parameters in ``params``, such as Accelerate's ``DummyOptim``, stands for one
+    that DeepSpeed makes. ``elementwise`` is what the user says: that it updates each element by itself, or needs
+    ``"whole"`` parameters.
     """
     if any(inner in _used for inner in _unwrapped(optimizer)):
         return (

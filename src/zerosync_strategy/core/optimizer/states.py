@@ -40,28 +40,21 @@ class StripedStates:
         return layout.slices(self._is_stock)
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param``, or its state of the name ``key``, in full and in fp32. Collective.
-
-        Raises:
-            ValueError: there is no such state.
+        """Return the master weights of ``param``, or its state ``key`` (a ``ValueError``: none), full in fp32.
+        Collective.
         """
         layout = self.layout_of(param)
         return layout.read(self._shard(layout, key), param, self._is_stock)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        """Set what :meth:`read` returns to ``value``, the same on all ranks.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Set what :meth:`read` returns to ``value``, the same on all ranks."""
         layout = self.layout_of(param)
         layout.write(value, self._shard(layout, key), param, self._is_stock)
 
     def check(self) -> None:
-        """After a step: can the states be brought into DeepSpeed's layout?
+        """After a step: a ``RuntimeError`` where states are neither one value for each element nor one for all.
 
-        Raises:
-            RuntimeError: some are neither one value for each element nor one for all.
+        Those cannot be brought into DeepSpeed's layout.
         """
         if self._is_checked:
             return

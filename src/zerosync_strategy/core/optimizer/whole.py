@@ -25,11 +25,8 @@ from zerosync_strategy.core.optimizer.states import StripedStates
 class WholeStep(FrozenParameters):
     """Lets the torch optimizer step the parameters that this rank owns. What is frozen has no gradient there.
 
-    Attributes:
-        masters: by parameter that this rank owns, its master weights, as the torch optimizer has them.
-
-    Raises:
-        ValueError: the optimizer has stepped DeepSpeed's flat shards.
+    :attr:`masters` has, by parameter that this rank owns, its master weights, as the torch optimizer has them. A
+    ``ValueError``: the optimizer has stepped DeepSpeed's flat shards.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -44,11 +41,7 @@ class WholeStep(FrozenParameters):
             )
 
     def take(self, groups: list[list[Any]]) -> None:
-        """Give the torch optimizer the :attr:`masters` in place of its parameters.
-
-        Args:
-            groups: its parameters, all ranks', by its groups.
-        """
+        """Give the torch optimizer the :attr:`masters` in place of its parameters, all ranks' ``groups``."""
         optimizer = self._optimizer
         made = dict(optimizer.state)  # with the optimizer, of parameters that have always been frozen, too
         optimizer.state.clear()
@@ -80,11 +73,7 @@ class WholeStep(FrozenParameters):
         """Return the rank that owns ``param``, in the process group that follows."""
 
     def read_state(self, param: Any, key: str) -> torch.Tensor:
-        """Return a state of ``param`` in fp32. Collective.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Return a state of ``param`` in fp32; a ``ValueError`` where there is no such state. Collective."""
         value = self.states_of(param).get(key)
         value = value.cpu() if isinstance(value, torch.Tensor) else None
         found = broadcast_object(value, *self.owner(param))
@@ -93,11 +82,7 @@ class WholeStep(FrozenParameters):
         return found.to(param.device, torch.float32)
 
     def write_state(self, param: Any, value: torch.Tensor, key: str) -> None:
-        """Set a state of ``param``, where this rank owns it.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Set a state of ``param``, where this rank owns it; a ``ValueError`` where there is no such state."""
         if param in self.masters:
             if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
                 raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
@@ -204,11 +189,7 @@ class OwnedStep(WholeStep):
 
 
 class OwnedStates(StripedStates):
-    """Master weights and states of an optimizer that needs whole parameters, each on its owner.
-
-    Args:
-        step: which has them.
-    """
+    """Master weights and states of an optimizer that needs whole parameters, each on its owner."""
 
     def __init__(self, reducer: OwnedReducer, step: OwnedStep) -> None:
         super().__init__(reducer)

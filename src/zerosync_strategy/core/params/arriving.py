@@ -29,12 +29,7 @@ _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on 
 
 
 class ArrivingParameters:
-    """The gathers in flight of one engine.
-
-    Args:
-        streams: of the engine.
-        activity: a context around what may communicate (W4).
-    """
+    """The gathers in flight of one engine; ``activity`` is a context around what may communicate (W4)."""
 
     def __init__(self, streams: Streams, activity: Callable[[str], AbstractContextManager[None]]) -> None:
         self._streams = streams

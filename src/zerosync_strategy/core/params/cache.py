@@ -42,14 +42,8 @@ AHEAD = 2
 class ParameterCache:
     """Keeps parameters of a ZeRO-3 engine unsharded from their first use in a window to the optimizer step.
 
-    Args:
-        engine: the DeepSpeed engine.
-        scheduler: gathers them.
-        plan: which are held.
-        untraced: compilers will see no hooks of the modules in any case.
-
-    Attributes:
-        release_memo: DeepSpeed's memo of what to release after which module.
+    ``untraced``: compilers will see no hooks of the modules in any case. :attr:`release_memo` is DeepSpeed's memo of
+    what to release after which module.
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, plan: HoldPlan, untraced: bool) -> None:
@@ -87,9 +81,8 @@ class ParameterCache:
         return hooks
 
     def renew_hooks(self) -> bool:
-        """Extend DeepSpeed's hooks where others have removed them and registered them anew; return whether they have.
-
-        TRL does so when it generates.
+        """Extend DeepSpeed's hooks where others, as TRL's generation, have registered them anew; return whether they
+        have.
         """
         if not self._hooks or self._registered is compilation.registered_hooks(self._engine):
             return False
@@ -128,10 +121,8 @@ class ParameterCache:
     def set_budget(self, budget: int) -> tuple[int, int]:
         """Hold what fits into ``budget`` bytes from the coming window on, where nothing was held before.
 
-        Between two windows. A model that fits is held in full.
-
-        Returns:
-            Bytes that are held in full, and those of node shards within the budget.
+        Between two windows. A model that fits is held in full. Return the bytes that are held in full, and those of
+        node shards within the budget.
         """
         self.plan.set_budget(budget)
         if self.plan.budget != 0:

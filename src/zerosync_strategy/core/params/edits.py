@@ -30,11 +30,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 def weights_of_stage_1_2(
     optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
 ) -> Iterator[Weights]:
-    """Yield this rank's weights of ZeRO-1 or ZeRO-2.
-
-    Args:
-        groups: of the optimizer, each with the elements that this rank has of it.
-    """
+    """Yield this rank's weights of ZeRO-1 or ZeRO-2: of each group, the elements that this rank has of it."""
     for group, slices in groups:
         flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
         for own in slices:
@@ -45,12 +41,7 @@ def weights_of_stage_1_2(
 def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
     """Let all parameters of ZeRO-1 or ZeRO-2 lie in the flat buffers, where ``param.data = ...`` has replaced them.
 
-    Args:
-        groups: of the optimizer.
-        names: of the parameters, for errors.
-
-    Raises:
-        ValueError: a parameter was given data of another shape.
+    A ``ValueError``: a parameter was given data of another shape.
     """
     for group in groups:
         flat = zero12.flat_parameters(optimizer, group.index)
@@ -66,12 +57,8 @@ def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], 
 def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) -> None:
     """Let the shards of ZeRO-3 have the values of those ``params`` that are gathered, which may have been edited.
 
-    Args:
-        params: of the optimizer; those that are not gathered may have been edited in their shards.
-        names: of the parameters, for errors.
-
-    Raises:
-        ValueError: a parameter was given data of another shape, or any while it was not gathered.
+    Those that are not may have been edited in their shards. A ``ValueError``: a parameter was given data of another
+    shape, or any while it was not gathered.
     """
     gathered = []
     for param in params:
@@ -90,11 +77,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
 
 
 class MasterWeights:
-    """Adopts what a program has edited into the master weights of one engine.
-
-    Args:
-        streams: of the engine.
-    """
+    """Adopts what a program has edited into the master weights of one engine."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -37,19 +37,16 @@ def export(
     weights: FullWeights, directory: Path, max_shard_bytes: int, process_group: Any, module: Any,
     dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective.
+    """Write ``weights``, of ``module``, on the first rank of ``process_group``, of all ranks that take part.
+    Collective.
+
+    ``ValueError``: a file cannot hold a tensor of this dtype. ``CheckpointError``, on every rank: the first could not
+    write.
 
     Args:
         weights: with floating-point tensors of ``dtype``; ``None``: of their own.
-        directory: for the files.
         max_shard_bytes: of the tensors in one file.
-        process_group: all ranks that take part.
         module: may be a model of transformers.
-        dtype: of the floating-point weights, or ``None``.
-
-    Raises:
-        ValueError: a file cannot hold a tensor of this dtype.
-        CheckpointError: on every rank, if the first could not write.
     """
     specs = weights.specs
     for spec in specs:
@@ -103,7 +100,6 @@ class WeightFiles:
     their stead or with them, are removed, the index first: what an interrupted export leaves is complete or refused.
 
     Args:
-        directory: for the files.
         specs: of the tensors that will be written, in this order. What is tied to an earlier one is written once.
         max_shard_bytes: of the tensors in one file. A larger tensor has a file of its own.
     """

@@ -22,10 +22,8 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
-    """While active, parameters of ``engine`` have their values, and keep what is written to them. Collective.
-
-    Args:
-        parameters: which; by default all of the engine's module.
+    """While active, ``parameters`` (all of the engine's module) have their values, and keep what is written.
+    Collective.
     """
     from deepspeed import zero as deepspeed_zero
 
@@ -40,12 +38,8 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
     """Return in full the parameters of the groups whose first rank this is. A collective call.
 
-    Raises:
-        ValueError: the engine is not of stage 3.
-
-    Returns:
-        By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is
-        two parameters, of two groups.
+    By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is two
+    parameters, of two groups. A ``ValueError``: the engine is not of stage 3.
     """
     from deepspeed import zero as deepspeed_zero
 
@@ -61,9 +55,8 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Set the parameters to those that ``full_state`` gave this rank. A collective call. Optimizer states stay.
 
-    Raises:
-        ValueError: on every rank, if on some rank ``state`` lacks a parameter that the rank is the first to shard, or
-            has one of another shape. Nothing is set then.
+    A ``ValueError`` on every rank, and nothing is set, if on some rank ``state`` lacks a parameter that the rank is the
+    first to shard, or has one of another shape.
     """
     from deepspeed import zero as deepspeed_zero
 

@@ -27,12 +27,7 @@ _PAGE = 4096  # bytes that a block has at least
 class HostCache(Copies[list[torch.Tensor]]):
     """Full parameters of one ZeRO-3 engine in host memory, flat and in parts, one for each block of memory.
 
-    Args:
-        limit: as for :class:`Copies`.
-        streams: of the engine.
-
-    Attributes:
-        loaded_bytes: copied back to the device since the last :meth:`reset_counts`.
+    :attr:`loaded_bytes`: copied back to the device since the last :meth:`reset_counts`.
     """
 
     def __init__(self, limit: int | None, streams: Streams) -> None:

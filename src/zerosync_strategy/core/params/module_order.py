@@ -29,10 +29,7 @@ class ModuleOrder:
     """Counts the calls of modules since the last backward began.
 
     What runs inside a backward, as the recomputation of checkpointed activations, does not count: the graph is that of
-    the forward.
-
-    Args:
-        parameters_of: the parameters that are gathered for a module.
+    the forward. ``parameters_of`` returns the parameters that are gathered for a module.
     """
 
     def __init__(self, parameters_of: Callable[[Any], list[Any]]) -> None:

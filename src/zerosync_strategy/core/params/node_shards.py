@@ -22,12 +22,7 @@ from zerosync_strategy.core.params.copies import Copies
 class NodeShards(Copies[torch.Tensor]):
     """Node shards of the parameters of one engine: a matrix for each, with one row per node, in the gather's dtype.
 
-    Those of process groups with one level have none.
-
-    Args:
-        limit: as for :class:`Copies`.
-        shared: it is that of what is held on the device, too.
-        topology: of the ranks.
+    Those of process groups with one level have none. ``shared``: the limit is that of what is held on the device, too.
     """
 
     def __init__(self, limit: int | None, shared: bool, topology: Topology) -> None:
@@ -50,11 +45,7 @@ class NodeShards(Copies[torch.Tensor]):
             return torch.empty(shape, dtype=dtype, device=param.device)
 
     def keep(self, param: Any, rows: torch.Tensor) -> None:
-        """``param`` has just been gathered, on the current stream.
-
-        Args:
-            rows: the shards of all ranks, padding included, in their order.
-        """
+        """``param`` was just gathered, on the current stream, from ``rows``: all ranks' shards, padding included."""
         nodes = self._topology.of(zero3.process_group(param))
         if nodes is not None and (values := self.to_fill(param)) is not None:
             values.copy_(nodes.rows_of_place(rows))
@@ -73,10 +64,7 @@ class NodeShards(Copies[torch.Tensor]):
 def gather_node_shards(nodes: Nodes, shards: Mapping[Any, torch.Tensor], tag: int, label: object) -> gathering.Arrival:
     """As :func:`gathering.gather_shards`, from the ranks of this node alone.
 
-    Args:
-        nodes: of the process group.
-        shards: by parameter, this rank's node shard, one row per node; all of one dtype.
-        tag, label: as for :meth:`Nodes.gather_within`.
+    ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """
     columns = [shard.shape[1] for shard in shards.values()]
     first = next(iter(shards.values()))

@@ -42,8 +42,6 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
 
     Args:
-        engine: the DeepSpeed engine.
-        streams: of the engine.
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
         topology: which ranks are on one node.
@@ -51,9 +49,7 @@ class GatherScheduler:
     Attributes:
         records: of the parameters of the engine's module.
         groups: by process group, in the order of gathers.
-        names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
-        order: of the modules in the forward.
         before_read: called before a parameter is read that no hook has gathered.
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
@@ -251,9 +247,7 @@ class GatherScheduler:
         """Around the issue of the gather of ``params``, all of one group; has its tag.
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
-
-        Args:
-            noted: who issues it does so by a function that notes its launch.
+        ``noted``: who issues it does so by a function that notes its launch.
         """
         self.streams.gathers_wait_for_writes(self._gather_streams)
         gathering_by: AbstractContextManager[None] = nullcontext()
@@ -299,9 +293,6 @@ class GatherScheduler:
         """Gather ``params`` for a ``GatheredParameters`` context, or where a step ends. Collective.
 
         DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
-
-        Raises:
-            RankError: other ranks did not take part.
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
@@ -319,11 +310,7 @@ class GatherScheduler:
                     run[0].all_gather_coalesced(run).wait()
 
     def unshard(self, param: Any) -> torch.Tensor:
-        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
-
-        Raises:
-            RankError: other ranks did not take part.
-        """
+        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
         self.wait_for(param)
         if zero3.is_released(param):
             self.count.add((param,))
@@ -334,9 +321,6 @@ class GatherScheduler:
         """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
 
         They stay as they are: gathered, on their way, or released. ``reader`` says who asks, for errors.
-
-        Raises:
-            RankError: other ranks did not take part.
         """
         with zero3.as_it_is():
             for param in params:

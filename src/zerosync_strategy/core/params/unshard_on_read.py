@@ -50,10 +50,7 @@ _Frame = tuple[nn.Module, dict[Any, Memory]]  # a module whose forward runs, and
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
 
-    Args:
-        engine: the engine.
-        scheduler: waits for a parameter in flight, and unshards one into memory of its own.
-        values: of the parameters; what a module's forward reads of them twice is gathered once.
+    What a module's forward reads of ``values`` twice is gathered once.
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues) -> None:
