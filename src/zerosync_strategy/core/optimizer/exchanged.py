@@ -58,9 +58,7 @@ class _Batch:
                 take(param, shards.reshape(-1)[: zero3.full_numel(param)])
 
         sizes = [self._width] * self._layout.world_size
-        exchange = self._exchange(sent, received, self._of_owners, sizes, "master weights")
-        exchange.then(use)
-        return exchange
+        return self._exchange(sent, received, self._of_owners, sizes, "master weights", use)
 
     def from_owners(self, values_of: Read, take: Write, like: torch.Tensor) -> InFlight:
         """Begin to send the shards of parameters from their owners; ``take`` has this rank's shard of each.
@@ -84,15 +82,16 @@ class _Batch:
                 begin, begins[owner] = begins[owner], begins[owner] + numel
                 take(param, parts[owner][begin : begin + numel])
 
-        exchange = self._exchange(sent.view(-1), received, sizes, of_owners, "updated parameters")
-        exchange.then(use)
-        return exchange
+        return self._exchange(sent.view(-1), received, sizes, of_owners, "updated parameters", use)
 
     def _exchange(
-        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int], what: str
-    ) -> InFlight:
-        label = f"the exchange of {what} with their owners"
-        return all_to_all(sent, received, sent_numels, received_numels, self._layout.process_group, _TAG, label)
+        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int], what: str,
+        use: Callable[[Any], None],
+    ) -> InFlight:  # fmt: skip
+        group, label = self._layout.process_group, f"the exchange of {what} with their owners"
+        exchange = all_to_all(sent, received, sent_numels, received_numels, group, _TAG, label)
+        exchange.then(use)
+        return exchange
 
 
 class ExchangedStep(WholeStep):
@@ -169,14 +168,14 @@ class ExchangedStep(WholeStep):
             batch.from_owners(lambda param: self.masters[param].data.view(-1), self._take_shard, self._flats[0])
             for batch in self._batches
         )
-        self._digests = [self._digest(flat.data) for flat in self._flats]
+        self._digests = self._digests_now()
         zero3_optimizer.reassign_shards(self._reducer.optimizer)
 
     @torch.no_grad()
     def _read_masters(self) -> None:
         """Let owners have the master weights of which ranks have shards. Collective."""
         self._exchange(batch.to_owners(self._master, self._take_master) for batch in self._batches)
-        self._digests = [self._digest(flat.data) for flat in self._flats]
+        self._digests = self._digests_now()
 
     def _adopt_edits(self) -> None:
         if self._is_edited():
@@ -185,11 +184,12 @@ class ExchangedStep(WholeStep):
 
     def _is_edited(self) -> bool:
         """Return whether a rank's shard of the master weights is another than after the last step. Collective."""
-        changed = [
-            self._digest(flat.data).ne(before).any() for flat, before in zip(self._flats, self._digests, strict=True)
-        ]
+        changed = [now.ne(before).any() for now, before in zip(self._digests_now(), self._digests, strict=True)]
         group = zero.data_parallel_group(self._reducer.optimizer)
         return bool(largest([int(torch.stack(changed).any())], group)[0])
+
+    def _digests_now(self) -> list[torch.Tensor]:
+        return [self._digest(flat.data) for flat in self._flats]
 
     @torch.no_grad()
     def _exchange(self, exchanges: Iterator[InFlight]) -> None:

@@ -7,6 +7,7 @@ whole.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,24 +99,12 @@ class WholeStep(FrozenParameters):
 
     def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return the ``state_dict()`` of the torch optimizer with names of parameters in place of its numbers."""
-        own = self.names(names)
-        name_of = [name for group in own for name in group]
-        return {
-            "state": {name_of[number]: of_param for number, of_param in state["state"].items()},
-            "param_groups": [
-                group | {"params": of_group} for group, of_group in zip(state["param_groups"], own, strict=True)
-            ],
-        }
+        return _renamed(state, dict(enumerate(itertools.chain.from_iterable(self.names(names)))))
 
     def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return for the torch optimizer what :meth:`by_name` has returned, of the parameters that this rank owns."""
-        number_of = {name: number for number, name in enumerate(name for group in self.names(names) for name in group)}
-        return {
-            "state": {number_of[name]: of_param for name, of_param in state["state"].items()},
-            "param_groups": [
-                group | {"params": [number_of[name] for name in group["params"]]} for group in state["param_groups"]
-            ],
-        }
+        numbered = enumerate(itertools.chain.from_iterable(self.names(names)))
+        return _renamed(state, {name: number for number, name in numbered})
 
     def names(self, names: Mapping[Any, str]) -> list[list[str]]:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
@@ -126,6 +115,12 @@ class WholeStep(FrozenParameters):
     @abstractmethod
     def give(self) -> None:
         """Give all ranks what owners have in their :attr:`masters`. Collective."""
+
+
+def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the ``state_dict()`` of a torch optimizer with ``new`` keys of its parameters."""
+    groups = [group | {"params": [new[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[key]: of_param for key, of_param in state["state"].items()}, "param_groups": groups}
 
 
 class OwnedStep(WholeStep):
@@ -196,23 +191,10 @@ class OwnedStates(StripedStates):
         self._step = step
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        if key is None:
-            return super().read(param, key)
-        return self._step.read_state(param, key)
+        return super().read(param, key) if key is None else self._step.read_state(param, key)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
         if key is None:
             super().write(param, value, key)
         else:
             self._step.write_state(param, value, key)
-
-
-def _on_host(value: Any) -> Any:
-    """Return a state of a torch optimizer with its tensors on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_host, value))
-    return value
