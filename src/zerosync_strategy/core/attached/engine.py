@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
-from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, check_limit
 from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -59,6 +59,7 @@ class AttachedEngine(ABC):
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
     saves_by_name: ClassVar[bool] = False
+    reducer_class: ClassVar[type[Reducer]]
     reducer: Reducer
     pending: PendingGradients
     meter: StepMeter
@@ -76,7 +77,7 @@ class AttachedEngine(ABC):
         self.names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(optimizer)
         self.messages, self.topology = messages_of(group, engine.device), Topology(config.node_size, group)
-        self.reducer = self._make_reducer()
+        self.reducer = self.reducer_class(optimizer, config, self.names, self.messages, self.topology)
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
         self.masters = MasterWeights(self.reducer.streams)
@@ -100,13 +101,10 @@ class AttachedEngine(ABC):
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    @abstractmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    @classmethod
+    def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
         """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
-
-    @abstractmethod
-    def _make_reducer(self) -> Reducer: ...
+        check_limit(engine.device, config)
 
     def _make_frozen(self) -> FrozenParameters:
         return FrozenParameters(self.reducer)

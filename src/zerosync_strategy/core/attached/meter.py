@@ -26,10 +26,7 @@ class StepMeter:
     """
 
     def __init__(self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer) -> None:
-        self._module = module
-        self._traffic = traffic
-        self._window = window
-        self._reducer = reducer
+        self._module, self._traffic, self._window, self._reducer = module, traffic, window, reducer
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = reducer.parameters_floor()

@@ -34,9 +34,7 @@ class EngineSave:
     def __init__(self, directory: Path, tag: str, step: int, checksums: bool, names_latest: bool) -> None:
         self.what = f"write the checkpoint in {directory}"
         self._directory, self._tag, self._folder = directory, tag, directory / tag
-        self._step = step
-        self._checksums = checksums
-        self._names_latest = names_latest
+        self._step, self._checksums, self._names_latest = step, checksums, names_latest
         self._manifest: Manifest | None = None
         self._written: list[Path] = []
         self._failed: Exception | None = None

@@ -140,5 +140,4 @@ def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
 def read(file: Path) -> dict[str, Any]:
     """Return what ``file`` has; tensors on the host, read where they are asked for, but for torch's old format."""
     lazily = zipfile.is_zipfile(file)
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)
-    return saved
+    return torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)

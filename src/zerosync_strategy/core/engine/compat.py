@@ -25,12 +25,9 @@ def allow_any_model() -> None:
     patches.replace(patches.CONFIGURE_MODEL, _configure_model)
     patches.replace(patches.BROADCAST_MODEL, _broadcast_model)
     patches.replace(patches.SHARD, _shard)
-    patches.replace(patches.OUTPUTS, lambda _: _attributes)  # in place of the builtin, in that file alone
+    # In place of the builtin, in that file alone.
+    patches.replace(patches.OUTPUTS, lambda _: lambda output: getattr(output, "__dict__", {}))
     param_functions.intercept_contexts()
-
-
-def _attributes(output: Any) -> Any:
-    return getattr(output, "__dict__", {})
 
 
 def _configure_model(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

@@ -173,8 +173,7 @@ def registered_hooks(engine: Any) -> Any:
 
 def without_disable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what ``torch.compiler.disable`` has made ``function`` of, for one who is disabled: once is enough."""
-    found: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
-    return found
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 @contextmanager

@@ -329,8 +329,7 @@ def is_before(release: str, other: str) -> bool:
 
 def release_of(package: str) -> str:
     """Return the installed release of a library."""
-    found: str = importlib.import_module(package).__version__
-    return found
+    return importlib.import_module(package).__version__
 
 
 def has(internal: Internal) -> bool:

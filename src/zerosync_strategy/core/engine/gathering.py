@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Claim, record_of
@@ -26,15 +26,9 @@ def gather_stream(coordinator: Any) -> Any:
     return getattr(coordinator, contract.GATHER_STREAM)
 
 
-@contextmanager
-def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+def gathering_on(coordinator: Any, stream: Any) -> AbstractContextManager[None]:
     """While active, DeepSpeed gathers and waits for gathers on ``stream``."""
-    before = getattr(coordinator, contract.GATHER_STREAM)
-    setattr(coordinator, contract.GATHER_STREAM, stream)
-    try:
-        yield
-    finally:
-        setattr(coordinator, contract.GATHER_STREAM, before)
+    return replaced(coordinator, contract.GATHER_STREAM, stream)
 
 
 Arrival = Callable[[], list[tuple[Any, torch.Tensor]]]
@@ -176,20 +170,14 @@ def prefetched_numel(engine: Any) -> int:
     return int(engine._config.zero_config.prefetch_bucket_size)
 
 
-@contextmanager
-def gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
+def gathering_by(all_gather: Callable[..., Any]) -> AbstractContextManager[None]:
     """While active, DeepSpeed gathers parameters by ``all_gather(source, target, process_group)``.
 
     That is called with this rank's shard and the place for all shards, both flat, and returns what has ``wait()``.
     """
     from deepspeed.runtime.zero import partition_parameters
 
-    stock = partition_parameters._dist_allgather_fn
-    partition_parameters._dist_allgather_fn = all_gather
-    try:
-        yield
-    finally:
-        partition_parameters._dist_allgather_fn = stock
+    return replaced(partition_parameters, "_dist_allgather_fn", all_gather)
 
 
 def gathers_by_all_reduce(engine: Any) -> bool:

@@ -6,6 +6,8 @@ Lightning's optimizer wrapper does; and restoring it leaves no trace.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _PREFIX = "ZeroSync"
@@ -34,6 +36,17 @@ class _Layered(type):
         stock = super().mro()
         layer = vars(cls).get("_zerosync_layer")  # a subclass has it in its bases' order
         return stock if layer is None else [cls, *(each for each in layer.__mro__ if each not in stock), *stock[1:]]
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """While active, ``target`` has another ``value`` of its attribute ``name``."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
 
 
 def restore(target: Any, layer: type) -> None:

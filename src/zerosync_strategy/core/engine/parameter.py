@@ -340,8 +340,7 @@ class Record:
 
 def record_of(param: Any) -> Record:
     """Return the record of a parameter of an attached ZeRO-3 engine."""
-    record: Record = param._zerosync_record
-    return record
+    return param._zerosync_record
 
 
 def is_in_use(param: Any) -> bool:
@@ -372,5 +371,4 @@ def _free_param() -> Callable[[Any], None]:
     from deepspeed.runtime.zero.partition_parameters import free_param
 
     inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
-    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
-    return free
+    return next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)

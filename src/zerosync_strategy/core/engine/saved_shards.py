@@ -22,8 +22,7 @@ State = dict[str, Any]
 
 def torch_state(state: State) -> dict[str, Any]:
     """Return the state of the torch optimizer in a rank's ``state``."""
-    found: dict[str, Any] = state[_keys(state)[0]]
-    return found
+    return state[_keys(state)[0]]
 
 
 def is_by_name(state: State) -> bool:
@@ -35,8 +34,7 @@ def is_by_name(state: State) -> bool:
 
 def masters(state: State) -> list[torch.Tensor]:
     """Return the master weights in a rank's ``state``, by DeepSpeed's groups; on stages 1 and 2 without padding."""
-    found: list[torch.Tensor] = state[_keys(state)[1]]
-    return found
+    return state[_keys(state)[1]]
 
 
 def replaced(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None) -> State:

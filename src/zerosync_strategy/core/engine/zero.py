@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, patches
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -252,3 +254,16 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def in_runs(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
+    """Return ``items`` in runs of at most ``limit`` together, or of one larger item."""
+    runs: list[list[_Item]] = []
+    room = 0
+    for item in items:
+        if not runs or size_of(item) > room:
+            runs.append([])
+            room = limit
+        runs[-1].append(item)
+        room -= size_of(item)
+    return runs

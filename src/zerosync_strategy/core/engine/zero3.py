@@ -26,10 +26,9 @@ def is_sharded(param: Any) -> bool:
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
     try:
-        number: int = param.ds_id
+        return param.ds_id
     except AttributeError:
-        number = 0
-    return number
+        return 0
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
@@ -40,10 +39,9 @@ def full_shape(param: Any) -> tuple[int, ...]:
 def full_numel(param: Any) -> int:
     """Return the elements of ``param`` when it is gathered."""
     try:
-        numel: int = param.ds_numel
+        return param.ds_numel
     except AttributeError:
-        numel = param.numel()
-    return numel
+        return param.numel()
 
 
 def full_bytes(param: Any) -> int:
@@ -65,10 +63,9 @@ def process_group(param: Any) -> Any:
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
     try:
-        persists: bool = param.ds_persist
+        return param.ds_persist
     except AttributeError:
-        persists = False
-    return persists
+        return False
 
 
 def is_gathered(param: Any) -> bool:
@@ -203,14 +200,12 @@ def gather_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which ``param`` is gathered: with DeepSpeed's ``torch_autocast``, not always its own."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
-    dtype: torch.dtype = get_allgather_dtype(param, param.ds_tensor)
-    return dtype
+    return get_allgather_dtype(param, param.ds_tensor)
 
 
 def shard_dtype(param: Any) -> torch.dtype:
     """Return the dtype of the values that the ranks keep of ``param``."""
-    dtype: torch.dtype = param.ds_tensor.dtype
-    return dtype
+    return param.ds_tensor.dtype
 
 
 def has_own_group(param: Any) -> bool:

@@ -163,15 +163,9 @@ class Progress(Protocol):
 
 
 def observe(
-    rank: int,
-    activities: Sequence[tuple[object, float]],
-    frame: FrameType | None,
-    position: str,
-    progress: Progress | None,
-    *,
-    failed: bool = False,
-    with_recorder: bool = True,
-) -> RankState:
+    rank: int, activities: Sequence[tuple[object, float]], frame: FrameType | None, position: str,
+    progress: Progress | None, *, failed: bool = False, with_recorder: bool = True,
+) -> RankState:  # fmt: skip
     """Return the state of this process.
 
     Args:

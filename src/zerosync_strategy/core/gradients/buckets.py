@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -63,9 +65,7 @@ class ShardLayout(ABC):
         self.is_native = bool(params) and is_native(process_group, params[0].device)
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.params = list(params)
-        self.shard_numel = shard_numel
-        self.divisor = divisor
-        self.dtype = dtype
+        self.shard_numel, self.divisor, self.dtype = shard_numel, divisor, dtype
 
     def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
         """As :func:`collectives.all_gather`, in two levels where that sends less."""
@@ -254,15 +254,14 @@ def choose_buckets(
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
     level_of, limit = _choose_levels(layouts, nbytes, config, limit)
     for layout in reversed(layouts):
-        buckets: list[tuple[list[Any], Level]] = []
-        room = 0
-        for param in reversed(layout.params):
-            if not buckets or nbytes[param] > room or level_of[param] is not buckets[-1][1]:
-                buckets.append(([], level_of[param]))
-                room = limit
-            buckets[-1][0].append(param)
-            room -= nbytes[param]
-        yield layout, [(members[::-1], level) for members, level in buckets]
+        yield (
+            layout,
+            [
+                (params[::-1], level)
+                for level, of_level in groupby(reversed(layout.params), level_of.__getitem__)
+                for params in in_runs(of_level, limit, nbytes.__getitem__)
+            ],
+        )
 
 
 def _choose_levels(

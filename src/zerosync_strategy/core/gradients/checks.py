@@ -68,9 +68,7 @@ class RequiredGradients:
     def __init__(
         self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None], is_required: bool
     ) -> None:
-        self._params = params
-        self._names = names
-        self._window_ready = gradient_ready
+        self._params, self._names, self._window_ready = params, names, gradient_ready
         self.is_required = is_required
         self.gradient_ready = self._note if is_required else gradient_ready
         self._found: set[Any] = set()

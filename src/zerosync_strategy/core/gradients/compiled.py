@@ -33,14 +33,10 @@ class CompiledGradientHook:
     """
 
     def __init__(
-        self,
-        params: dict[int, torch.nn.Parameter],
-        collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        self, params: dict[int, torch.nn.Parameter], collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
         ready: Callable[[torch.nn.Parameter], None],
-    ) -> None:
-        self._params = params
-        self._collect = collect
-        self._ready = ready
+    ) -> None:  # fmt: skip
+        self._params, self._collect, self._ready = params, collect, ready
         self._hooks: list[Any] = []
         self._number = next(_numbers)
         _engines[self._number] = self

@@ -163,7 +163,8 @@ class OwnedLayout(FlatLayout):
                 start = self.offsets[param] - first
                 of.setdefault(self.owners[param], []).append(memory[start : start + param.numel()])
             rows = {owner: torch.cat(parts) for owner, parts in of.items()}
-            reduction = self.reduce_scatter(rows, False, 0, None, _empty, "the exchange of master weights")
+            empty: Allocate = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)  # noqa: E731
+            reduction = self.reduce_scatter(rows, False, 0, None, empty, "the exchange of master weights")
             shard[bucket.stripe.offset : bucket.stripe.offset + bucket.stripe.width] = reduction.wait()
         return shard
 
@@ -171,10 +172,6 @@ class OwnedLayout(FlatLayout):
         """Return which of the elements from ``first`` to ``last`` DeepSpeed would give this rank; may be none."""
         begin = min(max(first, self.rank * stock_numel), last)
         return begin, max(begin, min(last, (self.rank + 1) * stock_numel))
-
-
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _row_of(number: int, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -82,19 +82,12 @@ class Window:
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        overlap_last: bool,
-        traffic: EngineCounter,
-        activity: Callable[[str], AbstractContextManager[None]],
-        begins: Callable[[bool], None] = lambda _: None,
+        self, reducer: Reducer, overlap_last: bool, traffic: EngineCounter,
+        activity: Callable[[str], AbstractContextManager[None]], begins: Callable[[bool], None] = lambda _: None,
         changes: LocalChanges | None = None,
-    ) -> None:
-        self._reducer = reducer
-        self._overlap_last = overlap_last
-        self._traffic = traffic
-        self._activity = activity
-        self._begins = begins
+    ) -> None:  # fmt: skip
+        self._reducer, self._overlap_last, self._traffic = reducer, overlap_last, traffic
+        self._activity, self._begins = activity, begins
         self.changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN

@@ -117,7 +117,7 @@ class ExchangedStep(WholeStep):
         itemsize = self._flats[0].element_size()
         self._sent = Sent()  # by a rank, as a mean: its shards of all parameters
         for layout in reducer.layouts:
-            for params in _in_batches(layout.params, reducer.bucket_bytes // itemsize):
+            for params in zero.in_runs(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
                 self._batches.append(_Batch(layout, params))
             for param in layout.own_offsets:
                 flat = self._flats[self._places[param][0]]
@@ -210,17 +210,3 @@ class ExchangedStep(WholeStep):
 
     def _take_shard(self, param: Any, shard: torch.Tensor) -> None:
         self._master(param).copy_(shard)
-
-
-def _in_batches(params: Sequence[Any], numel: int) -> Iterator[list[Any]]:
-    """Yield ``params`` in parts of at most so many elements, or of one parameter."""
-    part: list[Any] = []
-    room = numel
-    for param in params:
-        room -= zero3.full_numel(param)
-        if part and room < 0:
-            yield part
-            part, room = [], numel - zero3.full_numel(param)
-        part.append(param)
-    if part:
-        yield part

@@ -33,11 +33,8 @@ class PendingGradients:
     """
 
     def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
-        self._engine = engine
-        self._reducer = reducer
-        self._window = window
-        self._activity = activity
-        self._apart = apart
+        self._engine, self._reducer, self._window = engine, reducer, window
+        self._activity, self._apart = activity, apart
         self._configured_clip_norm: float | None = None  # while another one is in force
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 

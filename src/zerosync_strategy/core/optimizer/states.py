@@ -94,8 +94,7 @@ class StripedStates:
         shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, device))
 
     def _states_of(self, master: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.optimizer.state.get(master, {})
-        return found
+        return self._optimizer.optimizer.state.get(master, {})
 
     def layout_of(self, param: Any) -> FlatLayout:
         """Return the layout that has ``param``."""
@@ -104,8 +103,7 @@ class StripedStates:
     def _shard(self, layout: FlatLayout, key: str | None) -> torch.Tensor:
         master = zero12.master(self._optimizer, layout.group_index)
         if key is None:
-            data: torch.Tensor = master.data
-            return data
+            return master.data
         value = self._states_of(master).get(key)
         if not isinstance(value, torch.Tensor) or value.shape != master.shape:
             raise ValueError(f"{key!r} is no state of the optimizer's elements.")

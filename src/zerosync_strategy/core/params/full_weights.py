@@ -42,13 +42,9 @@ class FullWeights:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        scheduler: GatherScheduler | None,
-        dtype: torch.dtype | None,
-        version: Callable[[], int],
-        activity: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+        self, module: torch.nn.Module, scheduler: GatherScheduler | None, dtype: torch.dtype | None,
+        version: Callable[[], int], activity: Callable[[str], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
         self._scheduler, self._dtype, self._version, self._activity = scheduler, dtype, version, activity
         self._names: dict[Any, list[str]] = {}  # of each tensor; several where it is tied
         entries: dict[str, Any] = module.state_dict(keep_vars=True)

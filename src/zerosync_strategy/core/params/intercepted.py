@@ -139,8 +139,7 @@ def _param_of(tensor: Any) -> Any:
 
 
 def _values_of(tensor: Any) -> ParameterValues:
-    values: ParameterValues = record_of(_param_of(tensor)).values
-    return values
+    return record_of(_param_of(tensor)).values
 
 
 # ---- operations --------------------------------------------------------------------------------------------------

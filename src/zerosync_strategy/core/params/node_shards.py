@@ -30,15 +30,18 @@ class NodeShards(Copies[torch.Tensor]):
         self.shared = shared
         self._topology = topology
 
+    def _nodes(self, param: Any) -> Nodes | None:
+        return self._topology.of(zero3.process_group(param))
+
     def may_have(self, param: Any) -> bool:
-        return self._topology.of(zero3.process_group(param)) is not None
+        return self._nodes(param) is not None
 
     def bytes_of(self, param: Any) -> int:
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         return 0 if nodes is None else nodes.count * zero3.shard_numel(param) * zero3.gather_dtype(param).itemsize
 
     def _allocate(self, param: Any) -> torch.Tensor:
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         assert nodes is not None
         shape, dtype = (nodes.count, zero3.shard_numel(param)), zero3.gather_dtype(param)
         with torch.inference_mode(False):
@@ -46,13 +49,13 @@ class NodeShards(Copies[torch.Tensor]):
 
     def keep(self, param: Any, rows: torch.Tensor) -> None:
         """``param`` was just gathered, on the current stream, from ``rows``: all ranks' shards, padding included."""
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         if nodes is not None and (values := self.to_fill(param)) is not None:
             values.copy_(nodes.rows_of_place(rows))
 
     def renew(self, param: Any) -> None:
         """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         assert nodes is not None
         values = self._copies[param].values
         padded = values.new_zeros(nodes.size * values.numel())

@@ -84,8 +84,7 @@ class ModuleParameters:
         if config.eager_frames and found.unshard_on_read is None:
             found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values)
         found.cache.skip_backward_hooks()
-        parameters: ModuleParameters = found
-        return parameters
+        return found
 
     def detach(self) -> None:
         """One engine needs them no longer. With the last, parameters, modules and hooks are DeepSpeed's own again."""

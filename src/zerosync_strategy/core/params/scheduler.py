@@ -28,6 +28,7 @@ from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
@@ -231,16 +232,7 @@ class GatherScheduler:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
         for group, of_group in self.in_order(params):
             limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
-            runs: list[list[Any]] = []
-            room = 0
-            for param in of_group:
-                nbytes = zero3.full_bytes(param)
-                if not runs or nbytes > room:
-                    runs.append([])
-                    room = limit
-                runs[-1].append(param)
-                room -= nbytes
-            yield group.place, runs
+            yield group.place, in_runs(of_group, limit, zero3.full_bytes)
 
     @contextmanager
     def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:

@@ -155,8 +155,7 @@ class UnshardOnRead:
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        read: torch.Tensor = _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
-        return read
+        return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
 
     def _cache(self) -> dict[Any, Memory]:
         # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
@@ -360,8 +359,7 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
 
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
     frames, param = _by_address[placeholder.data_ptr()]
-    full: torch.Tensor = frames.scheduler.unshard(param)
-    return full
+    return frames.scheduler.unshard(param)
 
 
 torch.library.define("zerosync::unshard", "(Tensor placeholder) -> Tensor")

@@ -178,10 +178,7 @@ class Memory:
     """
 
     def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
-        self._values = values
-        self.param = param
-        self.full = full
-        self.in_place = in_place
+        self._values, self.param, self.full, self.in_place = values, param, full, in_place
         self.date = values.date(param)
 
     def check(self) -> None:
