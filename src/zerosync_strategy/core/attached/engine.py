@@ -25,7 +25,7 @@ from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -262,7 +262,6 @@ class AttachedEngine(ABC):
         self.frozen.backward_begins(opens)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the window."""
         self.pending.dropped()
         self.frozen.reset()
         self._required.reset()
@@ -280,7 +279,6 @@ class AttachedEngine(ABC):
             self._postponing.pop()
 
     def check_step(self) -> None:
-        """Raise where ``engine.step()`` is illegal."""
         self._refuse_in_inference("engine.step()")
         if self._postponing:
             raise RuntimeError(
@@ -292,7 +290,6 @@ class AttachedEngine(ABC):
             self.refuse_param_group()
 
     def refuse_param_group(self) -> None:
-        """Raise: parameters were added to the optimizer."""
         raise ValueError(
             "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
             " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
@@ -334,7 +331,6 @@ class AttachedEngine(ABC):
         """The gradients are reduced; the optimizer is about to step."""
 
     def _updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's own work."""
         return nullcontext()
 
     @abstractmethod
@@ -352,7 +348,6 @@ class AttachedEngine(ABC):
         return AS_MANY if any(each.saves_by_name for each in AttachedEngine.all) else CONVERT
 
     def before_save(self) -> None:
-        """A checkpoint is about to be saved."""
         self.wait_for_parameters()
 
     def examine(self, directory: Path, tag: str) -> None:
@@ -380,12 +375,8 @@ class AttachedEngine(ABC):
         if self._infers:
             yield
             return
-        self._infers = True
-        try:
-            with self._gathered():
-                yield
-        finally:
-            self._infers = False
+        with replaced(self, "_infers", True), self._gathered():
+            yield
 
     def _gathered(self) -> AbstractContextManager[None]:
         """While active, all parameters are gathered. Collective."""
@@ -399,7 +390,6 @@ class AttachedEngine(ABC):
             )
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Around DeepCompile's preparation of the engine."""
         if self._required.is_required:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"

@@ -77,9 +77,7 @@ class WholeEngine(AttachedEngine):
             self.saved = together(what, lambda: ("", self._of_these_parameters(saved, own)), lambda: NOTHING_LOADED)
 
     def _of_these_parameters(self, saved: SavedShards, own: list[list[str]]) -> SavedShards:
-        """Return ``saved``, which had other owners; a ``DamageError`` where it is of other parameters than the
-        optimizer's.
-        """
+        """Return ``saved``, which had other owners; a ``DamageError`` where its parameters are not the optimizer's."""
         groups = saved.groups()
         known = set(self.names.values())
         missing = [name for mine, theirs in zip(own, groups, strict=False) for name in mine if name not in theirs]

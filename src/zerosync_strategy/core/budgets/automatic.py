@@ -3,16 +3,13 @@
 The first :data:`MEASURED` windows hold nothing, and measure: after each forward, and each time that a gather or an
 unreduced gradient takes memory, what is used beside gathered parameters is noted by how many bytes of these were there,
 in :data:`LEVELS` parts of all. What a peak of the allocator had beyond all looks is added; a peak in the optimizer's
-step counts as beside nothing that was gathered. One message of 280 bytes joins the tables of all ranks: each level of
-the rank that needs most there decides. From it, what to hold is chosen, once.
+step counts as beside nothing that was gathered. One message of 280 bytes joins the tables: each level of the rank that
+needs most there decides. From it, what to hold is chosen, once; what uses more later is not foreseen.
 
-If *h* bytes are held, then where *g* bytes were gathered, at most min(all parameters, *h* + *g*) are; the most of that
-and of what was used beside it, over all levels, is what holding *h* bytes will use. What is held is the most that
-leaves a reserve below the limit: a part of it, or as much as the memory after a forward has varied from window to
-window, if that is more. All parameters are held if half of that part is left: no gather is on its way then beside the
-rest. Where not all fit, of several nodes, node shards come before what is held in full (``params/held.py``).
-
-What uses more than that later is not foreseen, as with a budget that is given as a size.
+Where *g* bytes were gathered, holding *h* bytes has at most min(all parameters, *h* + *g*) there. What is held is the
+most that leaves a reserve below the limit on every level: a part of the limit, or as much as the memory after a forward
+has varied. All parameters are held if half of that part is left: no gather is on its way then beside the rest. Where
+not all fit, of several nodes, node shards come before what is held in full (``params/held.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ class Memory:
 
     @property
     def reserve(self) -> int:
-        """Bytes to leave free."""
         return max(self.limit // RESERVED, self.varied)
 
     def left(self, held: int) -> int:
@@ -151,7 +147,6 @@ class AutomaticBudgets:
         return self._note(used, gathered)
 
     def forward_ended(self) -> None:
-        """See what is in use after a forward."""
         if self.choice is None:
             self._after_forwards[-1] = max(self._after_forwards[-1], self.look())
 

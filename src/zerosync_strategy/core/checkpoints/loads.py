@@ -54,9 +54,7 @@ def verify(source: Source) -> str | None:
 
 @contextmanager
 def one_load(sources: Sequence[Source]) -> Iterator[None]:
-    """Around calls that load ``sources``, of one save: all are verified before the first, as by :func:`verify`.
-    Collective.
-    """
+    """Around calls that load ``sources``, of one save: all are verified before the first. Collective."""
     with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
         tags = _agree(sources)
     _verified.update({(source.directory, source.tag): tag for source, tag in zip(sources, tags, strict=True)})

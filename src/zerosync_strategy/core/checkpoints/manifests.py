@@ -61,9 +61,7 @@ class FileState:
         return FileState(size, _crc_of(path) if checksums else None, of_records=False)
 
     def check(self, path: Path, contents: bool) -> None:
-        """Raise a ``DamageError`` where ``path`` is not what it was; ``contents``: all of it, else what needs no
-        reading.
-        """
+        """Raise a ``DamageError`` where ``path`` is not what it was; not ``contents``: without reading it."""
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -167,9 +165,7 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def read_any(directory: Path, rank: int) -> Manifest | None:
-    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has. A ``DamageError`` if
-    damaged.
-    """
+    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has. ``DamageError``: damage."""
     if path_of(directory, rank).exists():
         return _read(directory, rank)
     others = ranks_in(directory)

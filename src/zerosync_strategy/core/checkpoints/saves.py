@@ -73,7 +73,6 @@ class EngineSave:
                 self._written.append(Path(path))
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in writing."""
         if self._failed is not None:
             raise self._failed
 

@@ -1,9 +1,8 @@
 """The files of DeepSpeed's checkpoints: those that a rank writes and reads, and what is missing of universal ones.
 
-By a universal checkpoint a run goes on with another number of ranks. DeepSpeed restores from it what the optimizer
-trains and its state. It leaves the rest of the module as the engine was built: buffers, and parameters that are not
-trained. Under ZeRO-3 it gives the options of the first group of parameters (learning rate, weight decay) to all groups,
-and one count of steps to all shards, which each of them advances.
+From a universal checkpoint, DeepSpeed restores what the optimizer trains and its state. It leaves the rest of the
+module as the engine was built: buffers, and parameters that are not trained. Under ZeRO-3 it gives the options of the
+first group of parameters to all groups, and one count of steps to all shards, which each of them advances.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
-    """Return the first files that this rank, or another ``rank``, reads of a checkpoint, with ``shards`` the
-    optimizer's.
-    """
+    """Return the first files that this rank, or ``rank``, reads of a checkpoint, ``shards``: the optimizer's, too."""
     if engine.mp_world_size > 1:  # which may be divided otherwise in the checkpoint
         return []
     names = [engine._get_ckpt_name(str(directory), tag)]

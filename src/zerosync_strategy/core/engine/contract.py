@@ -1,9 +1,8 @@
 """Tables of what ZeroSync uses of other libraries beyond their interfaces, of one kind for all, and their check (C1).
 
 A row names a private attribute that is read, set or called, or a method that is overridden because the library calls
-it. Without the check, a renamed one would go unnoticed: the library would go on without what ZeroSync does there. Here
-are the tables of DeepSpeed, whose internals the files of this folder alone touch; torch's are in
-``torch_internals.py``, each framework's in the ``contract.py`` of its folder.
+it. Unchecked, a renamed one would go unnoticed: the library would go on without what ZeroSync does there. Here are the
+tables of DeepSpeed; torch's are in ``torch_internals.py``, each framework's in the ``contract.py`` of its folder.
 """
 
 from __future__ import annotations
@@ -74,12 +73,10 @@ class Internal:
 
     @property
     def package(self) -> str:
-        """The package of its library."""
         top = self.owner.partition(".")[0]
         return top if top in LIBRARIES else "deepspeed"
 
     def applies_to(self, release: str) -> bool:
-        """Whether ``release`` of the library is one that should have it."""
         return not (self.since and is_before(release, self.since)) and not (
             self.until and not is_before(release, self.until)
         )

@@ -22,9 +22,7 @@ _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
 def intercept(params: Iterable[Any], hooks: Any) -> None:
-    """Let DeepSpeed's functions ask ``hooks``, :class:`PendingGradients`, about each of ``params`` until
-    :func:`release`.
-    """
+    """Let DeepSpeed's functions ask ``hooks``, a ``PendingGradients``, about ``params`` until :func:`release`."""
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
     if not contract.has(contract.MARKED_GRADIENT):

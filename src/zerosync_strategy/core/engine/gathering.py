@@ -255,9 +255,7 @@ def release_param(coordinator: Any, param: Any) -> None:
 
 
 def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
-    """After an exception: release what is gathered of ``module``, but what is persistent, what a user's
-    ``GatheredParameters`` context has gathered, and what ``keeps`` says.
-    """
+    """After an exception: release what is gathered of ``module``, but what persists, a user has gathered or is kept."""
     forget_order(optimizer)
     release_leftovers(coordinator(optimizer))
     for submodule in module.modules():

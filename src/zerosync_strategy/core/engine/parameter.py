@@ -13,13 +13,10 @@ event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
 ``WRITE``    stay              waits: -> ``UNSHARDED``       stay
 ===========  ================  ============================  =====================================
 
-A claim says why the values stay. ``MODULE`` and ``PERSISTENT`` are DeepSpeed's, and read off what it keeps; the others
-are set here. Who reshards in spite of a claim, as a step or a context that has written, leaves it: the values are then
-unsharded again before the next use.
-
-An unclaimed parameter has its *class at rest*, by which the values are gathered for whoever reads it; one with a claim
-and its values has its own class. On a device with streams, that begins when the host sees that the gather is complete:
-until then, a reader's stream has to wait (U2).
+A claim says why the values stay. Who reshards in spite of one, as a step or a context that has written, leaves it: the
+values are then unsharded again before the next use. An unclaimed parameter has its *class at rest*, by which the values
+are gathered for whoever reads it; one with a claim and its values has its own class. On a device with streams, that
+begins when the host sees that the gather is complete: until then, a reader's stream has to wait (U2).
 """
 
 from __future__ import annotations
@@ -169,12 +166,10 @@ class Record:
 
     @property
     def state(self) -> State:
-        """Where the values are."""
         return State(self.param.ds_status._name_)
 
     @property
     def claims(self) -> Claim:
-        """All claims on the values."""
         claims = Claim(self.bits)
         if self.param.ds_active_sub_modules:
             claims |= Claim.MODULE
@@ -314,7 +309,6 @@ class Record:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def values_to_shard(self) -> None:
-        """Let this rank's shard have the gathered values."""
         if (pair := zero3.own_part(self.param)) is not None:
             shard, part = pair
             shard.copy_(part, non_blocking=True)

@@ -7,6 +7,7 @@ stays: ours is then out of reach, and does what the stock one does until it is i
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -147,6 +148,19 @@ def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
             _buried[patch] = stock, ours
 
     _installed[patch] = undo
+
+
+def wrap(patch: Patch, around: Callable[..., Any]) -> None:
+    """:func:`replace` a function by one that calls ``around``, with the stock one before its arguments."""
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(stock, *args, **kwargs)
+
+        return call
+
+    replace(patch, make)
 
 
 def _remove(key: int) -> None:

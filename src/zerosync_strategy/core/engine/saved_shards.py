@@ -68,7 +68,6 @@ class SavedShards:
         self._states: dict[int, State] = {}
 
     def state(self, rank: int) -> State:
-        """Return what ``rank`` has saved."""
         if rank not in self._states:
             self._states[rank] = checkpoint_files.read(self._files(rank)[1])["optimizer_state_dict"]
         return self._states[rank]

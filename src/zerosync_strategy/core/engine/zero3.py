@@ -5,7 +5,6 @@ One that ZeRO-3 does not shard has its values, its own shape and no group.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -170,9 +169,7 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``full``, flat and padded with zeros; a ``ValueError`` where its number of elements
-    is not that of ``param``.
-    """
+    """Return this rank's shard of ``full``, flat and padded with zeros; a ``ValueError`` where its size is another."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
@@ -230,17 +227,13 @@ def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
 
     contract.require(contract.NESTED_ZERO_INIT)
 
-    def replacement(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(stock)
-        def enter(init: Any) -> Any:
-            outer = partition_parameters.top_level_context
-            if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
-                check(init.ds_process_group, outer.ds_process_group)
-            return stock(init)
+    def enter(stock: Callable[[Any], Any], init: Any) -> Any:
+        outer = partition_parameters.top_level_context
+        if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
+            check(init.ds_process_group, outer.ds_process_group)
+        return stock(init)
 
-        return enter
-
-    patches.replace(patches.ENTER_INIT, replacement)
+    patches.wrap(patches.ENTER_INIT, enter)
 
 
 def numbering(engine: Any) -> str:

@@ -1,9 +1,8 @@
 """What ranks have begun to send when a backward was aborted must not meet what they send next (W3).
 
-Off NCCL, tags tell them apart. NCCL matches collectives by their order alone. So ranks that have aborted after
-different numbers of them would add up gradients of different windows, or take these for parameters. They compare the
-numbers through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited
-for.
+Off NCCL, tags tell them apart. NCCL matches collectives by their order alone: ranks that have aborted after different
+numbers of them would add up gradients of different windows, or take these for parameters. So they compare the numbers
+through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited for.
 """
 
 from __future__ import annotations

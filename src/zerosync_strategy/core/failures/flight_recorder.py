@@ -1,10 +1,9 @@
 """Torch's flight recorder: the last collectives that this process has issued.
 
-Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 of each in memory
-(``TORCH_FR_BUFFER_SIZE``; 0 switches it off). It has the process group, the number, sizes and the Python stack of each.
-There is one recorder for NCCL and one for all other backends, with a function each (:data:`_RECORDERS`). A process
-group that has both backends has its name in both, and numbers of its own in each.
-What is sent point to point on gloo is not in it, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
+Torch records the last 2,000 collectives of NCCL and, in newer releases, of gloo (``TORCH_FR_BUFFER_SIZE``; 0 switches
+it off), with the process group, the number, sizes and the Python stack of each. NCCL has a recorder of its own; a
+process group that has both backends has its name in both, and numbers of its own in each. What is sent point to point
+on gloo is in none, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Recorded:
 
     @property
     def text(self) -> str:
-        """What it is, in words."""
         what = self.label or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
         return f"{what} (collective {self.number} of group {self.group!r}{self.line and ', at ' + self.line})"
 

@@ -135,7 +135,6 @@ class RankState:
 
     @staticmethod
     def decode(fields: Mapping[str, Any]) -> RankState:
-        """Return the state that ``fields`` were encoded from."""
         state = RankState(**fields)
         records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
         return replace(state, phase=Phase(state.phase), recorded=records)

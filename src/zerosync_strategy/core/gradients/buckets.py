@@ -2,12 +2,9 @@
 
 What is reduced when is the same on every rank without a message (W4). Buckets are in a fixed order, about that in which
 backward completes their gradients. A backward may *stream* some of them: it reduces each as soon as its gradients and
-the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone:
-
-- coalesced without a budget: none;
-- without coalescing: all;
-- with a budget: those that do not fit into it;
-- in the backward that is known to be the last: all.
+the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone: none when
+coalesced without a budget; all without coalescing; with a budget, those that do not fit into it; all in the backward
+that is known to be the last.
 
 Over a process group of W ranks, each rank's shard of the gradients has the same number of elements, padding included.
 So all shards, one rank's in each row, are a matrix; a layout says where in it each gradient lies.
@@ -218,7 +215,6 @@ class GradientBucket(ABC):
         return nodes.reduce_between(sums, self.layout.dtype, ordered, tag, out, self.local.empty, self.label)
 
     def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
-        """Add ``sums`` to the node shard."""
         if part in self.node_shard:
             self.node_shard[part].add_(sums)
         else:
@@ -237,7 +233,6 @@ class GradientBucket(ABC):
         """Free the local gradients."""
 
     def free_gradients(self) -> None:
-        """The gradients are reduced, or dropped."""
         self.needs_reduce = False
         self.grad_ready.clear()
         self._drop()

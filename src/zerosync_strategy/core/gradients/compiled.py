@@ -56,7 +56,6 @@ class CompiledGradientHook:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around DeepSpeed's own preparation of the engine."""
         with compilation.deepcompile_last_pass(self._collect_gradients):
             yield
         self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._params.values()]
@@ -67,7 +66,6 @@ class CompiledGradientHook:
             hook.remove()
 
     def receive(self, param: int, gradient: torch.Tensor) -> None:
-        """A graph has this gradient of the parameter with this id."""
         if param in self._params:  # else the optimizer does not train it
             self._collect(self._params[param], gradient)
 

@@ -1,11 +1,10 @@
 """ZeRO-1 and 2: each group's gradients are one flat buffer, cut into stripes, and a bucket has one of them.
 
-The local gradients of a bucket lie in memory of the flat buffer's own order, so that nothing is packed. When autograd
-completes a gradient for the first time in a window, it is copied once into its place, and ``param.grad`` is a view of
-that place from then on (as DDP's ``gradient_as_bucket_view``). A bucket sends one stripe. That begins a few elements
-after the bucket's first parameter, so that its rows are even: these elements, the bucket's *head*, go to the bucket
-below, at the end of whose memory there is room for them. A bucket is always reduced after the one above it, as backward
-completes them.
+The local gradients of a bucket lie in memory of the flat buffer's own order, so that nothing is packed. A gradient is
+copied once in a window into its place, and ``param.grad`` is a view of that place from then on (as DDP's
+``gradient_as_bucket_view``). A bucket sends one stripe. That begins a few elements after the bucket's first parameter,
+so that its rows are even: these elements, the bucket's *head*, go to the bucket below, at the end of whose memory there
+is room for them. A bucket is always reduced after the one above it, as backward completes them.
 """
 
 from __future__ import annotations
@@ -144,7 +143,6 @@ class FlatBucket(GradientBucket):
         self.gather = self.layout.all_gather(rows, tag, self.gather_label)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return this bucket's elements of a rank's ``shard``."""
         return shard[self.stripe.offset : self.stripe.offset + self.stripe.width]
 
     def collect(self, param: Any) -> None:

@@ -39,7 +39,6 @@ class ItemCount:
         self._items = items if self._items is None else self._items + items
 
     def reset(self) -> None:
-        """The gradients are dropped, or stepped: count from zero."""
         self._items = None
 
     def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:

@@ -97,7 +97,6 @@ class ReductionPipeline:
         self._shards_ready = False
 
     def ready_shards(self) -> None:
-        """Make the shards, if this window has not yet."""
         if not self._shards_ready:
             self._shards.allocate_shards()
             self._shards_ready = True

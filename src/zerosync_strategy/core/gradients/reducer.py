@@ -209,9 +209,7 @@ class Reducer(GradientShards):
         return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
 
     def reduce_behind(self, behind: int) -> None:
-        """In a backward that streams, reduce the buckets of what was used first after ``behind``, the same on every
-        rank.
-        """
+        """In a backward that streams, reduce the buckets first used after ``behind``, the same on every rank."""
         self._stream(lambda bucket: bucket.first_use > behind)
 
     @torch.no_grad()

@@ -104,7 +104,6 @@ class Window:
 
     @property
     def state(self) -> WindowState:
-        """Where the window is in the table above."""
         return self._state
 
     def _enter(self, state: WindowState) -> None:

@@ -1,12 +1,10 @@
 """The step of an optimizer that needs whole parameters on ZeRO-3, which cuts each into shards.
 
 Gradients are reduced to the rank that owns the parameter. After the step, owners send all ranks the shards of what they
-have stepped: 1/W of what a gather of the parameters costs. It goes in batches, none larger than a bucket or a
-parameter.
+have stepped, 1/W of what a gather costs, in batches of at most a bucket or a parameter.
 
-Owners keep the fp32 master weights from step to step. What else changes them - an edit, a checkpoint - changes
-DeepSpeed's shards of them. So ranks compare digests of these with those after the last step; where one is another, all
-send owners their shards.
+Owners keep the fp32 master weights from step to step. An edit or a checkpoint changes DeepSpeed's shards of them. So
+ranks compare digests of these with those after the last step; where one is another, all send owners their shards.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ class ExchangedStep(WholeStep):
     # DeepSpeed does the three for each sub-group in turn; here they are for all, with the first, or the last one.
 
     def take_gradients(self, index: int) -> None:
-        """Let the torch optimizer have the gradients."""
         if index == 0:
             for param, gradient in self._reducer.own_gradients().items():
                 master = self.masters[param]
@@ -138,13 +135,11 @@ class ExchangedStep(WholeStep):
 
     @torch.no_grad()
     def scale_gradients(self, index: int, factor: Any) -> None:
-        """Multiply the gradients."""
         for gradient in (master.grad for master in self.masters.values()):
             if index == 0 and gradient is not None:
                 gradient.mul_(factor)
 
     def step_group(self, index: int) -> None:
-        """Step. Collective."""
         if index < len(self._flats) - 1:
             return
         self._adopt_edits()

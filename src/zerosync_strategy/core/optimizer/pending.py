@@ -1,8 +1,7 @@
 """User access to pending gradients, between backward and step: read, modify, clip, normalise.
 
-Averaged gradients are in shards. ``full_gradients()`` gathers them from all ranks onto the parameters.
-What the program changes goes back into the shards: each rank takes its own part. Unchanged elements stay as they are in
-the shard, which may be of a wider dtype than the parameters.
+Averaged gradients are in shards. ``full_gradients()`` gathers them onto the parameters. What the program changes goes
+back: each rank takes its own part. Unchanged elements stay as they are in the shard, which may be of a wider dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class PendingGradients:
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 
     def reduce(self) -> None:
-        """Reduce the window now. Collective."""
         with self._activity("the reduction"):
             self._window.reduce()
 
@@ -79,11 +77,9 @@ class PendingGradients:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether the step is to be clipped to another norm than the configured one."""
         return self._configured_clip_norm is not None
 
     def restore_clip_norm(self) -> None:
-        """From here on the configured norm is in force."""
         if self._configured_clip_norm is not None:
             zero.swap_clip_norm(self._engine.optimizer, self._configured_clip_norm)
             self._configured_clip_norm = None
@@ -191,9 +187,7 @@ class PendingGradients:
                 return self._average(param) if averages else stock()
 
     def check_reduced(self, function: str) -> None:
-        """A ``RuntimeError`` where DeepSpeed's ``function`` would not reach the gradients that the step uses, in the
-        shards.
-        """
+        """A ``RuntimeError`` where DeepSpeed's ``function`` would not reach the gradients that the step uses."""
         if self._window.state is not WindowState.REDUCED:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
             raise RuntimeError(

@@ -215,7 +215,6 @@ def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) ->
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield ``optimizer``, and those that it wraps."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)

@@ -2,8 +2,7 @@
 
 A step has them by stripes, as the gradients are reduced (``comm/stripes.py``). DeepSpeed's checkpoints have them in its
 own layout, so that they load anywhere: before one is written or read, ranks exchange their elements, and before the
-next step once more. What the optimizer does to an element must not depend on its place, which is true of all that ZeRO
-can train with.
+next step once more. What the optimizer does to an element must not depend on its place.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class StripedStates:
         return layout.slices(self._is_stock)
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param``, or its state ``key`` (a ``ValueError``: none), full in fp32.
+        """Return the master weights of ``param`` or its state ``key`` (``ValueError``: none), in full in fp32.
         Collective.
         """
         layout = self.layout_of(param)
@@ -97,7 +96,6 @@ class StripedStates:
         return self._optimizer.optimizer.state.get(master, {})
 
     def layout_of(self, param: Any) -> FlatLayout:
-        """Return the layout that has ``param``."""
         return next(layout for layout in self._layouts if param in layout.offsets)
 
     def _shard(self, layout: FlatLayout, key: str | None) -> torch.Tensor:

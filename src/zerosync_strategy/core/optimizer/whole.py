@@ -1,8 +1,7 @@
 """The step of an optimizer that needs whole parameters: this rank steps those that it owns, in their own shapes.
 
 The groups of the program's own torch optimizer have, in place of its parameters, the fp32 master weights of those that
-this rank owns. It steps once per optimizer step, with all groups. Its states are where it makes them: on the owner,
-whole.
+this rank owns. It steps once per optimizer step, with all groups. Its states are on the owner, whole.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ class Budget:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether anything stays anywhere."""
         return self.automatic or any(nbytes != 0 for nbytes in (self.device, self.node, self.host))
 
     @classmethod

@@ -47,7 +47,6 @@ class Copies(ABC, Generic[Values]):
         self.chosen: set[Any] | None = None
 
     def may_have(self, param: Any) -> bool:
-        """Return whether ``param`` can have a copy."""
         return True
 
     @abstractmethod
@@ -59,12 +58,10 @@ class Copies(ABC, Generic[Values]):
         """Return memory for a copy of ``param``, of :meth:`bytes_of` bytes."""
 
     def get(self, param: Any) -> Values | None:
-        """Return the copy of ``param``, if it is here."""
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
 
     def all_values(self) -> list[Values]:
-        """Return the memory of all copies."""
         return [copy.values for copy in self._copies.values()]
 
     def keeps(self, param: Any) -> bool:
@@ -107,13 +104,11 @@ class Copies(ABC, Generic[Values]):
         return fitting(params, self.limit, self.bytes_of)
 
     def free(self, params: Iterable[Any]) -> None:
-        """Give the memory of the copies of ``params`` back."""
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:
                 self.now -= copy.nbytes
 
     def reset_counts(self) -> None:
-        """A step has been taken: count from zero."""
         self.peak_bytes = self.now
         self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}
 

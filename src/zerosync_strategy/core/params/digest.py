@@ -79,9 +79,7 @@ class GatherDigest:
         self._unread = self._digest, self._gathers
 
     def check(self, name: Callable[[int], str]) -> None:
-        """Read the answer of the last :meth:`compare_window`, once. Collective only where digests differ, which it
-        raises.
-        """
+        """Read the answer of the last :meth:`compare_window`, once. Collective, and raises, where digests differ."""
         if self._unread is None:
             return
         (digest, gathers), self._unread = self._unread, None

@@ -3,11 +3,9 @@
 ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
 So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
 shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
-edit must be made alike on all ranks, as in plain data parallelism.
-
-It is done piece by piece, so that what it needs of memory does not grow with the shard. Where the device has the shard
-and the host the master weights (an offloaded optimizer), the two are compared only if the shard is another than after
-the last step. A digest on the device says so, and the host waits for that answer once per step.
+edit must be made alike on all ranks. Memory does not grow with the shard: it is done piece by piece. Where the device
+has the shard and the host the master weights (an offloaded optimizer), the two are compared only if a digest of the
+shard, for which the host waits once per step, is another than after the last step.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class MasterWeights:
 
     @torch.no_grad()
     def adopt(self, weights: Iterable[Weights]) -> None:
-        """Adopt edits of the shards into the master weights."""
         weights = list(weights)
         elsewhere, concurrent = self._elsewhere(weights), self._streams.concurrent
         if any(self._streams.is_on_host(shard) for shard, _ in weights):

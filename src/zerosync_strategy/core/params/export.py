@@ -130,7 +130,6 @@ class WeightFiles:
                 (self._directory / f"{name}{_PART}").unlink(missing_ok=True)
 
     def open(self) -> None:
-        """Open the first file."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._open(0)
 

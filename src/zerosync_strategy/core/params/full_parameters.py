@@ -6,7 +6,6 @@ rank that shards it. torch's ``AveragedModel`` of a ZeRO-3 model has an average 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
-    """While active, ``parameters`` (all of the engine's module) have their values, and keep what is written.
-    Collective.
-    """
+    """While active, ``parameters`` (by default all) have their values, and keep what is written to them. Collective."""
     from deepspeed import zero as deepspeed_zero
 
     if zero.stage(engine) != 3:
@@ -98,30 +95,24 @@ def let_average() -> None:
 
     Of a model that ZeRO-3 does not shard it does what it did.
     """
-    patches.replace(patches.MAKE_AVERAGE, _init)
-    patches.replace(patches.UPDATE_AVERAGE, _update_parameters)
+    patches.wrap(patches.MAKE_AVERAGE, _init)
+    patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
 
 
-def _init(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def init(average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if problem := copy_problem(model):
-            raise ValueError(f"AveragedModel() {problem}")
-        stock(average, model, *args, **kwargs)
-
-    return init
+def _init(
+    stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if problem := copy_problem(model):
+        raise ValueError(f"AveragedModel() {problem}")
+    stock(average, model, *args, **kwargs)
 
 
-def _update_parameters(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def update_parameters(average: AveragedModel, model: torch.nn.Module) -> None:
-        if not any(map(zero3.is_sharded, model.parameters())):
-            return stock(average, model)
-        activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
-        with activity, readable(model.parameters()):
-            stock(average, model)
-
-    return update_parameters
+def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module) -> None:
+    if not any(map(zero3.is_sharded, model.parameters())):
+        return stock(average, model)
+    activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
+    with activity, readable(model.parameters()):
+        stock(average, model)
 
 
 def copy_problem(model: torch.nn.Module) -> str:

@@ -13,6 +13,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.host_cache import HostCache
 
@@ -47,7 +48,6 @@ class UnshardedBytes:
         weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
 
     def reset_peak(self) -> None:
-        """Count the peak anew."""
         self.peak = self.now
 
 
@@ -166,21 +166,12 @@ class GatherCount:
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients: what modules gather in it is not for a step."""
-        before, self._is_for_step = self._is_for_step, False
-        try:
-            with self.apart(NO_GRADIENTS):
-                yield
-        finally:
-            self._is_for_step = before
-
-    @contextmanager
-    def in_context(self) -> Iterator[None]:
-        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
-        self._in_context = True
-        try:
+        with replaced(self, "_is_for_step", False), self.apart(NO_GRADIENTS):
             yield
-        finally:
-            self._in_context = False
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        return replaced(self, "_in_context", True)
 
     def of_context(self) -> AbstractContextManager[None]:
         """Around what is gathered for no module, and for no step where a context begins."""

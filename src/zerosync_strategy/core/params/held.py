@@ -179,7 +179,6 @@ class HoldPlan:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
-        """``records`` are held no longer."""
         for record in records:
             if record.bits & WINDOW and not zero3.is_persistent(record.param):
                 self.held_bytes -= zero3.full_bytes(record.param)
@@ -189,7 +188,6 @@ class HoldPlan:
                 record.drop(Claim.STEPS)
 
     def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
-        """Return what has this claim."""
         bit = claim.value
         return [record for record in self.records if record.bits & bit]
 
@@ -206,7 +204,6 @@ class HoldPlan:
         return stay
 
     def reset_counts(self) -> None:
-        """A step has been taken: count from zero."""
         for copies in self._copies:
             copies.reset_counts()
         gathered = filter(lambda record: zero3.is_gathered(record.param), self.constants())

@@ -1,9 +1,8 @@
 """ZeRO-3: parameters kept in shards of the node, and gathered within the node instead of from all ranks again.
 
 The first gather of a parameter in a window leaves a *node shard* on each rank (``comm/nodes.py``): of the shards of all
-ranks, those of the ranks that have its place on their node. So the ranks of a node have all shards together, and later
-gathers of the window send nothing between nodes. DeepSpeed's hpZ has such shards too; it refills them, by a gather from
-all ranks, in every step, for frozen parameters too.
+ranks, those of the ranks that have its place on their node. So later gathers of the window send nothing between nodes.
+DeepSpeed's hpZ has such shards too; it refills them, by a gather from all ranks, in every step.
 """
 
 from __future__ import annotations

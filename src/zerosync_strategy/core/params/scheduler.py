@@ -1,10 +1,9 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-DeepSpeed collects the parameters of a module, and those it prefetches, in Python sets, and gathers them by process
-group in the order in which the set yields them: another one on each rank, which on NCCL can be a deadlock. Here the
-parameters of one such turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
-``docs/rules.md`` has the proof that no ranks can then wait for one another in a circle). A parameter that is read
-where no hook gathers it (E1) is gathered at once, alone, as a turn of its own.
+DeepSpeed gathers the parameters of a module, and those it prefetches, by process group in the order in which a Python
+set yields them: another one on each rank, which on NCCL can be a deadlock. Here the parameters of one such turn are
+gathered in the order of (ranks of the process group, id), each group by itself (U1; ``docs/rules.md`` has the proof).
+A parameter that is read where no hook gathers it (E1) is a turn of its own.
 
 Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone (U2),
 and its error says what each rank was gathering.
@@ -129,7 +128,6 @@ class GatherScheduler:
             self.join(gathering.parameters_of(module))
 
     def module_ends(self, module: Any) -> None:
-        """The forward of ``module`` has ended."""
         self.order.ends(module)
 
     def values_in_shards(self, param: Any) -> None:
@@ -354,7 +352,6 @@ class GatherScheduler:
     # ---- words ---------------------------------------------------------------------------------------------------
 
     def name(self, param_id: int) -> str:
-        """Return the name of a parameter, for errors."""
         return gathers.name_of(self.names, param_id)
 
     def activity(self, group: GatherGroup, params: list[Any], reader: str = "") -> object:

@@ -1,8 +1,7 @@
 """ZeRO-3: a parameter that is read where no hook has gathered it is unsharded for its reader (rule E1).
 
-ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
-(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or still in flight, or gathered by chance and
-released before the backward. Here such a read returns a tensor of its own:
+A parameter read elsewhere than in its module (``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or
+still in flight, or gathered by chance and released before the backward. Here such a read returns a tensor of its own:
 
 ==================================  ====================================================================
 who reads                           what it gets
@@ -15,13 +14,11 @@ guards, and anyone else             the parameter as it is; nothing is gathered
 ==================================  ====================================================================
 
 The tensor lives as long as something refers to it: the module's forward that read it, and autograd nodes that saved it.
-Its memory is then free, also where a backward never runs. No other reader shares it, because ranks must gather alike,
-and Python does not collect its garbage alike.
+No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
 
 A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
-guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own.
-
-The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are.
+guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own. The hooks
+themselves are not for compilers: a trace stops at each (a graph break).
 """
 
 from __future__ import annotations

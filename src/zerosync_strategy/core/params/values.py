@@ -137,9 +137,7 @@ class ParameterValues:
         return found
 
     def assign(self, param: Any, value: torch.Tensor) -> None:
-        """Do what ``param.data = value`` is meant to; a ``ValueError`` where ``value`` has another shape, dtype or
-        device.
-        """
+        """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
         self._check_alike(param, value)
         self.write_back(param, value.detach())
 
