@@ -165,7 +165,7 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def read_any(directory: Path, rank: int) -> Manifest | None:
-    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has. ``DamageError``: damage."""
+    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has."""
     if path_of(directory, rank).exists():
         return _read(directory, rank)
     others = ranks_in(directory)
@@ -193,8 +193,8 @@ def _read(directory: Path, rank: int) -> Manifest:
 def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = True) -> None:
     """Check what ``ranks`` have written to the ``directory`` of a tag, with ``shards`` the optimizer's, too.
 
-    A ``DamageError``: the save was interrupted, or files are not as they were saved, or not of one save; what their
-    ``contents`` alone would tell, only with these.
+    A ``DamageError``: the save was interrupted, or files are not as they were saved, or not of one save. Without
+    ``contents``, files are not read.
     """
     manifests = [_read(directory, rank) for rank in ranks]
     for manifest in manifests:

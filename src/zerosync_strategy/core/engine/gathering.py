@@ -255,7 +255,7 @@ def release_param(coordinator: Any, param: Any) -> None:
 
 
 def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
-    """After an exception: release what is gathered of ``module``, but what persists, a user has gathered or is kept."""
+    """After an exception: release what is gathered of ``module``, but not what persists, a context has or ``keeps``."""
     forget_order(optimizer)
     release_leftovers(coordinator(optimizer))
     for submodule in module.modules():

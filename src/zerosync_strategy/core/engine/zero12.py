@@ -121,8 +121,7 @@ def params_in_order(optimizer: Any, index: int) -> list[Any]:
 
 
 def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
-    """Let this rank's shard of a group have ``numel`` elements, of any number on each rank; return it, uninitialized,
-    flat.
+    """Let this rank's shard of a group have ``numel`` elements, as many as it likes; return it, flat, of any values.
 
     DeepSpeed's own, and what parameters know of where they are in it, are dropped.
     """

@@ -33,7 +33,7 @@ OTHER_BACKWARDS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain: the ``ranks`` that are the cause, which is a word in the table of docs/failures.md."""
+    """Why ranks wait in vain: because of ``ranks``; ``cause`` is a word in the table of docs/failures.md."""
 
     cause: str
     ranks: tuple[int, ...]
