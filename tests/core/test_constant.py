@@ -15,6 +15,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
+from zerosync_strategy.core.engine import zero3
 
 WIDTH, RANK = 24, 2
 
@@ -96,6 +97,22 @@ def test_they_are_sent_once(budget: Any) -> None:
         return pair.error()
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_a_step_gathers_at_its_end_what_persists_alone() -> None:
+    """What is held otherwise, in the same buckets, comes with the next window."""
+
+    def run() -> None:
+        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3, {"stage3_param_persistence_threshold": 30})
+        attach(engine, param_memory_budget="all")
+        for k in range(3):
+            engine.backward(engine(data(k, rank())).square().mean())
+            engine.step()
+            there = {name for name, param in net.named_parameters() if not zero3.is_released(param)}
+            assert there == {name for name, _ in net.named_parameters() if "bias" in name}
+
+    run_ranks(run)
 
 
 def test_changes_of_them_take_effect(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,11 +26,15 @@ Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns a flat tensor of so many elements, with any values."""
 
 
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor with any values."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 class InFlight:
     """A collective in flight. Its works are waited for once; any number of streams may be ordered after it.
 
     Args:
-        works: of the process group, or whatever has ``wait()``.
         finish: called once, on the stream that has waited for the works; returns the result.
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
@@ -132,7 +136,7 @@ def reduce_scatter(
     ordered: bool,
     tag: int = 0,
     out: torch.Tensor | None = None,
-    empty: Allocate | None = None,
+    empty: Allocate = allocate,
     label: str = "",
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
@@ -145,7 +149,6 @@ def reduce_scatter(
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
         empty: allocates the memory to receive into, off NCCL.
-        label: names it in errors.
 
     Returns:
         A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -153,16 +156,12 @@ def reduce_scatter(
     """
     from deepspeed import comm
 
-    rank, (world_size, width) = dist.get_rank(process_group), rows.shape
+    world_size, width = rows.shape
     if out is not None and (out.device != rows.device or out.dtype != rows.dtype):
         out = None
     if not is_native(process_group, rows.device):
-        parts = rows.unbind(0)
-        numel = (world_size - 1) * width
-        memory = rows.new_empty(numel) if empty is None else empty(numel, rows.dtype, rows.device)
-        received = memory.view(-1, width).unbind(0)
-        gathered = [*received[:rank], parts[rank], *received[rank:]]
-        return _exchange(parts, gathered, process_group, tag, label, lambda: sum_in_order(gathered, out))
+        parts, own = dict(enumerate(rows)), rows[dist.get_rank(process_group)]
+        return sum_messages(parts, own, range(world_size), process_group, tag, out, empty, label)
     packed = rows.contiguous()
     if ordered:
         received_all = torch.empty_like(packed)
@@ -178,18 +177,16 @@ def reduce_scatter(
 def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: object = "") -> InFlight:
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
-    Args:
-        rows: a matrix, contiguous.
-        tag: off NCCL, only calls with the same tag meet, and others wait in vain. gloo ends a process in which two of
-            its own all-gathers meet that are of different sizes.
-        label: names it in errors.
+    Off NCCL, only calls with the same tag meet, and others wait in vain: gloo ends a process in which two of its own
+    all-gathers meet that are of different sizes.
     """
     from deepspeed import comm
 
-    own = rows[dist.get_rank(process_group)]
+    rank = dist.get_rank(process_group)
+    own = rows[rank]
     if not is_native(process_group, rows.device):
-        parts = rows.unbind(0)
-        return _exchange([own] * len(parts), parts, process_group, tag, str(label), lambda: own)
+        messages = [(peer, (own,), (row,)) for peer, row in enumerate(rows) if peer != rank]
+        return exchange(messages, process_group, tag, str(label), lambda: own)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: own)
@@ -290,14 +287,33 @@ def exchange(
     return InFlight(works, finish, messages, timeout_of(process_group), label)
 
 
-def _exchange(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], process_group: Any, tag: int, label: str,
-    finish: Callable[[], torch.Tensor],
+def sum_messages(
+    sent: Mapping[int, torch.Tensor], own: torch.Tensor, ranks: Sequence[int], process_group: Any, tag: int,
+    out: torch.Tensor | None, empty: Allocate, label: str,
 ) -> InFlight:  # fmt: skip
-    """Send the r-th of ``sent`` to rank r and receive the r-th of ``received`` from it, except for this rank's own."""
-    peers = (peer for peer in range(len(sent)) if peer != dist.get_rank(process_group))
-    messages = [(peer, (sent[peer],), (received[peer],)) for peer in peers]
-    return exchange(messages, process_group, tag, label, finish)
+    """Give each of ``ranks`` what is ``sent`` to it; the result is the sum of what this rank is given, in their order.
+
+    Args:
+        sent: by the number of a rank among ``ranks``: flat, or rows that are each contiguous.
+        own: what this rank adds itself, perhaps of a wider dtype; empty where it is given nothing.
+        out: where the sum may go.
+    """
+    number, dtype = ranks.index(dist.get_rank(process_group)), own.dtype
+    if number in sent:
+        dtype = sent[number].dtype
+    givers = len(ranks) - 1 if own.numel() else 0
+    received = list(empty(givers * own.numel(), dtype, own.device).view(givers, *own.shape)) if givers else []
+    gathered = [*received[:number], own, *received[number:]]
+    messages = [
+        (rank, _flat(sent[peer]) if peer in sent else (), _flat(gathered[peer]) if givers else ())
+        for peer, rank in enumerate(ranks)
+        if peer != number
+    ]
+    return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+
+
+def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
 
 
 def count_sent(messages: Iterable[Message], process_group: Any) -> None:
@@ -310,16 +326,9 @@ def count_sent(messages: Iterable[Message], process_group: Any) -> None:
 
 
 def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
-    """Begin to exchange messages with other ranks, and return the works.
-
-    Args:
-        messages: without what has no elements.
-        tag: only messages with the same tag meet.
-        messenger: sends them; by default, DeepSpeed's, which counts them.
-    """
+    """Begin to exchange messages, without those of no elements; DeepSpeed's messenger, the default, counts them."""
     works: list[Any] = []
-    if messenger is None:
-        messenger = zero.messenger()
+    messenger = messenger or zero.messenger()
     for peer, sent, received in messages:
         rank = dist.get_global_rank(process_group, peer)
         works += [messenger.irecv(each, src=rank, group=process_group, tag=tag) for each in received if len(each)]

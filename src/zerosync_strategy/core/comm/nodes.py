@@ -33,7 +33,7 @@ from zerosync_strategy.core.comm.collectives import (
     is_native,
     reduce_scatter,
     send_and_receive,
-    sum_in_order,
+    sum_messages,
     timeout_of,
 )
 from zerosync_strategy.core.comm.messages import loopback
@@ -183,12 +183,7 @@ class Nodes:
         return rows[:, self.place]
 
     def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
-        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them.
-
-        Args:
-            tag: as for :func:`~collectives.all_gather`.
-            label: names it in errors, where the backend has collectives of its own.
-        """
+        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them."""
         if is_native(self.process_group, rows.device):
             gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, label=label)
             gather.then(lambda own: rows)
@@ -213,14 +208,9 @@ class Nodes:
             reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, ordered, label=label)
             reduction.then(lambda sums: sums.view(self.count, width))
             return reduction
-        received = empty((self.size - 1) * self.count * width, rows.dtype, rows.device).view(-1, self.count, width)
-        gathered = [*received[: self.place], by_place[self.place], *received[self.place :]]
-        messages = [
-            (self.rank(self.node, place), by_place[place].unbind(0), gathered[place].unbind(0))
-            for place in range(self.size)
-            if place != self.place
-        ]
-        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, None))
+        _, ranks = self.ranks_within(rows.device)
+        own = by_place[self.place]
+        return sum_messages(dict(enumerate(by_place)), own, ranks, self.process_group, tag, None, empty, label)
 
     def reduce_between(
         self, sums: torch.Tensor, dtype: torch.dtype, ordered: bool, tag: int, out: torch.Tensor | None,
@@ -234,14 +224,9 @@ class Nodes:
         sent = sums.to(dtype)
         if is_native(self.process_group, sums.device):
             return reduce_scatter(sent, self._between, ordered, out=out, label=label)
-        received = empty((self.count - 1) * sums.shape[1], dtype, sums.device).view(-1, sums.shape[1])
-        gathered = [*received[: self.node], sums[self.node], *received[self.node :]]
-        messages = [
-            (self.rank(node, self.place), (sent[node],), (gathered[node],))
-            for node in range(self.count)
-            if node != self.node
-        ]
-        return exchange(messages, self.process_group, tag, label, lambda: sum_in_order(gathered, out))
+        _, ranks = self.ranks_between(sums.device)
+        own = sums[self.node]
+        return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, tag, out, empty, label)
 
     def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
         """As :func:`collectives.all_gather` off NCCL, in two levels."""
@@ -265,10 +250,7 @@ class Nodes:
     ) -> InFlight:  # fmt: skip
         """Exchange ``between`` nodes, and when that has arrived ``within`` this one; returns ``result``. Off NCCL.
 
-        Args:
-            between, within: of ranks of the process group; every rank calls this, with none too.
-            tag, label: as for :func:`~collectives.all_gather`.
-            alive: what must live until then.
+        Every rank calls this, also without messages.
         """
         first = send_and_receive(between, self.process_group, tag)
         timeout = timeout_of(self.process_group)

@@ -26,7 +26,7 @@ from zerosync_strategy.core.comm.collectives import (
     is_alike,
     is_native,
     note_launch,
-    sum_in_order,
+    sum_messages,
     tree_sum,
 )
 from zerosync_strategy.core.comm.nodes import Nodes
@@ -43,8 +43,6 @@ def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int
 
     Args:
         costs: of the step of each parameter, in any unit; 0: of its elements alone.
-        numels: elements of each parameter.
-        world_size: ranks.
     """
     owners = [0] * len(costs)
     loads = [0] * world_size
@@ -132,13 +130,7 @@ def reduce_to_owners(
     if out is not None and (out.device != device or out.dtype != own.dtype):
         out = None
     if not is_native(process_group, device):
-        senders, dtype = (count - 1, rows[number].dtype) if own.numel() else (0, own.dtype)
-        received = list(empty(senders * own.numel(), dtype, device).view(senders, -1).unbind(0)) if senders else []
-        messages: list[Message] = []
-        for index, peer in enumerate(peer for peer in range(count) if peer != number):
-            messages.append((ranks[peer], [rows[peer]] if peer in rows else [], received[index : index + 1]))
-        gathered = [*received[:number], own, *received[number:]]
-        return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+        return sum_messages(rows, own, ranks, process_group, tag, out, empty, label)
     if not rows:
         return InFlight([], lambda: own)
     if ordered:
@@ -160,13 +152,9 @@ def reduce_to_owners(
 def give_from_owners(
     parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, tag: int, label: str, nodes: Nodes | None = None
 ) -> InFlight:
-    """Give every rank of ``process_group`` all ``parts``, each of which its owner has; in place.
+    """Give every rank of ``process_group`` all ``parts``, flat, each of which its owner has; in place.
 
-    Args:
-        parts: flat, each with the rank of its owner, at least one.
-        tag, label: as for :func:`collectives.all_gather`.
-        nodes: of ``process_group``. Off NCCL, an owner gives its parts to the ranks of its place on other nodes, and
-            each of these to its node.
+    With ``nodes``, off NCCL, an owner gives its parts to the ranks of its place on other nodes, and these to theirs.
     """
     from deepspeed import comm
 
@@ -211,14 +199,7 @@ def all_to_all(
     sent: torch.Tensor, received: torch.Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
     process_group: Any, tag: int, label: str,
 ) -> InFlight:  # fmt: skip
-    """Exchange parts of any sizes among the ranks of ``process_group``; return ``received``.
-
-    Args:
-        sent: flat, what each rank receives of this one, in the order of the ranks.
-        received: flat, for what each rank has sent, in their order.
-        sent_numels, received_numels: by rank.
-        tag, label: as for :func:`collectives.all_gather`.
-    """
+    """Exchange parts of any sizes among the ranks of ``process_group``; both tensors are flat, by rank."""
     from deepspeed import comm
 
     rank = dist.get_rank(process_group)

@@ -71,13 +71,7 @@ _KINDS = {
 class CollectiveCounter:
     """Counts every collective that DeepSpeed issues in this process, by kind, between ``start`` and ``stop``.
 
-    Several counters may run at once. Usable as a context manager.
-
-    Args:
-        topology: which ranks are on one node; ``None``: all.
-
-    Attributes:
-        traffic: what was counted and not taken yet, by kind.
+    Several counters may run at once. Usable as a context manager. Without ``topology``, all ranks are on one node.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
