@@ -28,7 +28,7 @@ class LocalChanges:
             self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
 
     def check(self, but: Any = None) -> None:
-        """Raise where a gradient, ``but`` that of one parameter, has changed since :meth:`note`, and not been dropped."""
+        """Raise where a gradient, ``but`` that of one parameter, has changed since :meth:`note`. It may be dropped."""
         seen, self._seen = self._seen, []
         with zero3.as_it_is():
             now_of = [param.grad for param, _, _ in seen]

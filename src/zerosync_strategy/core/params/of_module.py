@@ -63,8 +63,7 @@ class ModuleParameters:
         cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> ModuleParameters:  # fmt: skip
-        """Return those of the module of ``engine``, for one more engine; ``is_constant``: no optimizer trains a
-        parameter.
+        """Return those of the module of ``engine``, for one more engine. ``is_constant``: no optimizer trains it.
 
         A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
