@@ -330,7 +330,9 @@ class Stage3Overrides(OptimizerOverrides):
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        Stage3Overrides.set_local_hp_param(self, zero3.shard_of(param, value), param, optim_state_key)
+        super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            zero3_optimizer.take_master_weights(self, param)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
