@@ -14,9 +14,9 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
+from zerosync_strategy import frontend
 from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.accelerate.stepping import AUTO, STEP_ON
-from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, refuse_removed, suggest
 

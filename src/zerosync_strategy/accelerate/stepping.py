@@ -6,8 +6,8 @@ would make backwards here and train nothing, so what it does until its first ste
 
 from __future__ import annotations
 
-from zerosync_strategy.core import frontend
-from zerosync_strategy.core.frontend import ZeroSync
+from zerosync_strategy import frontend
+from zerosync_strategy.frontend import ZeroSync
 
 AUTO, ON_BACKWARD = "auto", "backward"
 STEP_ON = (AUTO, "optimizer", ON_BACKWARD)

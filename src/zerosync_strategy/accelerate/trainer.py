@@ -14,7 +14,7 @@ from typing import Any
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.frontend import in_full_shapes
+from zerosync_strategy.frontend import in_full_shapes
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
 _SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # not the state that transformers has gathered for them

@@ -19,12 +19,12 @@ from accelerate.state import GradientState
 from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
+from zerosync_strategy import frontend
 from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
 from zerosync_strategy.accelerate.stepping import AUTO, StepPlace
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
-from zerosync_strategy.core import frontend
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.frontend import ZeroSync
+from zerosync_strategy.frontend import ZeroSync
 
 NOTHING_TO_CLIP = (
     "clip_grad_norm_() was given no parameters, so it clips nothing, as without DeepSpeed. A filter or generator is"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from zerosync_strategy.core.frontend import (
+from zerosync_strategy.frontend import (
     Source,
     handle_of,
     loads_universal,

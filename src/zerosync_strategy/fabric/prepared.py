@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.core.frontend import leave_sharded
+from zerosync_strategy.frontend import leave_sharded
 
 
 class PreparedModule(Module):

@@ -16,10 +16,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core import frontend
+from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.frontend import StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerosync_strategy.core.frontend import copy_problem, interpose, readable, restore
+from zerosync_strategy.frontend import copy_problem, interpose, readable, restore
 
 from .library import (
     WEIGHT_AVERAGING,

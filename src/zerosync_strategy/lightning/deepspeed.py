@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from zerosync_strategy.core import frontend
+from zerosync_strategy import frontend
 
 from .library import (
     CPUAccelerator,

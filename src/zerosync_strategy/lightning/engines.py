@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerosync_strategy.core import frontend
+from zerosync_strategy import frontend
 from zerosync_strategy.core.engine.contract import fetch
 
 from .contract import NO_OPTIMIZER

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zerosync_strategy.core.frontend import ZeroSync
+from zerosync_strategy.frontend import ZeroSync
 
 from .library import Callback, GradientAccumulationScheduler, LightningModule, MisconfigurationException, Trainer
 

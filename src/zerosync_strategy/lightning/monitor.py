@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from zerosync_strategy.core.frontend import StepReport
+from zerosync_strategy.frontend import StepReport
 
 from .library import Callback, LightningModule, MisconfigurationException, Trainer
 from .strategy import ZeroSyncStrategy

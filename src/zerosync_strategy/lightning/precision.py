@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core.frontend import ZeroSync, handle_of
+from zerosync_strategy.frontend import ZeroSync, handle_of
 
 from .hooks import AFTER_BACKWARD, BEFORE_STEP, CLIPPING, others_unchanged, overrides
 from .library import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, MisconfigurationException, Steppable

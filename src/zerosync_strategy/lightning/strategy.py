@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from zerosync_strategy.core import frontend
+from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import fetch, require
-from zerosync_strategy.core.frontend import Source, StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import Source, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import averages, callbacks, contract

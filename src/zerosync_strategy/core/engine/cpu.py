@@ -6,15 +6,13 @@ import atexit
 import functools
 import os
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.compat import allow_any_model
-from zerosync_strategy.core.engine.interpose import replaced
 
 
 def prepare_cpu() -> None:
@@ -88,27 +86,6 @@ def _start_without_compiler(operators: Any) -> None:
             operators[name] = before
 
     patches.install(patches.SHARED_MEMORY, undo)
-
-
-def precision_problem(precision: Any) -> str:
-    """Return why DeepSpeed cannot train with Lightning's ``precision`` on CPU; empty if it can."""
-    if precision not in ("16-true", "16-mixed"):
-        return ""
-    return (
-        f"DeepSpeed does not train with precision={precision!r} on CPU. Use '32-true', 'bf16-mixed' or 'bf16-true', or"
-        " a GPU."
-    )
-
-
-def indexed_devices(strategy: Any) -> AbstractContextManager[None]:
-    """While active, the devices of one of Lightning's strategies have an index, on CPU too.
-
-    Lightning gives DeepSpeed the index of the root device as the rank on this host; CPU devices have none.
-    """
-    devices = strategy.parallel_devices
-    if devices and devices[0].type == "cpu":
-        devices = [torch.device("cpu", index) for index in range(len(devices))]
-    return replaced(strategy, "parallel_devices", devices)
 
 
 def _preempt_none() -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.overrides import ModeOverrides
 from zerosync_strategy.core.attaching import attach
@@ -31,7 +32,7 @@ from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
@@ -43,7 +44,6 @@ from zerosync_strategy.core.failures.errors import RankError, is_communication_e
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_problem
-from zerosync_strategy.core.options.arguments import StrategyArguments
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
@@ -78,9 +78,13 @@ def prepare_device(device_type: str, precision: object = None) -> str:
     """
     if device_type != "cpu":
         return ""
-    if not (problem := cpu.precision_problem(precision)):
-        cpu.prepare_cpu()
-    return problem
+    if precision in ("16-true", "16-mixed"):
+        return (
+            f"DeepSpeed does not train with precision={precision!r} on CPU. Use '32-true', 'bf16-mixed' or 'bf16-true',"
+            " or a GPU."
+        )
+    cpu.prepare_cpu()
+    return ""
 
 
 def share_process_group() -> None:
@@ -104,8 +108,14 @@ def building_model(sharding: AbstractContextManager[None], config: Any, stage: i
 
 @contextmanager
 def building_engine(strategy: Any = None) -> Iterator[None]:
-    """Around the building of an engine, for one of Lightning's strategies or for another framework."""
-    indexed = nullcontext() if strategy is None else cpu.indexed_devices(strategy)
+    """Around the building of an engine, for one of Lightning's strategies or for another framework.
+
+    Lightning gives DeepSpeed the index of the root device as the rank on this host; on the CPU, devices get one here.
+    """
+    indexed: AbstractContextManager[None] = nullcontext()
+    if strategy is not None and (devices := strategy.parallel_devices) and devices[0].type == "cpu":
+        numbered = [torch.device("cpu", index) for index in range(len(devices))]
+        indexed = replaced(strategy, "parallel_devices", numbered)
     with indexed, zero.building_engine():
         yield
 
