@@ -61,6 +61,8 @@ class UnpackedBucket(GradientBucket):
 
     def collect(self, param: Any) -> None:
         if param.grad is None:
+            if self.local.converts:
+                zero.set_accumulated_gradient(param, None)  # a hook has dropped it
             return
         if self.local.converts:
             gradient = param.grad.detach().to(self.local.dtype)

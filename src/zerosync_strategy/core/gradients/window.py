@@ -217,7 +217,7 @@ class Window:
             )
         self.changes.check(but=ready)
         is_last = self._last is _Last.NEXT and self._overlap_last
-        self._reducer.begin_backward(is_last, midway=ready is not None)  # may refuse; then nothing has begun
+        self._reducer.begin_backward(is_last, ready)  # may refuse; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
