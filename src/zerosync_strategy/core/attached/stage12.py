@@ -53,7 +53,7 @@ class Stage12Engine(AttachedEngine):
             )
 
     def _make_reducer(self) -> Stage12Reducer:
-        return Stage12Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
+        return Stage12Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_states(self) -> StripedStates:
         return StripedStates(self.reducer)

@@ -80,7 +80,7 @@ class Stage3Engine(AttachedEngine):
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
 
     def _make_reducer(self) -> Stage3Reducer:
-        return Stage3Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
+        return Stage3Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _patch_process(self) -> None:
         super()._patch_process()

@@ -127,7 +127,7 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
         Stage12Engine.check_options(engine, config)
 
     def _make_reducer(self) -> OwnedReducer:
-        return OwnedReducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
+        return OwnedReducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_frozen(self) -> OwnedStep:
         return OwnedStep(self.reducer)
@@ -158,7 +158,7 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
         Stage3Engine.check_options(engine, config)
 
     def _make_reducer(self) -> OwnedStage3Reducer:
-        return OwnedStage3Reducer(self.engine.optimizer, self.config, self.names, self.messages, self.topology)
+        return OwnedStage3Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_frozen(self) -> ExchangedStep:
         return ExchangedStep(self.reducer, self.masters.digest)

@@ -68,9 +68,10 @@ class Reducer(GradientShards):
     buckets: Sequence[GradientBucket]
 
     def __init__(
-        self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
+        self, engine: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = optimizer = engine.optimizer
+        self._dtype = zero.reduction_dtype(engine)
         self.step_cost = config.cost_function  # by which parameters that have owners are given to them
         self.topology = topology
         self.streams = Streams()
@@ -81,7 +82,7 @@ class Reducer(GradientShards):
         for layout in self.layouts:
             layout.nodes = topology.of(layout.process_group)
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
-        limit = min(zero.reduce_bucket_bytes(optimizer), largest)
+        limit = min(zero.reduce_bucket_numel(optimizer) * self._dtype.itemsize, largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
