@@ -238,6 +238,12 @@ class Window:
             self._last = _Last.STREAMED
         self.changes.note()
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether gradients of this window are no longer on their parameters."""
+        is_open = self._state is not WindowState.CLOSED
+        return is_open and bool(self.reductions or self.early_reductions or not self._reducer.keeps_gradients)
+
     # ---- reduction and step --------------------------------------------------------------------------------------
 
     def expect_last(self) -> None:
@@ -322,8 +328,8 @@ class Window:
         if not self._zeroed and self._state is not WindowState.CLOSED:
             raise RuntimeError(
                 "optimizer.step() was called, and no optimizer.zero_grad() since the last one: PyTorch would have added"
-                " to the gradients of that step, which ZeRO has used up. Call optimizer.zero_grad() after each step, or"
-                " before the first backward of the next."
+                " to the gradients of that step, which ZeRO has used up. Call zero_grad() of the optimizer or of the"
+                " module after each step, or before the first backward of the next."
             )
 
     def abort(self, reason: str) -> None:
