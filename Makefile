@@ -33,11 +33,12 @@ CANDIDATES := $(PYTHON)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix trainers projects smoke canary dist installs docs clean
+.PHONY: help demo test test-all numeric gpu-sim gpu-sim-part gpu gpu-wheels mutants check equal matrix trainers projects smoke canary dist installs docs clean
 
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
-	@echo "make test    install, then lint, check types and run the tests (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
+	@echo "make test    install, then lint, check types and run the tests: one strong case of every promise (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
+	@echo "make test-all  the same, with every member of products of stages, backends, budgets and nodes"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
 	@echo "make gpu-sim install, then run the tests on a simulated GPU: streams that are checked, NCCL's rules (gpu-sim-part: some)"
 	@echo "make gpu     what one GPU has to show in eight minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
@@ -58,8 +59,9 @@ help:
 demo: $(STAMP)
 	$(RUN) "$(BIN)/python" examples/lightning_gpt.py $(DEMO_ARGS)
 
-test: check
-	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test-all: EXTENDED := --extended all
+test test-all: check
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(EXTENDED) $(PYTEST_ARGS)
 
 # Where rounding would show: bounds that hold here and there do not depend on the processor.
 NUMERIC := tests/harness/test_rounding.py \
@@ -70,11 +72,15 @@ NUMERIC := tests/harness/test_rounding.py \
 numeric: $(STAMP)
 	$(RUN) $(PROCESSOR) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(NUMERIC)
 
-# On the simulated device, by NCCL's rules. The part is what CI runs.
+# On the simulated device, by NCCL's rules. The part is what CI runs, with tests that alone find a mutant.
 SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate test_nodes_frameworks.py)
-SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py)
+SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py) \
+	tests/core/test_stepping.py::test_a_step_that_raises_half_way \
+	"tests/core/test_experts.py::test_parameters_that_some_ranks_do_not_use[2-False]" \
+	"tests/core/test_nodes.py::test_random_programs[2-2-4002-3]" \
+	"tests/core/test_values.py::test_what_a_module_writes_to_its_own_parameters_lasts[cpu-host-scale]"
 
-gpu-sim: SIMULATE := $(SIMULATED)
+gpu-sim: SIMULATE := --extended all $(SIMULATED)
 gpu-sim-part: SIMULATE := $(SIMULATED_PART)
 gpu-sim gpu-sim-part: $(STAMP)
 	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal --simulated --timeout 900 $(PYTEST_ARGS) $(SIMULATE)

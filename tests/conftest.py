@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.extended import left_out, unknown_ids
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -18,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated", action="store_true", help="run the ranks on the simulated device, by NCCL's rules (make gpu-sim)"
     )
+    parser.addoption(
+        "--extended", choices=["none", "named", "all"], default="named",
+        help="which extended cases to run: none, those named by a node id, all (make test-all)",
+    )  # fmt: skip
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N parts of the extended cases, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("--simulated") else ():
         if (mark := item.get_closest_marker("off_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"not on the simulated device: {mark.args[0]}"))
+    if not any("[" in argument for argument in config.args) and (unknown := unknown_ids(items)):
+        raise pytest.UsageError(f"the mark 'extended' names cases that are not there: {', '.join(sorted(unknown))}")
+    out = left_out(items, config.args, config.getoption("--extended"), config.getoption("--share"))
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants import TABLES
 from tests.mutants.mutant import ROOT, Mutant, read
-from tests.mutants.table import tables_of
+from tests.mutants.table import FILE, as_test, rows_of, tables_of
 from tests.mutants.trial import Verdict, verdict_of
 
 MUTANTS = [mutant for mutants in TABLES.values() for mutant in mutants]
@@ -22,6 +22,22 @@ def test_a_mutant_can_be_made(mutant: Mutant) -> None:
         file, _, function = test.partition("::")
         name = re.escape(function.partition("[")[0])
         assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
+def test_nine_in_ten_are_found_by_make_test() -> None:
+    """By what has found them, and by which target runs that now."""
+    page = FILE.read_text()
+    (date,) = re.findall(r"The last ones were tried on (.*)\.\n", page)
+    found = rows_of(page)
+    tests = {mutant: as_test(found[mutant.rule, mutant.what][1]) for mutant in MUTANTS}
+    assert [
+        mutant.what
+        for mutant, test in tests.items()
+        if test is None or {test[0], test[0].partition("[")[0]}.isdisjoint(mutant.tests)
+    ] == [], "not tried with the tests that they have now: make mutants WORDS='...'"
+    tables = tables_of(TABLES, {}, datetime.date.fromisoformat(date), page)
+    assert page.endswith(tables), "make mutants WORDS='...' writes the targets anew"
+    assert 10 * tables.count("| `make test` |") >= 9 * len(MUTANTS)
 
 
 def test_each_is_another_and_breaks_a_rule_that_is_written() -> None:
@@ -64,13 +80,13 @@ def test_rows_that_are_not_tried_keep_their_verdicts() -> None:
     tables = {"Waits": [mutant for mutant in MUTANTS if mutant.rule == "B1"][:3]}
     first, second, third = tables["Waits"]
     date = datetime.date(2026, 11, 24)
-    before = tables_of(
-        tables, {first: Verdict(True, "a.py::b", "race", 1), second: Verdict(False, "", "", 1)}, date, ""
-    )
-    after = tables_of(tables, {second: Verdict(True, "c.py::d", "result", 1)}, date, before)
-    assert before.startswith("1 of 3 are found.")
-    assert after.startswith("2 of 3 are found.")
+    targets = {("a.py::b", False): "make test", ("c.py::d", False): "make test-all"}
+    verdicts = {first: Verdict(True, "a.py::b", "race", 1), second: Verdict(False, "", "", 1)}
+    before = tables_of(tables, verdicts, date, "", lambda tests: targets)
+    after = tables_of(tables, {second: Verdict(True, "c.py::d", "result", 1)}, date, before, lambda tests: targets)
+    assert before.startswith("1 of 3 are found: 1 by `make test`.")
+    assert after.startswith("2 of 3 are found: 1 by `make test`, 1 by `make test-all`.")
     assert [line for line in after.splitlines() if f" {first.what} " in line] == [
-        f"| B1 | {first.what} | race | `a.py::b` |"
+        f"| B1 | {first.what} | race | `a.py::b` | `make test` |"
     ]
-    assert f"| B1 | {third.what} | | not tried yet |" in after
+    assert f"| B1 | {third.what} |  | not tried yet |  |" in after

@@ -83,6 +83,7 @@ def halves(net: Any) -> list[list[Any]]:
     return [list(net[0].parameters()), [*net[2].parameters(), *net[4].parameters()]]
 
 
+@pytest.mark.extended(but=("2",))
 @STAGES
 def test_lightning(stage: int) -> None:
     """By keywords and by the block of a configuration; automatic, manual, and two optimizers."""
@@ -110,6 +111,7 @@ def test_lightning(stage: int) -> None:
     assert run_ranks(run, world_size=RANKS, env=NODES) == [([0.0] * 3, [True] * 2)] * RANKS
 
 
+@pytest.mark.extended(but=("2",))
 @STAGES
 def test_fabric(stage: int) -> None:
     """Two models, and clipping."""
@@ -137,6 +139,7 @@ def test_fabric(stage: int) -> None:
     assert run_ranks(run, world_size=RANKS, env=NODES) == [[0.0, 0.0]] * RANKS
 
 
+@pytest.mark.extended(but=("2",))
 @STAGES
 def test_accelerate(stage: int) -> None:
     def run() -> float:
@@ -181,6 +184,7 @@ class InOrder(Trainer):
         return SequentialSampler(self.train_dataset)
 
 
+@pytest.mark.extended(but=("3",))
 @STAGES
 def test_the_trainer(stage: int, tmp_path: Path) -> None:
     """By the configuration that a launcher gives."""

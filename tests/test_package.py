@@ -164,6 +164,7 @@ FRAMEWORKS = {  # each with what it may load of Lightning's and Accelerate's pac
 }
 
 
+@pytest.mark.extended
 def test_a_framework_needs_no_other() -> None:
     packages = {package for loaded in FRAMEWORKS.values() for package in loaded}
     none, *loaded = printed_after(LOADED, *(f"import zerosync_strategy.{name}; {LOADED}" for name in FRAMEWORKS))
@@ -209,6 +210,7 @@ def test_files_that_run_for_two_packages_name_neither(files: str, binding: str) 
                 assert not (node.module or "").startswith(ours), f"{path.name}: import siblings relatively"
 
 
+@pytest.mark.extended
 def test_the_lightning_that_is_in_use_is_served() -> None:
     """By the names of the top package."""
     cases = {

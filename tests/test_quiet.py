@@ -66,6 +66,7 @@ def tiny() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("is_held", [True, False])
 def test_the_launch_configuration_trains_quietly_and_saves_the_model(is_held: bool, tmp_path: Path) -> None:
     """With the Trainer of transformers, under the launch configuration of the examples: ZeRO-3, all held, or none."""

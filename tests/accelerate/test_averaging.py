@@ -8,6 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.accelerate.runs import start
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_average, full_parameters
 from tests.harness.problem import adamw, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
@@ -17,7 +18,8 @@ def averaged(net: torch.nn.Module) -> AveragedModel:
     return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.7))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_averaged_model_over_a_checkpoint(stage: int, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
 

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.harness import contrastive
+from tests.harness.extended import VALUES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
@@ -14,6 +15,7 @@ from zerosync_strategy import ZeroSyncPlugin
 STEPS = 3
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize(
     ("how", "loss_of", "stage"),  # every pair of values
     [

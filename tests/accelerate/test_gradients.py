@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.accelerate.runs import Run, start
+from tests.harness.extended import STAGES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, backward_of, loss_of, oracle
 from tests.harness.ranks import run_ranks
-
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def train(run: Run, change: Callable[[], Any], batches: int = 4) -> None:
@@ -44,7 +43,7 @@ def scale(parameters: Any) -> None:
         param.grad.mul_(0.5)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_clip_by_value_and_any_change(stage: int) -> None:
     """The one before the first step, the other before the second."""
 
@@ -67,7 +66,7 @@ def test_clip_by_value_and_any_change(stage: int) -> None:
         assert distance(parameters, expected) == 0.0
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_change_of_what_is_local(stage: int) -> None:
     def job() -> None:
         run = start(stage, accumulate=2, overlap_last=False)

@@ -43,6 +43,7 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["import", pytest.param("run", marks=pytest.mark.slow)])
 def test_a_script_is_launched_from_the_yaml_alone(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

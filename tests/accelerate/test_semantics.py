@@ -10,14 +10,13 @@ import torch
 
 from tests.accelerate.runs import DECAY, Run, start
 from tests.harness.experts import gathered_anew, routed_network
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters, of_trained
 from tests.harness.problem import WORLD, Data, adafactor, adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy.core.comm import messages
-
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def step_reports(run: Run, reports: list[tuple[int, int]]) -> None:
@@ -27,7 +26,8 @@ def step_reports(run: Run, reports: list[tuple[int, int]]) -> None:
         reports.append((report.backwards, report.reductions))
 
 
-@STAGES
+@pytest.mark.extended(but=VALUES)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("with_tail", [True, False])
 def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, with_tail: bool) -> None:
     batches, every, epochs = 10, 4, 2
@@ -68,7 +68,8 @@ def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, w
         assert rate == scheduler.get_last_lr()
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_schedule_free_optimizer(stage: int) -> None:
     """`train()` and `eval()` of the prepared optimizer exchange the parameters."""
 
@@ -123,7 +124,8 @@ def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch)
         assert reports == [(2, 1)] * 4
 
 
-@STAGES
+@pytest.mark.extended(but=VALUES)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["accelerator", "raw", "no_sync", "closure"])
 def test_any_number_of_backwards_make_one_step(stage: int, how: str) -> None:
     counts = [4, 1, 3]
@@ -162,7 +164,7 @@ def test_any_number_of_backwards_make_one_step(stage: int, how: str) -> None:
         assert reports == [(count, 1) for count in counts]
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_clip_grad_norm_returns_the_norm_and_clips_the_coming_step(stage: int) -> None:
     """The last step is not clipped: a generator that the optimizer has used up gives no parameters."""
 
@@ -192,7 +194,8 @@ def test_clip_grad_norm_returns_the_norm_and_clips_the_coming_step(stage: int) -
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_no_clipping_unless_asked_for(stage: int) -> None:
     def job(**options: Any) -> Any:
         run = start(stage, **options)
@@ -226,7 +229,7 @@ def test_a_step_without_zero_grad_is_refused() -> None:
     run_ranks(job)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_and_evaluation_in_mid_window(stage: int) -> None:
     def job() -> Any:
         run = start(stage)
@@ -253,7 +256,7 @@ def test_zero_grad_and_evaluation_in_mid_window(stage: int) -> None:
         assert excess(gathered, outputs) == 0.0
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_in_the_window_leaves_a_state_to_go_on_from(stage: int) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -297,7 +300,7 @@ class _Apply(torch.nn.Module):
         return self.function.apply(x)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_step_on_backward_keeps_the_timing_of_stock(stage: int) -> None:
     def job() -> Any:
         run = start(stage, accumulate=2, step_on="backward", gradient_clipping=0.05)
@@ -325,7 +328,7 @@ def test_step_on_backward_keeps_the_timing_of_stock(stage: int) -> None:
         assert found == pytest.approx(norms, rel=NORM)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_deferred_steps_are_right_without_coalescing_too(stage: int) -> None:
     def job() -> Any:
         run = start(stage, coalesce=False)
@@ -346,7 +349,8 @@ def test_deferred_steps_are_right_without_coalescing_too(stage: int) -> None:
         assert reductions == 3
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_checkpoints_continue_bit_for_bit_and_warn_in_mid_window(stage: int, tmp_path: Any) -> None:
     def steps(run: Run, first: int, last: int) -> None:
         for index in range(first, last):
@@ -396,7 +400,8 @@ def test_checkpoints_continue_bit_for_bit_and_warn_in_mid_window(stage: int, tmp
     assert distance(first[0][0], load_file(tmp_path / "model" / "model.safetensors")) == 0.0
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_two_models_have_a_window_each(stage: int) -> None:
     """Accelerate's support for several models: one plugin and one Accelerator per model."""
     from accelerate import Accelerator
@@ -445,8 +450,9 @@ def test_two_models_have_a_window_each(stage: int) -> None:
         assert reports == [(2, 1), (2, 1)]
 
 
+@pytest.mark.extended(but=("2-True",))
 @pytest.mark.parametrize("frozen", [True, False])
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
     """A GAN: the generator's loss goes through the discriminator, and leaves what plain torch would leave there."""
     from accelerate import Accelerator
@@ -501,7 +507,8 @@ def test_a_loss_through_two_engines(stage: int, frozen: bool) -> None:
         assert [(report.step, report.backwards) for report in reports] == [(3, 2), (6, 1 if frozen else 2)]
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_offloaded_optimizer_is_the_one_that_was_given(stage: int) -> None:
     """Accelerate makes DeepSpeed's CPU Adam of it, whatever it is."""
 
@@ -565,6 +572,7 @@ def test_a_mean_over_items(stage: int) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def job() -> float:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from tests.accelerate.runs import launched
 from tests.harness.engines import configuration
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.optimizers import Noted, ScheduleFree
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
@@ -75,6 +76,7 @@ class ByShapes(InOrder):
         return self.optimizer
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
     """Also where the parameters are sharded from the beginning."""
@@ -101,7 +103,8 @@ def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("0.05-3",))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
     expected = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0))
@@ -125,6 +128,7 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
         assert distance(resumed[0][0], trained[0][0]) == 0.0
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int, tmp_path: Path) -> None:
     """The Trainer calls `train()` in each backward, and `eval()` in each evaluation."""
@@ -172,6 +176,7 @@ class OwnStep(InOrder):
         return loss.detach()
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_training_step_that_does_not_divide_sums(stage: int, tmp_path: Path) -> None:
     def train() -> Any:
@@ -248,7 +253,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=VALUES)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("given", [False, True])
 def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, given: bool, tmp_path: Path) -> None:
     """Two calls of ``train()``: as without DeepSpeed, moments and rates go on, and a scheduler that it makes is new."""
@@ -321,7 +327,8 @@ def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None
     run_ranks(job, env=launched(2))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_and_schedulers_that_deepspeed_makes(stage: int) -> None:
     def job() -> Any:
         optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from tests.harness.engines import configuration, make_engine, rank, start
+from tests.harness.extended import STAGES
 from tests.harness.llama import BACKWARDS, CONFIG, LAYER_BYTES, STEPS, loss_of, plain_torch, save, sgd
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -32,8 +33,9 @@ BUILD = {
 }
 
 
+@pytest.mark.extended(but=("3-from_pretrained",))
 @pytest.mark.parametrize("build", BUILD)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero3_init_flag(stage: int, build: str, tmp_path: Path) -> None:
     """``zero3_init_flag: true`` of the launch configuration: under ZeRO-3 the model is never whole on a rank."""
 
@@ -64,8 +66,9 @@ BUDGETS = [(None, 0), (LAYER_BYTES, 0), (0, 0)]
 BUDGETS_OF_STAGE_3 = [(None, "all"), (LAYER_BYTES, LAYER_BYTES), (0, 0)]
 
 
+@pytest.mark.extended(but=("3-True",))
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_plain_deepspeed_with_activation_checkpointing(stage: int, reentrant: bool, tmp_path: Path) -> None:
     """Read under ZeRO-3's context, which transformers' ``HfDeepSpeedConfig`` makes, and with the memory budgets."""
 

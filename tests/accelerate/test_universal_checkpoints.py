@@ -13,6 +13,7 @@ from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, star
 from zerosync_strategy import ZeroSyncPlugin
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     """``load_state`` looks for the engine's checkpoint in ``pytorch_model``; the converted one takes its place."""

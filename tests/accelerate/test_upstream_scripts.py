@@ -44,6 +44,7 @@ from accelerate.utils import DistributedType, is_torchdata_stateful_dataloader_a
 from torch.utils.data import DataLoader, default_collate
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from tests.harness.extended import STAGES
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import ZeroSyncPlugin
@@ -51,7 +52,6 @@ from zerosync_strategy.accelerate import run
 from zerosync_strategy.accelerate.install import install
 
 SCRIPTS = "accelerate.test_utils.scripts"
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 ACCURATE = 0.82  # what Accelerate asks of test_performance
 
 
@@ -148,7 +148,8 @@ def test_ops(tmp_path: Path) -> None:
     launch(job, tmp_path)
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_script_and_the_training_that_it_leaves_out_under_deepspeed(stage: int, tmp_path: Path) -> None:
     """Left out because "trainings are not exactly the same in DeepSpeed and CPU mode". Under ZeroSync they are (W2)."""
 
@@ -175,6 +176,7 @@ if not is_torchdata_stateful_dataloader_available():
     LEFT_OUT |= dict.fromkeys(("test_stateful_dataloader", "test_stateful_dataloader_save_state"), "needs torchdata")
 
 
+@pytest.mark.extended
 def test_distributed_data_loop(tmp_path: Path) -> None:
     def job() -> None:
         module = script("test_distributed_data_loop")
@@ -202,7 +204,8 @@ class NormsInSync:
             assert float(engine.get_global_grad_norm()) == pytest.approx(expected, rel=rtol), f"iteration {iteration}"
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.off_device("its own plain model is on the CPU")
 def test_sync(stage: int, tmp_path: Path) -> None:
     def job() -> None:
@@ -232,7 +235,8 @@ def test_metrics(tmp_path: Path) -> None:
     launch(lambda: script("external_deps.test_metrics").main(), tmp_path, stage=3)
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_performance(stage: int, tmp_path: Path, bert: str) -> None:
     def job() -> None:
         arguments = argparse.Namespace(
@@ -245,7 +249,8 @@ def test_performance(stage: int, tmp_path: Path, bert: str) -> None:
     launch(job, tmp_path, stage, zero={"stage3_gather_16bit_weights_on_model_save": True}, gradient_clipping=1.0)
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_checkpointing(stage: int, tmp_path: Path, bert: str) -> None:
     """With two backwards per step, so that the last one of the epoch is in the window that is open when it is saved."""
 
@@ -262,6 +267,7 @@ def test_checkpointing(stage: int, tmp_path: Path, bert: str) -> None:
     launch(lambda: job(True), tmp_path, stage, gradient_accumulation_steps=2)
 
 
+@pytest.mark.extended
 def test_ds_multiple_model(tmp_path: Path, bert: str) -> None:
     def job() -> None:
         module = script("external_deps.test_ds_multiple_model")
@@ -300,9 +306,10 @@ def test_zero3_integration(tmp_path: Path, bert: str) -> None:
     launch(job, tmp_path)
 
 
+@pytest.mark.extended(but=("3",))
 @since("1.12", "it has no sequence parallelism", package="accelerate")
 @since("0.19.8", "its loader of parts of sequences does not run on gloo")
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_ds_alst_ulysses_sp(stage: int, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

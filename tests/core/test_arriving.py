@@ -70,6 +70,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.extended(but=("2-2",))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_whatever_is_read_is_there(stage: int, ranks: int) -> None:
@@ -188,6 +189,7 @@ def _mix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight.T)
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_code_reads_what_is_there(whole: bool) -> None:
     def run() -> tuple[float, int]:

@@ -13,6 +13,7 @@ import zerosync_strategy
 from tests.harness import engines
 from tests.harness.copying import loss_of, make_engine, network, oracle
 from tests.harness.engines import rank
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
@@ -23,7 +24,7 @@ from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_steps_of_the_engine(stage: int) -> None:
     """DeepSpeed's own idiom: backward and step after every micro-batch; the engine steps on the last."""
 
@@ -58,8 +59,9 @@ def test_a_second_engine_over_the_same_parameters() -> None:
     assert all("'0.weight'" in error for error in run_ranks(run))
 
 
+@pytest.mark.extended(but=("3",))
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_detach_leaves_no_trace(stage: int) -> None:
     """Two steps attached and two detached are right, as are four that were never attached."""
 
@@ -90,7 +92,7 @@ def test_detach_leaves_no_trace(stage: int) -> None:
 
 
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with this torch")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_there_are_no_buffers_of_deepspeeds_own_reductions(stage: int) -> None:
     """They have the size of its buckets: by default 500 million elements, two of them with `overlap_comm`."""
 
@@ -117,7 +119,7 @@ def test_there_are_no_buffers_of_deepspeeds_own_reductions(stage: int) -> None:
     assert run_ranks(run) == [[0, 12345]] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_clip_next_step_is_for_one_step(stage: int) -> None:
     def run() -> float:
         engine = make_engine(stage)
@@ -157,7 +159,8 @@ def test_a_step_that_is_clipped_computes_the_norm(stage: int) -> None:
         assert norms == [False, True, False]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
     def run(coalesce: bool) -> float:
         engine = make_engine(stage, {"offload_optimizer": {"device": "cpu"}})
@@ -172,8 +175,9 @@ def test_optimizer_offloaded_to_the_cpu(stage: int) -> None:
     assert run_ranks(run, False) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["", "offloaded"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_without_gradient_is_an_error_where_the_configuration_says_so(
     stage: int, zero: dict[str, Any]
 ) -> None:
@@ -192,7 +196,7 @@ def test_a_parameter_without_gradient_is_an_error_where_the_configuration_says_s
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_that_deepspeed_does_not_manage(stage: int) -> None:
     def run() -> tuple[float, int, int]:
         engine = make_engine(stage, {"overlap_comm": False}, managed_gradient_accumulation=False)
@@ -226,7 +230,7 @@ def test_upstream_coalescing_and_no_sync_are_harmless_inside() -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_module_frozen_in_mid_window_keeps_its_gradient(stage: int) -> None:
     def run() -> float:
         engine = make_engine(stage)
@@ -373,7 +377,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_handle_is_of_no_use_twice_or_after_its_end(stage: int) -> None:
     """Every public method of a handle: what it reports stays, what would act on the engine is an error."""
 
@@ -418,6 +422,7 @@ def test_a_handle_is_of_no_use_twice_or_after_its_end(stage: int) -> None:
         assert names > STILL_THERE, STILL_THERE - names
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.off_device("it is about gloo")
 def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:

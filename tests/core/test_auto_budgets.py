@@ -133,6 +133,7 @@ def train(
 PARAMETERS, GRADIENTS = "param_memory_budget", "grad_memory_budget"
 
 
+@pytest.mark.extended(but=("3-names1-1.6-2", "1-names2-1.2-2"))
 @pytest.mark.parametrize(
     ("stage", "names", "room", "ranks"),
     [

@@ -30,6 +30,7 @@ def engine_of(net: nn.Module, stage: int, **options: Any) -> Any:
     return engine, attach(engine, **options)
 
 
+@pytest.mark.extended(but=("ema-3, held", "swa-2"))
 @KINDS
 @pytest.mark.parametrize("ema", [True, False], ids=["ema", "swa"])
 def test_averaged_model_over_a_checkpoint(stage: int, options: dict[str, Any], ema: bool, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ class EMAModel:
             param.data.copy_(stored.data)
 
 
+@pytest.mark.extended(but=("2",))
 @KINDS
 def test_diffusers_ema_over_a_checkpoint(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """It evaluates with the average between steps, and trains on from the average after the fourth and a checkpoint."""

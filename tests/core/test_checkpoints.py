@@ -40,6 +40,7 @@ def error_of(load: Any, *args: Any, **options: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_damaged_shard_of_one_rank_is_loaded_by_none(stage: int, tmp_path: Path) -> None:
     """They go on with what they had, gradients included; and what has no ids loads, if it is not damaged."""
@@ -92,6 +93,7 @@ INTERRUPTIONS = {
 }
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_interrupted_save_over_an_existing_tag_is_refused(stage: int, tmp_path: Path) -> None:
     def save(interruption: str) -> None:

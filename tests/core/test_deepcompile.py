@@ -74,6 +74,7 @@ def run(
     return error, zerosync.report
 
 
+@pytest.mark.extended(but=("3-options1-2",))
 @pytest.mark.parametrize(
     ("stage", "options", "reductions"),
     [(3, {}, 1), (3, {"coalesce": False}, 2), (2, {}, 1), (1, {"grad_memory_budget": 0}, 2)],

@@ -27,6 +27,7 @@ def train(engine: Any, steps: int = 2) -> None:
         engine.step()
 
 
+@pytest.mark.extended(but=("3-detach",))
 @pytest.mark.parametrize(("stage", "end"), [(2, "destroy"), (3, "detach")])
 @pytest.mark.off_device("the simulation has replaced much before")
 def test_nothing_stays_replaced(stage: int, end: str) -> None:

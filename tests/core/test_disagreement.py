@@ -16,6 +16,7 @@ from torch import nn
 from tests.harness import engines
 from tests.harness.copying import adamw, loss_of, make_engine, network
 from tests.harness.engines import expect_timeout, rank, start
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.groups import ROWS
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
@@ -70,6 +71,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended(but=("2-reduced at every backward", "3-promised by one rank", "3-a rank is elsewhere"))
 @ends_by_timeout
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("stage", [2, 3])
@@ -156,8 +158,9 @@ def test_one_rank_alone(stage: int, act: Callable[[Any, Path], None], tmp_path: 
         assert "\n  rank 1: in the " in outcome.message, outcome.message
 
 
+@pytest.mark.extended(but=("3",))
 @ends_by_timeout
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_reason_of_a_rank_that_raised(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage)
@@ -181,6 +184,7 @@ def _raise(_: Any) -> None:
     raise ValueError("boom")
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.off_device("by order alone, reductions would meet others: ranks get the error of the next test")
 @pytest.mark.parametrize("how", ["engine", "raw", "raw, dropped by abort()"])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -216,7 +220,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int, how
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_drops_its_gradients_alone(stage: int) -> None:
     """W3: the other one takes no part in it, and drops its own by zero_grad()."""
 
@@ -242,6 +246,9 @@ def test_a_rank_drops_its_gradients_alone(stage: int) -> None:
 REDUCES = {"grad_memory_budget": 0}
 
 
+@pytest.mark.extended(
+    but=("2-options0-True-False", "2-options1-False-True", "3-options2-True-False", "3-options4-False-True")
+)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(
     ("stage", "options", "alike"),
@@ -313,6 +320,7 @@ def engine_that_chooses(model: Chooses, **zero: Any) -> Any:
 FOUR_RANKS = pytest.param(4, "backward", marks=since("0.19.3", "there is no shard_over()"))
 
 
+@pytest.mark.extended(but=("2-forward",))
 @ends_by_timeout
 @pytest.mark.parametrize(("world_size", "where"), [(2, "forward"), (2, "outside of the module"), FOUR_RANKS])
 def test_gathers_of_different_parameters_do_not_meet(world_size: int, where: str) -> None:

@@ -116,6 +116,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.extended(but=("modules-eager-item-options3",))
 @pytest.mark.parametrize(
     ("how", "backend", "stop", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -139,6 +140,7 @@ def test_equal_to_plain_torch(how: str, backend: str, stop: str, options: dict[s
         assert left == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["Readers", pytest.param("Model", marks=pytest.mark.slow)])
 def test_with_inductor_up_to_its_rounding(kind: str, tmp_path: Any) -> None:
     def run() -> float:
@@ -392,6 +394,7 @@ class Slow:
         self._target.copy_(self._arrived)
 
 
+@pytest.mark.extended(but=("-options0",))
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -461,7 +464,7 @@ class Mixed(Readers):
 
 
 @since("0.19.3", "a module fed without a gradient keeps its parameters until the step")
-@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.extended)])
 @pytest.mark.off_device("Dynamo compiles nothing there")
 def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
     def run(until_the_end: bool) -> list[int]:
@@ -492,6 +495,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
         assert max(within) < everything <= min(beyond), (within, beyond)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "backend", ["aot_eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("eager", "inductor"))]
 )
@@ -511,26 +515,34 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, tmp_path:
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)
 
 
-@pytest.mark.off_device("Dynamo compiles nothing there")
-def test_no_recompilation_loops_and_fewer_breaks_than_stock() -> None:
-    def run(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
-        torch.manual_seed(0)
-        engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
-        x = data(0, 0) if ahead else torch.ones(2, WIDTH)
-        if not stock:
-            attach(engine)
-        engine.compile(backend="eager")
-        counts = []
-        for _ in range(20):
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            counts.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
-        return counts, sum(counters["graph_break"].values())
+def counted(stock: bool, ahead: bool = False) -> tuple[list[tuple[int, int]], int]:
+    """Frames and graphs by step, and graph breaks, of twenty steps."""
+    torch.manual_seed(0)
+    engine = make_engine(Ahead() if ahead else nn.Sequential(*(Block("") for _ in range(2))))
+    x = data(0, 0) if ahead else torch.ones(2, WIDTH)
+    if not stock:
+        attach(engine)
+    engine.compile(backend="eager")
+    counts = []
+    for _ in range(20):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        counts.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
+    return counts, sum(counters["graph_break"].values())
 
-    stock, ours = (run_ranks(run, of_stock)[0] for of_stock in (True, False))
-    prefetched = run_ranks(run, False, True)[0]  # stock cannot compile it
-    for counts, _ in (ours, prefetched):
-        assert len(set(counts[1:])) == 1, counts
+
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.off_device("Dynamo compiles nothing there")
+def test_no_recompilation_loops(ahead: bool) -> None:
+    """``ahead``: with parameters that are prefetched, which stock cannot compile."""
+    counts, _ = run_ranks(counted, False, ahead)[0]
+    assert len(set(counts[1:])) == 1, counts
+
+
+@pytest.mark.extended
+@pytest.mark.off_device("Dynamo compiles nothing there")
+def test_fewer_breaks_than_stock() -> None:
+    stock, ours = (run_ranks(counted, of_stock)[0] for of_stock in (True, False))
     assert ours[0][-1][0] < stock[0][-1][0] and ours[0][-1][1] <= stock[0][-1][1], (ours, stock)
     assert ours[1] < stock[1], (ours, stock)
 
@@ -552,6 +564,7 @@ def test_frozen_and_thawed_in_training() -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_hooks_that_are_registered_anew(budget: Any) -> None:
     """As TRL does: it gathers all, and takes DeepSpeed's hooks away, while it generates."""

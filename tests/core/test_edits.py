@@ -65,6 +65,7 @@ data = noise(4, 6)
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.extended(but=("2", "2, offloaded", "3", "3, held"))
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
     [

@@ -41,6 +41,7 @@ def statuses() -> Any:
 # ---- inquiries -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("asking", [{3}, set(range(24))], ids=["one", "all"])
 def test_an_inquiry_takes_as_many_operations_as_ranks(asking: set[int]) -> None:
     world_size = 24
@@ -207,6 +208,7 @@ def test_ranges() -> None:
 # ---- what counts as an error of the communication --------------------------------------------------------------------
 
 
+@pytest.mark.extended(but=("killed",))
 @pytest.mark.off_device("gloo's errors")
 @pytest.mark.parametrize("how", ["killed", "late"])
 def test_errors_of_gloo_are_recognised(how: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.harness.copying import loss_of, network
 from tests.harness.engines import make_engine, rank
+from tests.harness.extended import STAGES
 from tests.harness.masters import Masters
 from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.racecheck import simulate
@@ -43,6 +44,11 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 HELD = {"param_memory_budget": "all"}
 
 
+@pytest.mark.extended(
+    but=(
+        "1-options0-zero0-scale0-0.0-False", "2-options2-zero2-scale2-0.0-True", "3-options6-zero6-scale6-0.0-True",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("stage", "options", "zero", "scale", "clip", "overflows"),
     [
@@ -95,6 +101,7 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
         assert error < RATE / 10
 
 
+@pytest.mark.extended(but=("1", "3"))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks 40,000 each: NCCL sums in the dtype in which they are sent."""
@@ -116,7 +123,8 @@ def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytes
     assert min(run_ranks(run)) > 0.03
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_mean_over_a_million_items(stage: int) -> None:
     """Two ranks over a million is 2e-6, which fp16 knows to 1 %."""
 
@@ -140,7 +148,7 @@ def test_a_mean_over_a_million_items(stage: int) -> None:
         assert ratio == pytest.approx(1, rel=2e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_norms_in_bf16_are_those_of_the_gradients(stage: int) -> None:
     def run() -> Any:
         net = network()

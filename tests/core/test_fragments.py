@@ -23,13 +23,13 @@ from torch import nn
 
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.extended import STAGES
 from tests.harness.networks import two_layers
 from tests.harness.oracle import Oracle, distance, full_parameters, value_of
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
@@ -66,6 +66,7 @@ class Both:
         return distance(full_parameters(self.net), full_parameters(self.plain))
 
 
+@pytest.mark.extended(but=("2-options4", "3-options5"))
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(1, {}), (2, {}), (3, {}), (3, {"zero": SHARDED}), (2, {"coalesce": False}), (3, {"coalesce": False})],
@@ -96,7 +97,7 @@ def test_gradients(stage: int, options: dict[str, Any]) -> None:
         assert (read, error) == (0.0, 0.0)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_is_changed_while_it_is_local(stage: int) -> None:
     def run() -> float:
         both = Both(stage)
@@ -160,6 +161,7 @@ def _part(full: torch.Tensor) -> torch.Tensor:
     return full.flatten().chunk(2)[rank()]
 
 
+@pytest.mark.extended(but=("2-None-options1", "3-zero4-options4"))
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
     [
@@ -213,7 +215,8 @@ def test_parameters_and_states(stage: int, zero: dict[str, Any] | None, options:
         assert max(read, error) <= (0.03 if options.get("half") else 0.0)
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_shard_that_is_not_full(stage: int) -> None:
     """Of ten elements on four ranks, the last has one; of one, three ranks have none."""
 

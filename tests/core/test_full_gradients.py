@@ -7,13 +7,13 @@ import torch
 
 from tests.harness import engines, groups
 from tests.harness.engines import rank
+from tests.harness.extended import STAGES
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.problem import Data, loss_of, network, sgd
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine import zero
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 4
 NOTHING_STAYS = {"stage3_param_persistence_threshold": 0}
 
@@ -31,7 +31,7 @@ def plain(factor: float, batches: int = BATCHES) -> dict[str, torch.Tensor]:
     )
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_step_uses_what_is_left(stage: int) -> None:
     def run() -> float:
         engine, zerosync, data = attached(stage)
@@ -53,7 +53,7 @@ def test_the_step_uses_what_is_left(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_under_a_loss_scale(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under fp16, but for DeepSpeed's own division in the step."""
     monkeypatch.setattr(zero, "loss_scale", lambda optimizer: 4.0)
@@ -78,7 +78,8 @@ def test_under_a_loss_scale(stage: int, monkeypatch: pytest.MonkeyPatch) -> None
         assert error == 0.0 and abs(ratio - 1) < NORM
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_without_gradients_and_with_some_dropped(stage: int) -> None:
     def run() -> float:
         engine, zerosync, data = attached(stage)

@@ -41,6 +41,7 @@ data = noise(4, 6)
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
+@pytest.mark.extended(but=("2", "3, held"))
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
     [(1, {}, {}), (2, {}, {}), (3, {}, {}), (3, SHARDED, {}), (3, SHARDED, {"param_memory_budget": "all"})],

@@ -74,6 +74,12 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.extended(
+    but=(
+        "1-{}-{}", "3-{'stage3_param_persistence_threshold': 0}-{}",
+        "3-{'stage3_param_persistence_threshold': 0}-{'param_memory_budget': 'all'}",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize(("stage", "zero", "options"), CASES, ids=lambda value: str(value))
 def test_training_goes_on_as_without_it(stage: int, zero: Any, options: Any, tmp_path: Path) -> None:
     """Between steps, in mid-window and in a forward, of a model that plain torch trains beside it."""
@@ -250,6 +256,7 @@ def test_groups_of_ranks_have_their_own() -> None:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended(but=("3-2000",))
 @pytest.mark.parametrize(("stage", "max_shard_size"), [(2, "5GB"), (3, "5GB"), (3, 2000)])
 def test_from_pretrained_loads_it(stage: int, max_shard_size: Any, tmp_path: Path) -> None:
     """A model of transformers with tied embeddings, trained, in one file and in several."""

@@ -69,9 +69,12 @@ def one_order_for_all(by_rank: list[list[Issued]]) -> bool:
     return True
 
 
-def test_one_order_at_every_depth_and_the_same_losses_in_twenty_runs() -> None:
+@pytest.mark.parametrize(
+    ("depths", "times"), [(DEPTHS[::2], 1), pytest.param(DEPTHS, 2, marks=pytest.mark.extended)], ids=["six", "twenty"]
+)
+def test_one_order_at_every_depth_and_the_same_losses_in_many_runs(depths: list[int], times: int) -> None:
     def repeat() -> list[Any]:
-        return [run(depth, sharing) for depth in DEPTHS for sharing in 2 * ["per_group", "shared"]]
+        return [run(depth, sharing) for depth in depths for sharing in times * ["per_group", "shared"]]
 
     ranks = run_ranks(repeat, world_size=WORLD)
     for losses, *others in ([losses for losses, _ in of_rank] for of_rank in ranks):

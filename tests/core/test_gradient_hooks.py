@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.engines import rank
+from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -108,6 +109,7 @@ def train(hooks: Hooks, stage: int, options: Any, announced: bool, raw: bool, co
     return distance(full_parameters(net), full_parameters(plain))
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("hooks", [early, late, in_training])
 @pytest.mark.parametrize(
     ("stage", "options"),

@@ -32,6 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.extended(but=("halves",))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_group_trains_its_own_exactly(layout: str) -> None:
     def run() -> Any:
@@ -131,6 +132,7 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
 READS: list[dict[str, Any]] = [{}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}]
 
 
+@pytest.mark.extended(but=("-options0",))
 @pytest.mark.parametrize(
     ("backend", "options"),
     [

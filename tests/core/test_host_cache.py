@@ -52,6 +52,7 @@ class Pair:
         return distance(full_parameters(self.net), full_parameters(self.plain))
 
 
+@pytest.mark.extended(but=("4608-all-2-3-0", "0-2303-0-0-1000000000"))
 @pytest.mark.parametrize(
     ("device", "host", "held", "kept", "reuse"),
     [
@@ -165,6 +166,7 @@ def test_what_changes_a_parameter_ends_its_copy(tmp_path: Path) -> None:
         assert errors == [0.0] * len(errors)
 
 
+@pytest.mark.extended(but=("6912",))
 @pytest.mark.parametrize("device", [0, 3 * LAYER])
 @pytest.mark.off_device("NCCL's comparison of gathers, 16 bytes per step, is more than 2 % of so little")
 def test_frozen_parameters_are_sent_in_the_first_step_alone(device: int) -> None:

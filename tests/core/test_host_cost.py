@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.host_cost import measure
+from tests.harness.extended import VALUES
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 
@@ -25,6 +26,7 @@ def measured(system: str, world_size: int, **options: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_three_times_the_python_calls_of_torch(stage: int) -> None:
     torch, ours = (
@@ -45,6 +47,7 @@ def test_python_calls_beside_stock() -> None:
     assert ours - torch <= 0.4 * (stock_2 - torch)
 
 
+@pytest.mark.extended(but=("1-1.3", "3-1.3"))
 @pytest.mark.parametrize(("system", "most"), [("1", 1.3), ("2", 1.3), ("3", 1.3), ("3-held", 2.0)])
 def test_a_step_costs_the_same_on_a_thousand_ranks(system: str, most: float) -> None:
     on_8, on_1024 = (measured(f"zerosync-{system}", world_size) for world_size in (8, 1024))
@@ -57,6 +60,7 @@ def test_a_step_costs_the_same_on_a_thousand_ranks(system: str, most: float) -> 
         assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
 
 
+@pytest.mark.extended(but=("131584",))
 @pytest.mark.parametrize("bucket", [None, 2 * WIDTH * (WIDTH + 1)])
 def test_streaming_costs_the_same_on_a_thousand_ranks(bucket: int | None) -> None:
     """With small buckets each is of few ranks: of ours on 8, of hundreds on 1,024."""
@@ -66,6 +70,7 @@ def test_streaming_costs_the_same_on_a_thousand_ranks(bucket: int | None) -> Non
     assert on_1024["python_calls"] <= 1.2 * on_8["python_calls"]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [8, 1024])
 def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None:
@@ -78,6 +83,7 @@ def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None
     assert sum(count for count, _ in found["collectives"].values()) <= buckets + (8 if stage < 3 else 8 + 3 * LAYERS)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_node_shards_cost_the_same_on_any_number_of_nodes_of_any_size(stage: int) -> None:
     """With far more parameters than buckets; calls and collectives."""

@@ -38,6 +38,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
 
 
+@pytest.mark.extended(but=("2-2", "3-2"))
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tiny_parameters(stage: int, world_size: int) -> None:
@@ -105,6 +106,7 @@ def images(k: int, of_rank: int) -> torch.Tensor:
     return x.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.extended(but=("2-zero1", "3-zero3", "3-zero.Init"))
 @pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, SHARDED), (3, "zero.Init")])
 def test_layouts_of_torch(stage: int, zero: Any) -> None:
     """They are contiguous here, which changes no value but in how convolutions round."""
@@ -160,6 +162,7 @@ SHARING = {
 SHARDED_BY_THEN = {"part of a buffer", "frozen", "buffer", "expanded"}  # and were no parameters of ZeRO-3's after it
 
 
+@pytest.mark.extended(but=("2-config1", "3-zero.Init"))
 @pytest.mark.parametrize(("stage", "config"), [(1, {}), (2, {"bf16": {"enabled": True}}), (3, {}), (3, "zero.Init")])
 def test_memory_that_parameters_share_is_named(stage: int, config: Any) -> None:
     """In plain torch, what is written to one is in the other."""

@@ -45,6 +45,7 @@ def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
     return module(inputs(k, of_rank)).square().mean()
 
 
+@pytest.mark.extended(but=("2-budget0", "3-budget3"))
 @pytest.mark.parametrize(("stage", "budget"), BUDGETS)
 def test_reads_edits_and_an_abort_in_mid_window(stage: int, budget: Any) -> None:
     """What was aborted leaves nothing behind."""
@@ -78,6 +79,7 @@ def test_reads_edits_and_an_abort_in_mid_window(stage: int, budget: Any) -> None
     assert run_ranks(run, world_size=4, env=NODES) == [0.0] * 4
 
 
+@pytest.mark.extended(but=("budget0",))
 @pytest.mark.parametrize("budget", [NODE, MIXED])
 def test_what_is_written_in_mid_window_is_what_later_backwards_use(budget: Any) -> None:
     def run() -> float:
@@ -100,6 +102,7 @@ def test_what_is_written_in_mid_window_is_what_later_backwards_use(budget: Any) 
     assert run_ranks(run, world_size=4, env=NODES) == [0.0] * 4
 
 
+@pytest.mark.extended(but=("3-budget3",))
 @pytest.mark.parametrize(("stage", "budget"), BUDGETS)
 def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_path: Path) -> None:
     """The same operations on the same values, so on any processor."""
@@ -126,6 +129,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_pa
     assert all(torch.equal(one[name], two[name]) for one, two in zip(first, again, strict=True) for name in one)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.off_device("gloo's watch ends a wait that no rank ends; NCCL's ends the process")
 def test_ranks_with_other_numbers_of_backwards_are_told_what_to_do(stage: int) -> None:
@@ -146,6 +150,7 @@ def test_ranks_with_other_numbers_of_backwards_are_told_what_to_do(stage: int) -
     assert not any("param_memory_budget" in each.message for each in outcomes), outcomes
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_skips_a_step_that_overflows_on_a_rank(stage: int) -> None:
     def scaled(module: Any, k: int, of_rank: int) -> torch.Tensor:

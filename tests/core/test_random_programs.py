@@ -1,10 +1,12 @@
 """Random programs on stages 1, 2, 3 equal plain torch: exactly when coalesced on two ranks (W1, W2)."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from tests.harness.engines import rank, start
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.programs import Program, run_attached
 from tests.harness.ranks import run_ranks
@@ -27,26 +29,38 @@ def failures(seeds: Iterable[int], stage: int, ranks: int = 2) -> list[str]:
     return wrong
 
 
+def some_of(some: Iterable[int], others: Iterable[int]) -> Any:
+    """Programs that `make test` runs, and those that `make test-all` runs, too."""
+    return pytest.mark.parametrize(
+        "seeds", [some, pytest.param(others, marks=pytest.mark.extended)], ids=["some", "others"]
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@some_of([*range(6), 2116], range(6, 30))  # in 2116, a gather is in flight when a step begins
+def test_random_programs(stage: int, seeds: Iterable[int]) -> None:
+    assert run_ranks(failures, seeds, stage, timeout=240) == [[], []]
+
+
+@pytest.mark.extended(but=("some-3",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_random_programs(stage: int) -> None:
-    # In 2116, a gather is in flight when a step begins.
-    assert run_ranks(failures, [*range(30), 2116], stage, timeout=240) == [[], []]
+@some_of(range(1000, 1003), range(1003, 1008))
+def test_random_programs_on_three_ranks(stage: int, seeds: Iterable[int]) -> None:
+    assert run_ranks(failures, seeds, stage, 3, world_size=3, timeout=240) == [[], [], []]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_random_programs_on_three_ranks(stage: int) -> None:
-    assert run_ranks(failures, range(1000, 1008), stage, 3, world_size=3, timeout=240) == [[], [], []]
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_random_programs_by_native_collectives(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@some_of(range(3000, 3003), range(3003, 3012))
+def test_random_programs_by_native_collectives(
+    stage: int, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is sent on NCCL, by its rules: matched by order alone, and there once somebody has waited."""
     monkeypatch.setattr(reducer, "SMALL_BYTES", 100)
 
     def run() -> list[str]:
         start()
         with strict():
-            return failures(range(3000, 3012), stage)
+            return failures(seeds, stage)
 
     assert run_ranks(run, timeout=240) == [[], []]
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.engines import attached_of, rank
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
@@ -60,6 +61,7 @@ def bytes_sent(report: Any) -> int:
     return sum(traffic.bytes for kind, traffic in report.collectives.items() if not kind.startswith("all_reduce"))
 
 
+@pytest.mark.extended(but=("1", "3"))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_gradient_budget(stage: int) -> None:
     """The peak of unreduced gradients stays within the budget plus one parameter; the less memory, the more bytes."""
@@ -92,7 +94,8 @@ def test_the_gradient_budget(stage: int) -> None:
     assert [report.peak_unreduced_bytes for report in reports.values()] == [6 * LAYER, 4 * LAYER, 2 * LAYER, LAYER]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
 
@@ -118,6 +121,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
     assert run_ranks(run, False)[0] == (0.0, 1, 0)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.off_device("collectives of NCCL are as large as buckets, on one host and between hosts")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_between_hosts_messages_are_smaller(stage: int) -> None:
@@ -150,6 +154,7 @@ EVERY_WAY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.extended(but=("1-2", "3-2"))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_numbers_are_exact(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +195,7 @@ def full_parameters_of(weights: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"weights.{index}": weight for index, weight in enumerate(weights)}
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     """To the bit, on any processor: each element is the sum of the same three, by the same order of additions."""
@@ -218,7 +224,7 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     run_ranks(run, world_size=3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_whose_gradients_were_all_dropped_is_one_with_zeros(stage: int) -> None:
     """Not with those of the step before, which are still in the memory of the shards."""
 
@@ -234,6 +240,7 @@ def test_a_step_whose_gradients_were_all_dropped_is_one_with_zeros(stage: int) -
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("1-2", "2-2", "3-2"))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_are_at_the_floor(stage: int, ranks: int) -> None:
@@ -249,6 +256,7 @@ def test_bytes_are_at_the_floor(stage: int, ranks: int) -> None:
         assert 1.0 <= report.ratio < 1.02
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
 def test_gradient_predivide_factor(stage: int, factor: float) -> None:
@@ -262,7 +270,8 @@ def test_gradient_predivide_factor(stage: int, factor: float) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_communication_in_bf16(stage: int) -> None:
     """Half the bytes for the gradients; the sum itself is fp32, so only what is sent is rounded."""
 
@@ -280,6 +289,7 @@ def test_communication_in_bf16(stage: int) -> None:
     assert bytes_sent(report) == LAYERS * LAYER // 4 + LAYERS * LAYER // 2
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp32_accumulation_of_bf16_gradients(stage: int) -> None:
     """Local gradients accumulate in the configured type: ten small ones are not lost beside a large one."""
@@ -348,6 +358,7 @@ def test_an_overflow_skips_the_step_and_closes_the_window(stage: int) -> None:
     assert run_ranks(run) == [(1, 0.0, 0.0)] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeed_mixture_of_experts(stage: int) -> None:
     """Experts are averaged over their own group, as by DeepSpeed's own reducer."""
@@ -410,6 +421,7 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
     assert run_ranks(run) == [(True, False)] * 2
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +452,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
         assert most == 2 and launched > 8, (most, launched)
 
 
+@pytest.mark.extended(but=("3-2",))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ def forwards_twice(engine: Any, zerosync: Any, step: int) -> None:
     engine(torch.ones(1, WIDTH))  # with gradients that no backward uses
 
 
+@pytest.mark.extended(but=("plain", "held", "a reader"))
 @pytest.mark.parametrize(
     ("between", "options"),
     [
@@ -137,6 +138,7 @@ def test_the_ratio_holds_for_what_modules_ask_for(between: Any, options: dict[st
         assert reports[-1].floor_bytes == (BACKWARDS + 1) * ALL  # the unused one is never gathered
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_what_is_sent_beside_steps_is_counted_apart_and_named(budget: Any, tmp_path: Path) -> None:
     others = "engines without ZeroSync"

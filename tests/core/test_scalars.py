@@ -10,6 +10,7 @@ import torch
 from tests.accelerate import runs as accelerate_runs
 from tests.harness import problem
 from tests.harness.engines import make_engine
+from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import Data, adamw, loss_of
 from tests.harness.ranks import run_ranks
@@ -38,6 +39,7 @@ def expected(batches: int) -> dict[str, torch.Tensor]:
     return full_parameters(module)
 
 
+@pytest.mark.extended(but=("3-zero3",))
 @pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, ALL_SHARDED)])
 def test_plain_deepspeed_and_its_checkpoint(stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
     def engine() -> Any:
@@ -66,6 +68,7 @@ def test_plain_deepspeed_and_its_checkpoint(stage: int, zero: dict[str, Any], tm
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("zero", [{}, ALL_SHARDED], ids=["persistent", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_saved_model(dtype: torch.dtype, zero: dict[str, Any], tmp_path: Path) -> None:
@@ -95,6 +98,7 @@ def test_the_saved_model(dtype: torch.dtype, zero: dict[str, Any], tmp_path: Pat
     run_ranks(run)
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("sharded_from_the_start", [False, True])
 def test_lightning(sharded_from_the_start: bool) -> None:
     class Module(lightning_runs.Module):

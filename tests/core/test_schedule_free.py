@@ -12,6 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.extended import VALUES
 from tests.harness.masters import Masters
 from tests.harness.networks import stack
 from tests.harness.optimizers import ScheduleFree
@@ -53,6 +54,12 @@ def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
     return (module(x).float() - 0.3).square().mean()
 
 
+@pytest.mark.extended(
+    but=(
+        "2-3-options6-zero6-ScheduleFree", "2-3-options10-zero10-whole", "AdamWScheduleFree", "SGDScheduleFree",
+        "RAdamScheduleFree", "AdamWScheduleFreeReference",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("ranks", "stage", "options", "zero", "make"),
     [
@@ -122,6 +129,7 @@ def test_training_and_evaluation(ranks: int, stage: int, options: Any, zero: Any
         assert len(errors) > 20 and set(errors) == {0.0}, errors
 
 
+@pytest.mark.extended(but=("3-options3-zero3",))
 @pytest.mark.parametrize(
     ("stage", "options", "zero"),
     [
@@ -175,6 +183,7 @@ def test_in_16_bits(stage: int, options: Any, zero: Any) -> None:
         assert len(off) == 2 * LAYERS * 2 * (STEPS - 2) and max(off) < 0.5, off
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize(("stage", "make"), [(2, ScheduleFree), (3, ScheduleFree), (2, whole), (3, whole)])
 @pytest.mark.parametrize("saved", ["train", "eval"])
 def test_a_checkpoint_has_the_mode_in_which_it_is_saved(

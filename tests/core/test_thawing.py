@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.extended import STAGES
 from tests.harness.networks import two_layers
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -21,7 +22,7 @@ from zerosync_strategy.core.comm import messages
 data = noise(4, 6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_was_frozen_when_the_engine_was_built(stage: int) -> None:
     """DeepSpeed has no place for its gradient, and would never train it, silently."""
 
@@ -59,6 +60,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 FROZEN: dict[int, set[int]] = {0: {0, 1, 2, 6}, 1: {4, 5}, 2: {0, 1, 2, 3, 4}}
 
 
+@pytest.mark.extended(but=("1-adamw-options0", "3-no state-options6", "3-adamw-options12"))
 @pytest.mark.parametrize(
     ("stage", "optimizer", "options"),
     [

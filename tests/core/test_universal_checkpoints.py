@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, started, to_universal
@@ -14,7 +15,8 @@ from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     def train(run: int) -> dict[str, torch.Tensor]:
         net = Net() if run else started(Net())
@@ -46,6 +48,7 @@ def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
         to_universal(tmp_path / f"run{run}", tmp_path / f"universal{run}")
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_not_there_is_named(stage: int, tmp_path: Path) -> None:
     def save() -> None:

@@ -115,6 +115,7 @@ def test_within_a_budget_the_most_gathered_are_held() -> None:
     assert sent[0] > sent[1] > sent[2]
 
 
+@pytest.mark.extended(but=("0",))
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_others_may_gather_evaluate_and_save_in_mid_window(budget: Any) -> None:
     def run() -> float:
@@ -148,6 +149,7 @@ class Odd(Model):
         return last(x).square().mean()
 
 
+@pytest.mark.extended(but=("8192-True",))
 @pytest.mark.parametrize(("budget", "eager_frames"), [("all", True), ("all", False), (2 * LAYER_BYTES, True)])
 def test_what_others_release_is_there_for_the_backward(budget: Any, eager_frames: bool) -> None:
     def data_of(k: int, rank: int) -> torch.Tensor:

@@ -107,6 +107,7 @@ def views(net: Net) -> None:
 WRITES = [soft_update, lerp, foreach, mix, sync, load, initialize, views]
 
 
+@pytest.mark.extended(but=("3, offloaded",))
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
     [
@@ -202,6 +203,7 @@ OWN_WRITES: list[tuple[Callable[[nn.Parameter], None], int]] = [
 TORN = pytest.mark.off_device("a copy that nobody will read is made while a module begins to write")
 
 
+@pytest.mark.extended(but=("cpu-host-clear", "streams-held-replace"))
 @pytest.mark.parametrize(
     ("budget", "write", "first"),
     [
@@ -241,6 +243,7 @@ def test_what_a_module_writes_to_its_own_parameters_lasts(
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("budget2",))
 @pytest.mark.parametrize("budget", [0, HOST, {"device": 0, "node": "all"}])
 def test_what_one_rank_alone_finds_in_its_shard_is_in_the_copies_of_all(budget: Any) -> None:
     """A module clears a part of one rank's shard in the first micro-batch, and the second one uses it."""
@@ -331,6 +334,7 @@ def test_modules_return_and_take_anything(options: dict[str, Any]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("zero2-options2",))
 @pytest.mark.parametrize(
     ("zero", "options"),
     [({}, {}), (SHARDED, {}), (SHARDED, {"param_memory_budget": "all"}), (SHARDED, {"param_memory_budget": HOST})],
@@ -363,6 +367,7 @@ def penalty(net: Net) -> torch.Tensor:
     return 0.1 * sum(param.pow(2).sum() for param in net.online.parameters()) + net.words.weight.abs().mean()
 
 
+@pytest.mark.extended(but=("zero0-options0",))
 @pytest.mark.parametrize(("zero", "options"), [({}, {}), (SHARDED, {}), (SHARDED, {"param_memory_budget": "all"})])
 def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[str, Any]) -> None:
     """Computed beside the loss, and inside a forward."""
@@ -392,6 +397,7 @@ def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[
         assert max(errors) == 0.0
 
 
+@pytest.mark.extended
 def test_a_penalty_in_a_compiled_forward() -> None:
     def run() -> float:
         net = Net()
@@ -539,6 +545,7 @@ def inputs(k: int, of_rank: int) -> torch.Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * k + of_rank))
 
 
+@pytest.mark.extended(but=("3, held",))
 @pytest.mark.parametrize(
     ("stage", "options"), [(2, {}), (3, {}), (3, {"param_memory_budget": "all"})], ids=["2", "3", "3, held"]
 )

@@ -77,6 +77,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_is_that_of_plain_torch(world_size: int) -> None:
     def run() -> list[Any]:
@@ -123,6 +124,7 @@ def rank_dependent(shape: tuple[int, ...], _: Any) -> float:
     return float(shape[rank() % len(shape)])
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_users_own_cost(stage: int) -> None:
     """Four matrices beside an embedding that costs nothing: two on each rank, and by Newton-Schulz all on one."""
@@ -197,6 +199,7 @@ def test_frozen_edited_and_shown(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("adafactor-3", "mixed-2"))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_checkpoints(name: str, stage: int, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def measure(stage: int, world_size: int, rank: int) -> tuple[float, float, float
     return sent / of_adamw, sent / report.floor_bytes, max(sizes) / WIDTH**2, len(optimizer.state), len(sizes)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bytes_buffers_and_balance(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerosync_strategy.core.gradients.reducer.SMALL_BYTES", 4 * WIDTH**2 * 4)

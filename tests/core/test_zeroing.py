@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
+from tests.harness.extended import VALUES
 from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -31,6 +32,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5)
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
     ("stage", "options"), [(1, {}), (2, {"coalesce": False}), (3, {}), (3, {"coalesce": False})]

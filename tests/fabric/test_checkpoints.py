@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
 from tests.harness.checkpoints import die_in_file
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw, network, oracle
 from tests.harness.ranks import run_ranks
@@ -38,7 +39,8 @@ def step(fabric: Any, model: Any, optimizer: Any, batches: range) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_resuming(stage: int, tmp_path: Path) -> None:
     """Weights, optimizer, what else is in the state under any name, and what the state does not ask for."""
 
@@ -81,7 +83,8 @@ def test_resuming(stage: int, tmp_path: Path) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, True, 0.0025)] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_weights_alone(stage: int, tmp_path: Path) -> None:
     """Without the optimizer; for evaluation; from a file that Fabric saved without DeepSpeed; and into one's own."""
 
@@ -135,6 +138,7 @@ def test_weights_alone(stage: int, tmp_path: Path) -> None:
     run_ranks(run, timeout=60)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_several_models(stage: int, tmp_path: Path) -> None:
     def run() -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fabric.runs import backward, losses, make_fabric, trained
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, network, oracle, sgd
 from tests.harness.ranks import run_ranks
@@ -16,7 +17,8 @@ def hooks(model: Any) -> list[int]:
     return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.module.modules()]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_model_trains_once_it_has_an_optimizer(stage: int, tmp_path: Path) -> None:
     """It is evaluated before; forwards, clipping, saving and loading go to the engine afterwards."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.fabric.runs import make_fabric
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, Data, adamw
 from tests.harness.ranks import run_ranks
@@ -27,8 +28,9 @@ def judge(discriminator: nn.Module, samples: torch.Tensor, are_real: float) -> t
     return nn.functional.binary_cross_entropy_with_logits(verdict, torch.full_like(verdict, are_real))
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("as_lightnings_example", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_gan(stage: int, as_lightnings_example: bool) -> None:
     """Steps in another order than backwards; the discriminator's gradients of the generator's loss are dropped.
 
@@ -80,7 +82,7 @@ def test_a_gan(stage: int, as_lightnings_example: bool) -> None:
     assert [steps for _, steps in results] == [[(1, 3), (1, 3)]] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_teacher_without_an_optimizer(stage: int) -> None:
     """Its gradients are refused, for they would be each rank's own; frozen, gradients pass through it."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.fabric.runs import backward, losses, make_fabric, set_up, trained
+from tests.harness.extended import STAGES
 from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import NORM, distance, full_parameters, of_trained
 from tests.harness.problem import adafactor, adamw, oracle
@@ -14,7 +15,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_accumulation(stage: int) -> None:
     """With `no_backward_sync` on and off, and without it."""
 
@@ -43,6 +45,7 @@ def test_accumulation(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, [(4, 1, 1), (4, 1, 0), (4, 1, 1)])] * 2
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int) -> None:
     def run() -> Any:
@@ -66,7 +69,8 @@ def test_a_schedule_free_optimizer(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [[0.0] * 4] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_clipping(stage: int) -> None:
     """By norm, by another norm, by value, twice, and to nothing; and of a step that is left out."""
 
@@ -143,7 +147,7 @@ def test_a_norm_that_is_not_finite(stage: int) -> None:
     run_ranks(run, timeout=60)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_schedulers_and_closures(stage: int) -> None:
     """The program steps the scheduler, given to `setup()` or not, before it or after."""
 
@@ -197,6 +201,7 @@ def test_schedulers_and_closures(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, True)] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def run() -> float:

@@ -45,6 +45,12 @@ def check(trial: Trial, framework: str, kind: str, victim: int = 1) -> None:
     assert trial.resumes
 
 
+@pytest.mark.extended(
+    but=(
+        "plain DeepSpeed-3-full disk-checkpoint", "Lightning-2-SIGTERM-forward",
+        "Lightning-3-out of memory-reduction",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize(("framework", "stage", "kind", "place"), SOME)
 def test_a_fault_ends_every_rank_with_a_sentence(framework: str, stage: int, kind: str, place: str) -> None:
     if kind == "full disk" and os.geteuid():
@@ -62,6 +68,7 @@ def test_every_fault(framework: str, stage: int, kind: str, place: str, world_si
     check(try_fault(framework, stage, kind, place, world_size), framework, kind)
 
 
+@pytest.mark.extended(but=("plain DeepSpeed-2-truncated", "Lightning-3-foreign"))
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("framework", "stage"), [("plain DeepSpeed", 2), ("Lightning", 3)])
 def test_damaged_checkpoint(framework: str, stage: int, damage: str) -> None:
@@ -102,6 +109,7 @@ def _soak(stage: int, steps: int, directory: Path) -> None:
         assert late["resident pages"] <= early["resident pages"] + 1024, result["usage"]  # 4 MiB
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nothing_grows(stage: int, tmp_path: Path) -> None:
     _soak(stage, 400, tmp_path)

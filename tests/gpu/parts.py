@@ -60,7 +60,7 @@ PARTS = (
         "Does each rule of docs/streams.md matter on real streams, which are kept busy and poisoned?",
         90,
         tests("tests/gpu/test_streams.py"),
-        tests("tests/racecheck/test_deepspeed.py", "-k", "every_rule_is_needed", workers=2),
+        tests("tests/racecheck/test_deepspeed.py", "--extended=all", "-k", "every_rule_is_needed", workers=2),
     ),
     Part(
         "costs",

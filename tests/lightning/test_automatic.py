@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from tests.harness.experts import gathered_anew, routed_network
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import adamw, backward_of, loss_of, network, oracle, sgd
 from tests.harness.ranks import run_ranks
@@ -25,7 +26,8 @@ from zerosync_strategy import ZeroSyncStrategy
 from zerosync_strategy.core.comm import messages
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_with_the_tail_over_epochs(stage: int) -> None:
     def run() -> Any:
         recorder, trainer = fit(Module(adamw), strategy(stage), 10, accumulate_grad_batches=4, max_epochs=2)
@@ -35,7 +37,8 @@ def test_accumulation_with_the_tail_over_epochs(stage: int) -> None:
     assert run_ranks(run) == [(0.0, 6), (0.0, 6)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_scheduler(stage: int) -> None:
     def run() -> float:
         scheduler = GradientAccumulationScheduler({0: 2, 1: 4})
@@ -95,7 +98,8 @@ class StepsEverySecondBatch(Module):
             optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_closure_apart_from_the_step(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(StepsEverySecondBatch(), strategy(stage), 8)
@@ -122,8 +126,9 @@ class TwoBackwards(OwnBackward):
     parts = (0.25, 0.5)
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("module", [OwnBackward, TwoBackwards])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_overridden_backward(stage: int, module: type[OwnBackward]) -> None:
     def run() -> float:
         recorder, _ = fit(module(), strategy(stage), 8, accumulate_grad_batches=2)
@@ -139,7 +144,8 @@ def test_an_overridden_backward(stage: int, module: type[OwnBackward]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_norm(stage: int) -> None:
     def run() -> Any:
         recorder, _ = fit(Module(), strategy(stage), accumulate_grad_batches=4, gradient_clip_val=0.05)
@@ -150,6 +156,7 @@ def test_clipping_by_norm(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
     class OwnClipping(Module):
@@ -170,7 +177,8 @@ def test_overridden_gradient_clipping_hook_clips(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_validation_in_mid_window(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(Module(adamw), strategy(stage), accumulate_grad_batches=4, val_check_interval=3)
@@ -180,6 +188,7 @@ def test_validation_in_mid_window(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("1-epoch", "3-plateau"))
 @pytest.mark.parametrize(
     ("stage", "interval"), [(1, "step"), (2, "step"), (3, "step"), (1, "epoch"), (2, "plateau"), (3, "plateau")]
 )
@@ -228,7 +237,8 @@ def _lr(optimizer: Any) -> float:
     return optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_fit_twice(stage: int) -> None:
     def run() -> float:
         module = Module(adamw)
@@ -275,6 +285,7 @@ class OddModule(Module):
         pass
 
 
+@pytest.mark.extended(but=("2-sgd", "3-adamw"))
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, adamw), (2, sgd), (3, adamw), (3, sgd)])
 def test_frozen_tied_and_unused_parameters(stage: int, optimizer: Any) -> None:
     def run() -> float:
@@ -314,8 +325,9 @@ def test_configure_model_under_stage_3() -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_bf16(stage: int, precision: str) -> None:
     """bf16 has 8 bits of mantissa: parameters of size 1 that move by 0.5 stay within 2 % of the fp32 oracle."""
 
@@ -329,7 +341,8 @@ def test_bf16(stage: int, precision: str) -> None:
     assert error < 0.02 < 0.1 < moved
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
     class Watching(Module):
         def __init__(self) -> None:
@@ -350,7 +363,8 @@ def test_the_last_backward_of_a_window_reduces(stage: int) -> None:
     assert run_ranks(run) == [(0.0, [0, 0, 0, 1, 0, 1], [0] * 6)] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_options_reach_the_core(stage: int) -> None:
     def run() -> float:
         options: dict[str, Any] = {"grad_memory_budget": "2KB", "reduction": "ordered"}
@@ -376,6 +390,7 @@ def length(batch: int, rank: int) -> int:
     return (batch + rank) % 3
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_mean_over_items(stage: int) -> None:
     """What Lightning divides a loss by for accumulation is undone, at the tail of an epoch too."""

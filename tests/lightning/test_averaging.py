@@ -18,7 +18,6 @@ from tests.harness.rounding import bounded
 from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, WholeLoader, make_trainer, strategy
 
 BATCHES = 6
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 class Scheduled(Module):
@@ -78,6 +77,7 @@ def swa() -> Callback:
     return StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
 
 
+@pytest.mark.extended(but=("3-ema",))
 @pytest.mark.parametrize(("stage", "make"), [(1, ema), (2, ema), (3, ema), (3, WeightAveraging), (2, swa), (3, swa)])
 def test_training_checkpoint_and_resume(stage: int, make: Callable[[], Any], tmp_path: Path) -> None:
     def run() -> Any:
@@ -116,7 +116,8 @@ class WithoutStaleStep(Normalised):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_epoch_for_batch_normalisation_leaves_the_average_as_it_is(stage: int) -> None:
     def train(module: Any, strategy: Any, devices: int, loader: Any) -> Any:
         make_trainer(strategy, [swa()], max_epochs=4, devices=devices).fit(module, loader)
@@ -139,7 +140,8 @@ def test_the_epoch_for_batch_normalisation_leaves_the_average_as_it_is(stage: in
         assert distance(found, expected) == 0.0
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_has_the_average(stage: int, tmp_path: Path) -> None:
     """Whoever loads it without the callback gets the average; with the callback, training starts from both."""
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, loss_of, oracle
 from tests.harness.ranks import run_ranks
@@ -36,7 +37,7 @@ class Scheduled(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_resume_is_bit_identical_to_the_uninterrupted_run(stage: int, tmp_path: Path) -> None:
     def run() -> Any:
         data = Data(10)
@@ -132,7 +133,8 @@ def test_full_weights_of_one_file(tmp_path: Path) -> None:
     assert run_ranks(run) == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     def run() -> Any:
         checkpoint = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=2, save_last=True)
@@ -150,7 +152,8 @@ def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     assert "lr-AdamW" in text and "0.0034299" in text  # 0.01 * 0.7 ** 3, at the fourth step
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_validate_test_predict_before_between_and_after(stage: int) -> None:
     class Numbering(Module):
         """Its steps return numbers, before there is an engine to attach to, too."""
@@ -183,7 +186,7 @@ def test_validate_test_predict_before_between_and_after(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_validate_and_predict_a_module_without_parameters(stage: int) -> None:
     class Nothing(Module):
         """Say, a metric over what is in the batch, as a baseline of others."""
@@ -209,7 +212,8 @@ def test_validate_and_predict_a_module_without_parameters(stage: int) -> None:
     assert run_ranks(run) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
     class Looking(Module):
         def __init__(self) -> None:
@@ -235,7 +239,8 @@ def test_the_engine_is_in_the_mode_of_its_module(stage: int) -> None:
     assert run_ranks(run) == [modes, modes]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_timer_whose_time_was_up_stops_the_resumed_run(stage: int, tmp_path: Path) -> None:
     class TimePasses(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -42,6 +42,7 @@ class DeepCompiled(Module):
         self.trainer.strategy.model.compile(backend="eager")
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(STOCK, reason="DeepCompile needs CUDA")
 @pytest.mark.off_device("Python stands in for DeepCompile's native operators, and knows no streams")
 def test_deepcompile_equals_plain_torch() -> None:

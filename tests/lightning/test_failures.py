@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import KILLED, run_ranks
@@ -45,8 +46,9 @@ class Failing(Module):
             raise ValueError("boom")
 
 
+@pytest.mark.extended(but=("2-forward", "3-step"))
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_exception_on_all_ranks_leaves_an_exact_process(stage: int, where: str) -> None:
     def run() -> Any:
         module = Failing(where)
@@ -71,9 +73,10 @@ def test_exception_on_all_ranks_leaves_an_exact_process(stage: int, where: str) 
     assert run_ranks(run) == [(0.0, 0.0)] * 2
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.off_device("gloo's closed connections tell the other rank of the failure; NCCL's would end at a timeout")
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_exception_on_one_rank_ends_the_others(stage: int, where: str) -> None:
     def run() -> None:
         recorder, module = Recorder(), Failing(where, rank=0)
@@ -95,6 +98,7 @@ def test_exception_on_one_rank_ends_the_others(stage: int, where: str) -> None:
     assert other.error not in (None, KILLED), str(other)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_window_open_at_the_end_of_fit(stage: int) -> None:
     class Unfinished(Module):

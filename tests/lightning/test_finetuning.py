@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, loss_of
 from tests.harness.ranks import run_ranks
@@ -75,7 +76,8 @@ def backbone() -> BaseFinetuning:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005, lambda_func=lambda _: 1.5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=VALUES)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("make", [backbone, ByLayer])
 def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -93,6 +95,7 @@ def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
         assert distance(found, expected) == 0.0 and found_rates == rates
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("epoch", [0, 2], ids=["frozen", "thawed"])
 def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:

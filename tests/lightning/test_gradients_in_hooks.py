@@ -10,13 +10,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import backward_of, loss_of, network, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, Recorder, fit, strategy
 from zerosync_strategy import ZeroSyncStrategy
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 6
 Change = Callable[[Any], None]
 
@@ -125,8 +125,13 @@ def plain(change: Change, every: int = 1, after_each_backward: bool = False, cli
     return result
 
 
+@pytest.mark.extended(
+    but=(
+        "2-a callback's on_after_backward", "3-on_before_optimizer_step", "2-configure_gradient_clipping",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize("hook", HOOKS)
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_change_of_gradients_takes_effect(stage: int, hook: str) -> None:
     """What writes gradients and what takes them away in each hook; what torch's own functions do, in one of a kind."""
     changes = (halve, remove, clip, clamp) if hook in ("on_after_backward", *list(HOOKS)[-1:]) else (halve, remove)
@@ -143,6 +148,7 @@ def test_a_change_of_gradients_takes_effect(stage: int, hook: str) -> None:
             assert error == 0.0 < 1e-3 < effect, change.__name__
 
 
+@pytest.mark.extended(but=("3-on_after_backward-clip", "2-a callback's on_before_optimizer_step-clip"))
 @pytest.mark.parametrize(
     ("stage", "hook", "change"),
     [
@@ -163,7 +169,8 @@ def test_with_accumulation(stage: int, hook: str, change: Change) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
     seen: dict[str, list[Any]] = {"after": [], "before": [], "plain": []}
 
@@ -194,8 +201,9 @@ def test_gradients_and_their_norms_are_those_of_plain_torch(stage: int) -> None:
         assert after == expected and before == expected
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("order", ["clip, then clamp", "clamp, then clip"])
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> None:
     class Clipping(Module):
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -216,7 +224,8 @@ def test_lightning_clips_in_the_order_of_the_calls(stage: int, order: str) -> No
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_trainers_clipping_comes_after_the_hook(stage: int) -> None:
     def run() -> float:
         recorder = train("on_before_optimizer_step", clamp, small(stage), gradient_clip_val=0.05)
@@ -230,8 +239,9 @@ def test_the_trainers_clipping_comes_after_the_hook(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("hook", ["after", "before", "before, clipped"])
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_manual_optimization(stage: int, hook: str) -> None:
     """After a backward, this rank's own gradients; before the step, clipped as asked and averaged."""
 
@@ -294,7 +304,8 @@ class Two(Module):
         pass
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_several_optimizers(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(Two("its own"), small(stage), BATCHES)
@@ -321,7 +332,8 @@ def test_gradients_of_another_optimizer_must_stay() -> None:
     run_ranks(run)
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16(stage: int) -> None:
     """A hook that only looks changes no bit; one that halves, about as much as in fp32."""
 
@@ -336,6 +348,7 @@ def test_bf16(stage: int) -> None:
         assert looked == 0.0 and halved < 0.02  # to the bit: to look is to gather and to copy
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("change", [halve, clamp], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_offloaded_to_the_cpu(stage: int, change: Change) -> None:
@@ -355,7 +368,8 @@ def test_an_optimizer_offloaded_to_the_cpu(stage: int, change: Change) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_hooks_gather_is_beside_the_step(stage: int) -> None:
     def run() -> Any:
         bare, _ = fit(Module(), small(stage), BATCHES, gradient_clip_val=0.05)
@@ -381,6 +395,7 @@ def test_hooks_of_one_rank_alone_are_refused() -> None:
     run_ranks(run)
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": "1KB"}])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_after_backward_with_gradients_taken_away(stage: int, options: dict[str, Any]) -> None:

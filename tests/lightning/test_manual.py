@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
@@ -43,7 +44,8 @@ def across_batches(optimizer: Any = sgd) -> dict[str, torch.Tensor]:
     return full_parameters(plain.module)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_across_batches(stage: int) -> None:
     def run() -> float:
         recorder, trainer = fit(AcrossBatches(adamw), strategy(stage))
@@ -78,8 +80,9 @@ TOGGLED = pytest.param(
 )
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("how", ["toggle_optimizer", TOGGLED, "toggle_model"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_toggling_the_only_optimizer(stage: int, how: str) -> None:
     def run() -> float:
         recorder, _ = fit(Toggled(how), strategy(stage))
@@ -116,7 +119,8 @@ def in_one_step(optimizer: Any = sgd, zero_after: int | None = None, clip: float
     return full_parameters(plain.module)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_many_backwards_in_one_training_step(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(InOneStep(), strategy(stage))
@@ -126,7 +130,8 @@ def test_many_backwards_in_one_training_step(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_in_mid_window(stage: int) -> None:
     class Zeroing(InOneStep):
         def after_backward(self, k: int, optimizer: Any) -> None:
@@ -159,7 +164,8 @@ def test_a_step_without_zero_grad_is_refused() -> None:
     run_ranks(run)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_clip_gradients(stage: int) -> None:
     class Clipping(InOneStep):
         def before_step(self, optimizer: Any) -> None:
@@ -173,7 +179,8 @@ def test_clip_gradients(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_step_with_a_closure(stage: int) -> None:
     """Its loss is what ``step`` returns."""
 
@@ -199,7 +206,8 @@ def test_step_with_a_closure(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_without_coalescing_it_is_still_right(stage: int) -> None:
     """Reduced at every backward: right up to summation order, and N times the reductions."""
 

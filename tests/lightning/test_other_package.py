@@ -48,6 +48,7 @@ def parameters(module: Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("net."): param for name, param in full_parameters(module).items()}
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_automatic_optimization(stage: int, tmp_path: Path) -> None:
     """By name, with accumulation, clipping, validation in mid-window and the monitor; then resumed."""
@@ -72,6 +73,7 @@ def test_automatic_optimization(stage: int, tmp_path: Path) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, 0.0)] * 2
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_manual_optimization_of_two_optimizers(stage: int) -> None:
     class Manual(Module):
@@ -97,6 +99,7 @@ def test_manual_optimization_of_two_optimizers(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_callbacks_that_lightning_refuses_with_deepspeed(stage: int) -> None:
     """They are known by their classes, which are those of this package."""
@@ -121,6 +124,7 @@ def test_callbacks_that_lightning_refuses_with_deepspeed(stage: int) -> None:
     run_ranks(run, timeout=60)
 
 
+@pytest.mark.extended(but=("2",))
 @since("2.6", "it averages no weights", package="lightning")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_averaging_of_weights_which_lightning_refuses_with_deepspeed(stage: int) -> None:

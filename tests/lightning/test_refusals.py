@@ -242,6 +242,7 @@ class KeepsItsOptimizer(Module):
         return self.__dict__["kept"]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_serves_one_fit(stage: int) -> None:
     def run() -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from tests.harness.extended import STAGES, VALUES
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, adamw, sgd
 from tests.harness.ranks import run_ranks
@@ -20,7 +21,6 @@ from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveA
 from zerosync_strategy import ZeroSyncMonitor
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BATCHES = 12
 
 
@@ -100,8 +100,9 @@ def plain_gan(frozen: bool, net: Pair | None = None) -> dict[str, torch.Tensor]:
     return full_parameters(net)
 
 
+@pytest.mark.extended(but=VALUES)
 @pytest.mark.parametrize("freezes", ["toggle", "nothing"])
-@STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_gan(stage: int, freezes: str) -> None:
     def run() -> Any:
         module = Gan(freezes)
@@ -128,6 +129,7 @@ def test_gan(stage: int, freezes: str) -> None:
             assert more > -16 and (stage == 3 or more < 16), report
 
 
+@pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fit_again_after_a_validation(stage: int) -> None:
     def run() -> float:
@@ -145,6 +147,7 @@ def test_fit_again_after_a_validation(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("options2",))
 @pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": 600}, {"param_memory_budget": "all"}])
 def test_options_hold_for_each_engine(options: dict[str, Any]) -> None:
     def run() -> Any:
@@ -288,7 +291,8 @@ def from_deepspeeds_own_tool(checkpoint: Path, names: Iterable[str]) -> dict[str
     return {name: found[f"net.{name}"] for name in names}
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> None:
     """Exact, and exact after a resume in a module with other numbers in it, which come from the checkpoint alone."""
 
@@ -326,6 +330,7 @@ def test_three_optimizers_and_their_checkpoint(stage: int, tmp_path: Path) -> No
     assert logged == [{"4.0"}] * 3  # two batches of two losses, or four of the one that concerns the third
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_optimizer_clips(stage: int) -> None:
     def run() -> Any:
@@ -336,6 +341,7 @@ def test_one_optimizer_clips(stage: int) -> None:
     assert clipped == 0.0 < 1e-3 < unclipped
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.skipif(not hasattr(LightningModule, "toggled_optimizer"), reason="this Lightning has no toggled_optimizer")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_failed_backward_drops_the_window_that_it_reached(stage: int) -> None:

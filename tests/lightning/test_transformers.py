@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from tests.harness.extended import STAGES
 from tests.harness.llama import BACKWARDS, STEPS, loss_of, plain_torch, save, sgd
 from tests.harness.oracle import distance
 from tests.harness.ranks import run_ranks
@@ -33,7 +34,8 @@ class Module(LightningModule):
         return sgd(self)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_is_read_in_configure_model(stage: int, tmp_path: Path) -> None:
     """Stock: "ignore_mismatched_sizes", for transformers finds parameters of no elements."""
 

@@ -53,6 +53,7 @@ def on_ddp(folder: Path) -> Any:
 BY_CALLBACK = since("2.6", "the search by callback ends the training early, under any strategy", package="lightning")
 
 
+@pytest.mark.extended(but=("2-False",))
 @pytest.mark.parametrize(
     ("stage", "by_callback"),
     [pytest.param(1, True, marks=BY_CALLBACK), (2, False), pytest.param(3, True, marks=BY_CALLBACK), (3, False)],

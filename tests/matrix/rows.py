@@ -14,8 +14,8 @@ LIGHTNING = [
 ]  # fmt: skip
 ACCELERATE = ["tests/accelerate/test_semantics.py", "tests/accelerate/test_plugin.py"]
 # For each release of DeepSpeed by itself, with the other packages as they were tested.
-RELEASE = [*CONTRACT, "tests/core/test_random_programs.py::test_random_programs"]
-ALL = [*CONTRACT, *PROGRAMS, *LIGHTNING, *ACCELERATE]
+RELEASE = ["--extended=all", *CONTRACT, "tests/core/test_random_programs.py::test_random_programs"]
+ALL = ["--extended=all", *CONTRACT, *PROGRAMS, *LIGHTNING, *ACCELERATE]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Row:
         python: the interpreter's version; empty: that of the environment that runs the matrix. With neither this nor
             torch pinned, and no ``fresh``, a row is a layer of packages over that environment, made in seconds.
         fresh: whether it has an environment of its own in any case.
-        tests: for pytest.
+        tests: arguments for pytest.
     """
 
     name: str

@@ -71,7 +71,7 @@ def fail_unchanged(rows: list[Mutant], folder: Path) -> list[str]:
     copy, red = Copy(folder), []
     for simulated in (False, True):
         tests = tuple(sorted({test for row in rows if row.simulated is simulated for test in row.tests}))
-        if tests and (verdict := copy.run(tests, simulated)).by:
+        if tests and (verdict := copy.run_cases(tests, simulated, "named")).by:
             red.append(f"{verdict.by}: {verdict.how}")
     return red
 

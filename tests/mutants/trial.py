@@ -68,12 +68,17 @@ class Copy:
             compiled.unlink()
 
     def run(self, tests: tuple[str, ...], simulated: bool) -> Verdict:
-        """Run ``tests``, up to the first that fails."""
+        """Run ``tests``, up to the first that fails: the cases that `make test` runs, then all."""
+        verdict = self.run_cases(tests, simulated, "none")
+        return verdict if verdict.by else self.run_cases(tests, simulated, "named")
+
+    def run_cases(self, tests: tuple[str, ...], simulated: bool, extended: str) -> Verdict:
+        """Run ``tests``, up to the first that fails, with ``extended`` cases or without."""
         report = self._folder / "report.xml"
         report.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}",
-            *(["--simulated"] if simulated else []), *(f"tests/{test}" for test in tests),
+            f"--extended={extended}", *(["--simulated"] if simulated else []), *(f"tests/{test}" for test in tests),
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(self._folder / "src")}
         try:

@@ -68,6 +68,7 @@ FEW_HELD = {"param_memory_budget": 4 * WIDTH * WIDTH * 2 + 8 * WIDTH}
 HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
 
 
+@pytest.mark.extended(but=("ours0-zero0", "ours2-zero2", "ours3-zero3", "ours4-zero4"))
 @pytest.mark.parametrize(
     ("ours", "zero"),
     [
@@ -82,6 +83,7 @@ def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
     assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
 
 
+@pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_arrive_while_the_forward_runs(stage: int) -> None:
     assert run_ranks(lambda: findings(stage, {}, {"overlap_gather": True})) == [[], []]

@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.harness.copying import loss_of, make_engine, oracle
 from tests.harness.engines import rank
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.racecheck import Kind, simulate
 from tests.harness.ranks import run_ranks
@@ -15,8 +16,6 @@ from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params.host_cache import HostCache
-
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -49,6 +48,18 @@ def findings(*args: Any, **kwargs: Any) -> list[tuple[Kind, str]]:
     return sorted({finding for of_rank in found for finding in of_rank}, key=str)
 
 
+@pytest.mark.extended(
+    but=(
+        "coalesced",
+        "not coalesced",
+        "overlap_last",
+        "bf16",
+        "fp16",
+        "offload",
+        "a bucket without a gradient",
+        "no hooks",
+    )
+)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_is_left_unordered(scenario: str) -> None:
     stages = (2, 3) if scenario == "bf16, fp32 sums" else (1, 2, 3)  # on stage 1 that is refused
@@ -71,7 +82,8 @@ RARER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_left_unordered_in_rarer_settings(stage: int) -> None:
     def run() -> Any:
         scenarios = {name: scenario for name, (stages, scenario) in RARER.items() if stage in stages}
@@ -82,6 +94,7 @@ def test_nothing_is_left_unordered_in_rarer_settings(stage: int) -> None:
         assert not any(found.values()), found
 
 
+@pytest.mark.extended
 def test_nothing_is_left_unordered_with_a_mixture_of_experts() -> None:
     def run() -> Any:
         options: list[dict[str, Any]] = [{"coalesce": False}, {}]
@@ -128,6 +141,7 @@ RULES = {
 }
 
 
+@pytest.mark.extended(but=("B1, producers", "B3"))
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, stage, scenario, kind, place = RULES[rule]
@@ -143,6 +157,7 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
     assert any(kind is Kind.RACE and "collectives.py" in text for kind, text in found), found
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """U5."""
@@ -153,7 +168,8 @@ def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest
     assert any(kind is Kind.RACE and "all_gather" in text for kind, text in found), found
 
 
-@STAGES
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_stock_deepspeed(stage: int) -> None:
     """The control. Stages 1 and 2 overwrite a bucket that is being reduced; stage 3 gathers what is being written."""
     found = findings(stage, 3, oversized=stage == 1)
@@ -167,6 +183,7 @@ class _Forgets(set):  # type: ignore[type-arg]
         pass
 
 
+@pytest.mark.extended
 def test_stock_deepspeed_without_its_record_of_producers() -> None:
     """As before upstream's PR 8080: a bucket is reduced while another producer still fills it."""
 
@@ -178,7 +195,8 @@ def test_stock_deepspeed_without_its_record_of_producers() -> None:
     assert len(without) > len(with_record)
 
 
-@STAGES
+@pytest.mark.extended(but=("3",))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_is_captured_into_a_cuda_graph_is_refused(stage: int) -> None:
     """A stream that captures is simulated; no backward begins, and training goes on exactly."""
 

@@ -37,12 +37,14 @@ def findings(sharing: str, backend: str | None = "nccl", **options: Any) -> list
     return sorted({text for of_rank in run_ranks(run, world_size=WORLD) for text in of_rank})
 
 
+@pytest.mark.extended(but=("per_group-nccl",))
 @pytest.mark.parametrize(("sharing", "backend"), [("per_group", "nccl"), ("shared", "nccl"), ("per_group", None)])
 def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {}
     assert findings(sharing, backend, **zero) == []
 
 
+@pytest.mark.extended
 def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     zero: dict[str, Any] = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 10**6}
     assert findings("per_group", kind=Reads, **zero) == []
@@ -52,6 +54,7 @@ def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch
     assert any(text.startswith("race") and "values.py" in text for text in found), found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("method", "place", "backend"),
     [
@@ -69,6 +72,7 @@ def test_every_rule_is_needed(method: str, place: str, backend: str | None, monk
 STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a circle for stock's gathers"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
     """U2: all is prefetched at once, over three groups. The first layer's is one gather; stock waits for all three."""

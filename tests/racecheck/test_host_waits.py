@@ -65,6 +65,7 @@ def waits(scenario: str, layers: int, backwards: int) -> tuple[list[Counter[str]
         return found, list(map(str, simulation.findings))
 
 
+@pytest.mark.extended(but=("3", "3, offloaded"))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_host_waits_as_often_whatever_the_model_and_the_window(scenario: str) -> None:
     """In every step but the first, which looks at all master weights that are on the host."""
@@ -79,6 +80,7 @@ def test_the_host_waits_as_often_whatever_the_model_and_the_window(scenario: str
         assert not any(races for _, races in found), found
 
 
+@pytest.mark.extended(but=("2-zero0", "3-zero2"))
 @pytest.mark.parametrize(("stage", "zero"), [(2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)])
 def test_edits_under_an_offloaded_optimizer_last(stage: int, zero: dict[str, Any]) -> None:
     """By digests: of all of a parameter, of two elements that change places, and none."""

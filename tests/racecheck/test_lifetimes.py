@@ -105,6 +105,15 @@ def replaces(engine: Any, streams: list[Stream], mine: Stream) -> None:
     allocate_on([*streams, get_accelerator().current_stream()])
 
 
+@pytest.mark.extended(
+    but=(
+        "aborts-2-options1",
+        "differentiates_gradients-2-options4",
+        "reads_elsewhere-3-options5",
+        "gathers_elsewhere-3-options6",
+        "replaces-3-options7",
+    )
+)
 @pytest.mark.parametrize(
     ("does", "stage", "options"),
     [

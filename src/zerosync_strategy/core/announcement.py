@@ -37,11 +37,7 @@ def note(text: str) -> None:
 
 
 class PrintedReports:
-    """Logs the report of every so many optimizer steps in one line, or adds it to a file. For one rank.
-
-    Raises:
-        ValueError: the environment variable is not what it takes.
-    """
+    """Logs the report of every so many optimizer steps in one line, or adds it to a file. For one rank."""
 
     def __init__(self, every: int, file: str | None) -> None:
         if said := os.environ.get(REPORT):

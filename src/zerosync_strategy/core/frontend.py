@@ -61,10 +61,8 @@ __all__ = [  # beside the functions below, for a frontend's own hooks
 def prepare_process(user: Any = None, nested_init: bool = True) -> None:
     """Replace what has to be replaced in this process before there is an engine (C2).
 
-    Args:
-        user: an object that keeps the replacements while it lives, or until ``patches.remove_user(user)``; attached
-            engines keep them, too.
-        nested_init: leave a ``zero.Init`` inside another one alone.
+    ``user`` keeps the replacements while it lives, or until ``patches.remove_user(user)``; attached engines keep them,
+    too. ``nested_init``: leave a ``zero.Init`` inside another one alone.
     """
     if user is not None:
         patches.add_user(user)
@@ -76,8 +74,7 @@ def prepare_process(user: Any = None, nested_init: bool = True) -> None:
 def prepare_device(device_type: str, precision: object = None) -> str:
     """Prepare DeepSpeed for devices of this type, before the process group is made.
 
-    Returns:
-        Why it cannot train there with this ``precision`` of Lightning's; empty if it can.
+    Return why it cannot train there with this ``precision`` of Lightning's; empty if it can.
     """
     if device_type != "cpu":
         return ""
@@ -95,9 +92,8 @@ def share_process_group() -> None:
 def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
     """Around the building of a model, which ZeRO-3 shards as it is built.
 
-    Args:
-        sharding: the framework's own context, which may complete the configuration, and enters ``zero.Init``.
-        config: the DeepSpeed configuration, for transformers.
+    ``sharding`` is the framework's own context, which may complete the DeepSpeed configuration ``config``, and enters
+    ``zero.Init``.
     """
     prepare_process(nested_init=False)
     with sharding:
@@ -121,18 +117,16 @@ def set_up(
 ) -> ZeroSync | None:  # fmt: skip
     """Build an engine of ``module`` and attach to it. Collective.
 
+    A ``ValueError`` on every rank: an optimizer or the model cannot be trained, or the ranks' are not alike.
+
     Args:
         call: of the program, for errors.
-        config: ZeroSync's options.
         build: builds and returns the engine, by the framework's own way, or ``None`` where none is to train.
         optimizers: to check.
         shown: the optimizer whose parameters ``param_groups`` of the engine's optimizer are to hold.
         problem: why the engine cannot be built, as the frontend has found; empty if it can.
         facts: what must be alike on all ranks, beside the model.
         losses_divided_by: see :class:`ZeroSync`.
-
-    Raises:
-        ValueError: on every rank: an optimizer or the model cannot be trained, or the ranks' are not alike.
     """
     problems = (optimizer_problem(module, optimizer, config.elementwise_optimizer) for optimizer in optimizers)
     problem = next(filter(None, problems), problem)

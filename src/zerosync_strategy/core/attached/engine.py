@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.meter import StepMeter
-from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, check_limit
 from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -25,7 +25,7 @@ from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -45,27 +45,21 @@ from zerosync_strategy.core.report import size_text
 class AttachedEngine(ABC):
     """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
 
+    ``ValueError`` where an option needs another stage, or a process group another backend.
+
     Attributes:
         all: the attached engines of this process.
-        names: of the module's parameters.
-        reducer, window, meter, traffic: of the gradients.
-        reports: those that are printed on this rank.
-        pending: user access to the gradients of the coming step.
-        trained: the parameters of the optimizer.
         masters: what the optimizer steps.
         frozen: which parameters are not stepped.
         budgets: those that set themselves; ``None``: none does.
-        scheduler: of the gathers of ZeRO-3.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
         gradient_ready: the window's own, so that a gradient costs no call more.
-
-    Raises:
-        ValueError: an option needs another stage, or a process group another backend.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
     saves_by_name: ClassVar[bool] = False
+    reducer_class: ClassVar[type[Reducer]]
     reducer: Reducer
     pending: PendingGradients
     meter: StepMeter
@@ -83,7 +77,7 @@ class AttachedEngine(ABC):
         self.names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(optimizer)
         self.messages, self.topology = messages_of(group, engine.device), Topology(config.node_size, group)
-        self.reducer = self._make_reducer()
+        self.reducer = self.reducer_class(engine, config, self.names, self.messages, self.topology)
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
         self.masters = MasterWeights(self.reducer.streams)
@@ -107,13 +101,10 @@ class AttachedEngine(ABC):
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    @abstractmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    @classmethod
+    def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
         """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
-
-    @abstractmethod
-    def _make_reducer(self) -> Reducer: ...
+        check_limit(engine.device, config)
 
     def _make_frozen(self) -> FrozenParameters:
         return FrozenParameters(self.reducer)
@@ -147,11 +138,7 @@ class AttachedEngine(ABC):
         return [shard for bucket in self.reducer.buckets for shard in bucket.node_shard.values()]
 
     def detach(self) -> None:
-        """Give the engine back as it was.
-
-        Raises:
-            RuntimeError: DeepCompile has compiled it.
-        """
+        """Give the engine back as it was; a ``RuntimeError`` where DeepCompile has compiled it."""
         if self._compiled is not None:
             raise RuntimeError(
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
@@ -213,12 +200,7 @@ class AttachedEngine(ABC):
         """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
-        """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective.
-
-        Args:
-            mode: the name of the method.
-            switch: the method.
-        """
+        """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
         if mode == self._mode:  # as a program calls it before each backward
             switch()
             return
@@ -280,7 +262,6 @@ class AttachedEngine(ABC):
         self.frozen.backward_begins(opens)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the window."""
         self.pending.dropped()
         self.frozen.reset()
         self._required.reset()
@@ -316,7 +297,6 @@ class AttachedEngine(ABC):
             self._postponing.pop()
 
     def check_step(self) -> None:
-        """Raise where ``engine.step()`` is illegal."""
         self._refuse_in_inference("engine.step()")
         if self._postponing:
             raise RuntimeError(
@@ -328,7 +308,6 @@ class AttachedEngine(ABC):
             self.refuse_param_group()
 
     def refuse_param_group(self) -> None:
-        """Raise: parameters were added to the optimizer."""
         raise ValueError(
             "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
             " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
@@ -370,7 +349,6 @@ class AttachedEngine(ABC):
         """The gradients are reduced; the optimizer is about to step."""
 
     def _updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's own work."""
         return nullcontext()
 
     @abstractmethod
@@ -388,14 +366,12 @@ class AttachedEngine(ABC):
         return AS_MANY if any(each.saves_by_name for each in AttachedEngine.all) else CONVERT
 
     def before_save(self) -> None:
-        """A checkpoint is about to be saved."""
         self.wait_for_parameters()
 
     def examine(self, directory: Path, tag: str) -> None:
         """A verified checkpoint is about to be loaded, with the optimizer's states. Collective.
 
-        Raises:
-            CheckpointError: on every rank: this optimizer cannot have it.
+        A ``CheckpointError`` on every rank: this optimizer cannot have it.
         """
         refuse_states_by_name(self.engine, directory, tag)
 
@@ -417,12 +393,8 @@ class AttachedEngine(ABC):
         if self._infers:
             yield
             return
-        self._infers = True
-        try:
-            with self._gathered():
-                yield
-        finally:
-            self._infers = False
+        with replaced(self, "_infers", True), self._gathered():
+            yield
 
     def _gathered(self) -> AbstractContextManager[None]:
         """While active, all parameters are gathered. Collective."""
@@ -436,7 +408,6 @@ class AttachedEngine(ABC):
             )
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Around DeepCompile's preparation of the engine."""
         if self._required.is_required:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
@@ -456,10 +427,7 @@ class AttachedEngine(ABC):
 
 
 def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
-    """Raise where the backend of one of ``process_groups`` cannot send what is on ``device`` point to point.
-
-    gloo would take an address of the device for one of the host.
-    """
+    """Raise where a backend cannot send point to point from ``device``: gloo would take its address for the host's."""
     for group in process_groups:
         if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
             raise ValueError(

@@ -21,22 +21,12 @@ class StepMeter:
 
     Implements :class:`~failures.rank_state.Progress`.
 
-    Args:
-        module: of the engine.
-        traffic: counts what the engine sends.
-        window, reducer: of the engine.
-
     Attributes:
-        steps: optimizer steps since the engine was attached.
-        report: of the last step; ``None`` before the first.
         parameter_bytes: by parameter, what one rank must send to give it to all ranks once.
     """
 
     def __init__(self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer) -> None:
-        self._module = module
-        self._traffic = traffic
-        self._window = window
-        self._reducer = reducer
+        self._module, self._traffic, self._window, self._reducer = module, traffic, window, reducer
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = reducer.parameters_floor()
@@ -101,14 +91,7 @@ class StepMeter:
 
 
 class Stage3Meter(StepMeter):
-    """The meter of a ZeRO-3 engine, whose modules gather parameters.
-
-    Args:
-        scheduler, cache: of the engine.
-
-    Attributes:
-        counts_gathers: the gathers go through what counts; not so in DeepCompile's graphs.
-    """
+    """The meter of a ZeRO-3 engine, whose modules gather parameters; DeepCompile's graphs count no gathers."""
 
     def __init__(
         self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer,

@@ -18,6 +18,7 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -221,12 +222,8 @@ class Stage12Overrides(OptimizerOverrides):
 
     def setup_buckets(self) -> None:
         """Makes no buffers for DeepSpeed's own reductions: of ``reduce_bucket_size`` elements, two with overlap."""
-        optimizer: Any = self
-        asked, optimizer.contiguous_gradients = optimizer.contiguous_gradients, False
-        try:
+        with replaced(self, "contiguous_gradients", False):
             super().setup_buckets()  # type: ignore[misc]
-        finally:
-            optimizer.contiguous_gradients = asked
 
     def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
         self._zerosync_attached.gradient_ready(param)
@@ -410,14 +407,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
 
 def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
-    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them.
-
-    Args:
-        whole: its optimizer needs whole parameters.
-
-    Raises:
-        ValueError: as :class:`AttachedEngine`.
-    """
+    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them."""
     of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]]
     if zero.stage(engine) == 3:
         of_stage = (WholeStage3Engine, WholeStage3Overrides) if whole else (Stage3Engine, Stage3Overrides)

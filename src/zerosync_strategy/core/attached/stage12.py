@@ -8,7 +8,7 @@ from typing import Any
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import StepMeter
-from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
+from zerosync_strategy.core.budgets.automatic import automatic_budgets
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients
@@ -19,13 +19,9 @@ from zerosync_strategy.core.params.edits import Weights, restore_flat_parameters
 
 
 class Stage12Engine(AttachedEngine):
-    """The parts that only stages 1 and 2 have.
+    """The parts that only stages 1 and 2 have. ``arriving`` has gathers in flight with ``overlap_gather`` only."""
 
-    Attributes:
-        states: in which order the optimizer has its shards.
-        arriving: the parameters whose gathers are in flight, with ``overlap_gather``; else none.
-    """
-
+    reducer_class = Stage12Reducer
     reducer: Stage12Reducer
 
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
@@ -38,9 +34,9 @@ class Stage12Engine(AttachedEngine):
         self.budgets = automatic_budgets(engine, config, self.reducer)
         self._times_written = 0  # parameters, by steps and checkpoints
 
-    @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        check_limit(engine.device, config)
+    @classmethod
+    def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
+        super().check_options(engine, config)
         stage = zero.stage(engine)
         if config.parameters.keeps_any:
             raise ValueError(
@@ -51,9 +47,6 @@ class Stage12Engine(AttachedEngine):
             raise ValueError(
                 f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
             )
-
-    def _make_reducer(self) -> Stage12Reducer:
-        return Stage12Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_states(self) -> StripedStates:
         return StripedStates(self.reducer)

@@ -10,7 +10,7 @@ import torch
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
-from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
+from zerosync_strategy.core.budgets.automatic import automatic_budgets
 from zerosync_strategy.core.engine import contract, gathering, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.parameter import Claim, record_of
@@ -30,15 +30,9 @@ from zerosync_strategy.core.report import size_text
 
 
 class Stage3Engine(AttachedEngine):
-    """The parts that only stage 3 has.
+    """The parts that only stage 3 has. ``unshard_on_read`` is ``None`` without ``eager_frames``."""
 
-    Attributes:
-        scheduler: in which order parameters are gathered.
-        cache: which are held.
-        values: what is read and written of them.
-        unshard_on_read: unshards what is read while it is partitioned; ``None`` without ``eager_frames``.
-    """
-
+    reducer_class = Stage3Reducer
     reducer: Stage3Reducer
     meter: Stage3Meter
     scheduler: GatherScheduler
@@ -61,9 +55,9 @@ class Stage3Engine(AttachedEngine):
         self.meter = Stage3Meter(engine.module, self.traffic, self.window, self.reducer, self.scheduler, self.cache)
         self.budgets = automatic_budgets(engine, config, self.reducer, (self.scheduler, self.cache))
 
-    @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        check_limit(engine.device, config)
+    @classmethod
+    def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
+        super().check_options(engine, config)
         if config.overlap_gather:
             raise ValueError(
                 "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
@@ -78,9 +72,6 @@ class Stage3Engine(AttachedEngine):
         _check_calls(engine)
         if config.eager_frames:
             contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
-
-    def _make_reducer(self) -> Stage3Reducer:
-        return Stage3Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _patch_process(self) -> None:
         super()._patch_process()

@@ -33,6 +33,23 @@ class WholeEngine(AttachedEngine):
     saves_by_name = True
     frozen: WholeStep
 
+    @classmethod
+    def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
+        name = type(zero.stepping_optimizer(engine)).__name__
+        if zero.offloads(engine.optimizer):
+            raise ValueError(
+                f"attach() found the optimizer {name}, which needs whole parameters, and"
+                " 'zero_optimization.offload_optimizer'. Leave that out, or use an optimizer that updates each element"
+                " by itself."
+            )
+        if checkpoint_files.loads_universal(engine):
+            raise ValueError(
+                f"attach() found the optimizer {name}, which needs whole parameters, and 'checkpoint.load_universal' ="
+                " true, which has states by element. Leave that out, and load the checkpoint that save_checkpoint()"
+                " wrote, on any number of ranks."
+            )
+        super().check_options(engine, config)
+
     def detach(self) -> NoReturn:
         raise RuntimeError(
             f"detach() found the optimizer {type(zero.stepping_optimizer(self.engine)).__name__}, which needs whole"
@@ -60,11 +77,7 @@ class WholeEngine(AttachedEngine):
             self.saved = together(what, lambda: ("", self._of_these_parameters(saved, own)), lambda: NOTHING_LOADED)
 
     def _of_these_parameters(self, saved: SavedShards, own: list[list[str]]) -> SavedShards:
-        """Return ``saved``, which had other owners.
-
-        Raises:
-            DamageError: it is of other parameters than this optimizer's, of which this rank has its ``own``.
-        """
+        """Return ``saved``, which had other owners; a ``DamageError`` where its parameters are not the optimizer's."""
         groups = saved.groups()
         known = set(self.names.values())
         missing = [name for mine, theirs in zip(own, groups, strict=False) for name in mine if name not in theirs]
@@ -118,16 +131,9 @@ class WholeEngine(AttachedEngine):
 class WholeStage12Engine(WholeEngine, Stage12Engine):
     """An engine of stage 1 or 2: a rank's shard is what it owns."""
 
+    reducer_class = OwnedReducer
     reducer: OwnedReducer
     frozen: OwnedStep
-
-    @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        _check_options(engine)
-        Stage12Engine.check_options(engine, config)
-
-    def _make_reducer(self) -> OwnedReducer:
-        return OwnedReducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_frozen(self) -> OwnedStep:
         return OwnedStep(self.reducer)
@@ -149,16 +155,9 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
 class WholeStage3Engine(WholeEngine, Stage3Engine):
     """An engine of stage 3: gradients are reduced to owners, which give all ranks the shards of what they step."""
 
+    reducer_class = OwnedStage3Reducer
     reducer: OwnedStage3Reducer
     frozen: ExchangedStep
-
-    @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        _check_options(engine)
-        Stage3Engine.check_options(engine, config)
-
-    def _make_reducer(self) -> OwnedStage3Reducer:
-        return OwnedStage3Reducer(self.engine, self.config, self.names, self.messages, self.topology)
 
     def _make_frozen(self) -> ExchangedStep:
         return ExchangedStep(self.reducer, self.masters.digest)
@@ -186,21 +185,4 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
         raise ValueError(
             f"{function} found an optimizer that needs whole parameters, whose gradients and states are not sharded."
             f" Use {function.replace('local', 'full')}."
-        )
-
-
-def _check_options(engine: Any) -> None:
-    """Raise a ``ValueError`` where DeepSpeed is to keep or to load states by element."""
-    name = type(zero.stepping_optimizer(engine)).__name__
-    if zero.offloads(engine.optimizer):
-        raise ValueError(
-            f"attach() found the optimizer {name}, which needs whole parameters, and"
-            " 'zero_optimization.offload_optimizer'. Leave that out, or use an optimizer that updates each element by"
-            " itself."
-        )
-    if checkpoint_files.loads_universal(engine):
-        raise ValueError(
-            f"attach() found the optimizer {name}, which needs whole parameters, and 'checkpoint.load_universal' ="
-            " true, which has states by element. Leave that out, and load the checkpoint that save_checkpoint() wrote,"
-            " on any number of ranks."
         )

@@ -3,16 +3,13 @@
 The first :data:`MEASURED` windows hold nothing, and measure: after each forward, and each time that a gather or an
 unreduced gradient takes memory, what is used beside gathered parameters is noted by how many bytes of these were there,
 in :data:`LEVELS` parts of all. What a peak of the allocator had beyond all looks is added; a peak in the optimizer's
-step counts as beside nothing that was gathered. One message of 280 bytes joins the tables of all ranks: each level of
-the rank that needs most there decides. From it, what to hold is chosen, once.
+step counts as beside nothing that was gathered. One message of 280 bytes joins the tables: each level of the rank that
+needs most there decides. From it, what to hold is chosen, once; what uses more later is not foreseen.
 
-If *h* bytes are held, then where *g* bytes were gathered, at most min(all parameters, *h* + *g*) are; the most of that
-and of what was used beside it, over all levels, is what holding *h* bytes will use. What is held is the most that
-leaves a reserve below the limit: a part of it, or as much as the memory after a forward has varied from window to
-window, if that is more. All parameters are held if half of that part is left: no gather is on its way then beside the
-rest. Where not all fit, of several nodes, node shards come before what is held in full (``params/held.py``).
-
-What uses more than that later is not foreseen, as with a budget that is given as a size.
+Where *g* bytes were gathered, holding *h* bytes has at most min(all parameters, *h* + *g*) there. What is held is the
+most that leaves a reserve below the limit on every level: a part of the limit, or as much as the memory after a forward
+has varied. All parameters are held if half of that part is left: no gather is on its way then beside the rest. Where
+not all fit, of several nodes, node shards come before what is held in full (``params/held.py``).
 """
 
 from __future__ import annotations
@@ -42,13 +39,13 @@ _NEVER = -(2**62)  # bytes that were used at a moment that there was none of
 
 @dataclass(frozen=True)
 class Memory:
-    """What the measured windows used, on the rank that used most.
+    """What the measured windows used, on the rank that used most, in bytes.
 
     Attributes:
-        beside: bytes used beside what was gathered, by level.
-        everything: bytes of all parameters that may be held.
-        limit: bytes that a rank may use.
-        varied: bytes by which the memory after a forward has varied.
+        beside: what was used beside what was gathered, by level.
+        everything: all parameters that may be held.
+        limit: what a rank may use.
+        varied: by how much the memory after a forward has varied.
     """
 
     beside: list[int]
@@ -58,7 +55,6 @@ class Memory:
 
     @property
     def reserve(self) -> int:
-        """Bytes to leave free."""
         return max(self.limit // RESERVED, self.varied)
 
     def left(self, held: int) -> int:
@@ -81,11 +77,7 @@ class Memory:
 
 
 def parameter_budget(memory: Memory, in_shards: int) -> int:
-    """Return how many bytes of parameters to hold, node shards included.
-
-    Args:
-        in_shards: bytes of the node shards of all parameters that are worth one.
-    """
+    """Return how many bytes of parameters to hold, node shards (all of them: ``in_shards`` bytes) included."""
     if (in_full := memory.most()) == memory.everything or not in_shards:
         return in_full
     shards = min(in_shards, max(0, memory.left(0) - memory.reserve))
@@ -101,16 +93,15 @@ def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The budgets that were chosen, and why.
+    """The budgets that were chosen, in bytes, and why. ``None``: that budget is not automatic.
 
     Attributes:
-        limit: bytes that the rank which has the fewest may use.
-        room: bytes of the limit that are left beside everything else and what is held, on the rank with the least.
-        parameters: bytes of gathered parameters that are held, and of node shards; ``None``: that budget is not
-            automatic.
-        gradients: bytes of gradients that stay unreduced; ``None``: as above.
-        used_otherwise: the most bytes that everything else has used at once, on the rank that used most.
-        reserve: bytes that are left free.
+        limit: what the rank that has the fewest may use.
+        room: what is left of it beside everything else and what is held, on the rank with the least.
+        parameters: of gathered parameters that are held, and of node shards.
+        gradients: of gradients that stay unreduced.
+        used_otherwise: the most that everything else has used at once, on the rank that used most.
+        reserve: what is left free.
     """
 
     limit: int
@@ -132,16 +123,8 @@ class Choice:
 class AutomaticBudgets:
     """Measures what one engine uses, and chooses what it holds.
 
-    Args:
-        gauge: of this rank's memory.
-        limit: bytes that this rank may use.
-        gathered: returns the bytes of gathered parameters.
-        everything: bytes of all parameters that may be held.
-        hold: holds what was chosen from the coming window on.
-        process_group: of all ranks.
-
-    Attributes:
-        choice: ``None`` while it measures.
+    ``gathered`` returns the bytes of gathered parameters, of which ``everything`` may be held; ``hold`` holds what was
+    chosen from the coming window on. ``choice`` is ``None`` while it measures.
     """
 
     def __init__(
@@ -164,7 +147,6 @@ class AutomaticBudgets:
         return self._note(used, gathered)
 
     def forward_ended(self) -> None:
-        """See what is in use after a forward."""
         if self.choice is None:
             self._after_forwards[-1] = max(self._after_forwards[-1], self.look())
 
@@ -219,11 +201,7 @@ def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
 def automatic_budgets(
     engine: Any, config: ZeroSyncConfig, reducer: Reducer, gathers: tuple[GatherScheduler, ParameterCache] | None = None
 ) -> AutomaticBudgets | None:
-    """Return the budgets of ``engine`` that set themselves, as :func:`check_limit` has let pass; ``None``: none does.
-
-    Args:
-        gathers: on stage 3.
-    """
+    """Return the budgets that set themselves, as :func:`check_limit` has let pass; ``None``: none does."""
     if not (config.parameters.automatic or config.gradients.automatic):
         return None
     gauge, limit = gauge_of(engine.device), config.auto_limit

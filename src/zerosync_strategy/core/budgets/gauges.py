@@ -18,10 +18,7 @@ class Gauge(Protocol):
         """Return what is in use now."""
 
     def peak(self) -> int:
-        """Return the most that was in use at once since :meth:`restart_peak`, which others may call too, or ever."""
-
-    def restart_peak(self) -> None:
-        """Reset the peak."""
+        """Return the most that was in use at once, ever, or since others have reset it."""
 
 
 class DeviceGauge:
@@ -44,9 +41,6 @@ class DeviceGauge:
         stats = torch.cuda.memory_stats(self._device)
         return min(sum(stats.get(f"{kind}.all.peak", 0) for kind in _TAKEN), stats.get("reserved_bytes.all.peak", 0))
 
-    def restart_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
     def limit(self) -> int:
         """Return what the process may use in all: what is free, and what its allocator has."""
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -61,9 +55,6 @@ class ProcessGauge:
 
     def peak(self) -> int:
         return self._read("VmHWM:")
-
-    def restart_peak(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
 
     @staticmethod
     def _read(field: str) -> int:

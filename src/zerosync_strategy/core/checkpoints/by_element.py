@@ -14,8 +14,7 @@ from zerosync_strategy.core.failures.errors import NOTHING_LOADED
 def refuse_states_by_name(engine: Any, directory: Path, tag: str) -> None:
     """Raise where the verified checkpoint, of as many ranks, has states of whole parameters. Collective.
 
-    Raises:
-        CheckpointError: on every rank.
+    A ``CheckpointError`` on every rank.
     """
     if checkpoint_files.loads_universal(engine) or not checkpoint_files.is_readable(engine):
         return

@@ -26,7 +26,6 @@ class Source:
         checksums: read all files to verify them.
         shards: of the optimizer are read, too.
         other_ranks: what to do where another number of ranks has written it; empty: it can be read.
-        latest: the file that names the tag.
         weights_of_latest: whatever the tag, DeepSpeed would load weights of the one that ``latest`` names.
         files: returns which files this rank reads of a checkpoint, by directory and tag.
     """
@@ -47,8 +46,7 @@ _verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by what wa
 def verify(source: Source) -> str | None:
     """Return the tag that all ranks are to load, or ``None`` where there is no checkpoint to choose. Collective.
 
-    Raises:
-        CheckpointError: on every rank: one cannot load it, or they would load different ones. Nothing was changed.
+    A ``CheckpointError`` on every rank: one cannot load it, or they would load different ones. Nothing was changed.
     """
     key = source.directory, source.tag
     return _verified[key] if key in _verified else _agree([source])[0]
@@ -56,11 +54,7 @@ def verify(source: Source) -> str | None:
 
 @contextmanager
 def one_load(sources: Sequence[Source]) -> Iterator[None]:
-    """Around calls that load ``sources``, which one save has made: all are verified before the first. Collective.
-
-    Raises:
-        CheckpointError: as :func:`verify`.
-    """
+    """Around calls that load ``sources``, of one save: all are verified before the first. Collective."""
     with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
         tags = _agree(sources)
     _verified.update({(source.directory, source.tag): tag for source, tag in zip(sources, tags, strict=True)})
@@ -108,11 +102,7 @@ def _remedy(source: Source) -> str:
 
 
 def tag_of(source: Source) -> str | None:
-    """Return the tag to load; ``None`` where none is given and nothing names one.
-
-    Raises:
-        DamageError: it is not there.
-    """
+    """Return the tag to load, ``None`` where nothing names one; a ``DamageError`` where it is not there."""
     directory, tag, latest = source.directory, source.tag, source.directory / source.latest
     named = ""
     if tag is None:
@@ -144,9 +134,6 @@ def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
 
     That is what it has written itself, and so each file is read by one rank, however many load it. Another number of
     ranks shares the files out.
-
-    Raises:
-        DamageError: the files are not whole, or not of one save.
     """
     if tag is None or source.latest != LATEST:
         return None

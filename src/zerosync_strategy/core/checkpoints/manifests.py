@@ -41,9 +41,8 @@ class FileState:
     """What a file was when it had been written.
 
     Attributes:
-        size: in bytes.
-        crc32: of the whole file; with ``of_records``, of the checksums of its records, which ``torch.save`` writes
-            into it; ``None``: not computed.
+        crc32: of the whole file; with ``of_records``, of the checksums of its records, which ``torch.save`` writes into
+            it; ``None``: not computed.
         of_records: the file is an archive of ``torch.save``.
     """
 
@@ -62,11 +61,7 @@ class FileState:
         return FileState(size, _crc_of(path) if checksums else None, of_records=False)
 
     def check(self, path: Path, contents: bool) -> None:
-        """Compare ``path`` with what it was; ``contents``: all of it, else what can be told without reading it.
-
-        Raises:
-            DamageError: it differs.
-        """
+        """Raise a ``DamageError`` where ``path`` is not what it was; not ``contents``: without reading it."""
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -80,21 +75,13 @@ class FileState:
 
 
 def check_unlisted(path: Path, contents: bool) -> None:
-    """Compare ``path``, of which no manifest is known, with its own checksums, if it has some.
-
-    Raises:
-        DamageError: it differs.
-    """
+    """Compare ``path``, of which no manifest is known, with its own checksums; a ``DamageError`` where it differs."""
     if _is_archive(path):
         _check_archive(path, contents, None)
 
 
 def _is_archive(path: Path) -> bool:
-    """Return whether ``path`` is of ``torch.save``'s format, or was.
-
-    Raises:
-        DamageError: it is empty.
-    """
+    """Return whether ``path`` is of ``torch.save``'s format, or was; a ``DamageError`` where it is empty."""
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
     if not magic:
@@ -145,7 +132,6 @@ class Manifest:
 
     Attributes:
         save: the id of the save, the same on all ranks and another in each save.
-        rank, ranks: that has written it, and how many there were.
         step: optimizer steps done.
         time: of the save, in seconds since 1970.
         is_complete: all files of this rank have been written.
@@ -179,11 +165,7 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def read_any(directory: Path, rank: int) -> Manifest | None:
-    """Return the manifest of ``rank``, or of another where it has left none; ``None``: nobody has.
-
-    Raises:
-        DamageError: it is damaged, or of another rank.
-    """
+    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has."""
     if path_of(directory, rank).exists():
         return _read(directory, rank)
     others = ranks_in(directory)
@@ -209,14 +191,10 @@ def _read(directory: Path, rank: int) -> Manifest:
 
 
 def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = True) -> None:
-    """Check what ``ranks`` have written to the ``directory`` of a tag.
+    """Check what ``ranks`` have written to the ``directory`` of a tag, with ``shards`` the optimizer's, too.
 
-    Args:
-        contents: read the files; else what can be told without.
-        shards: the optimizer's, too.
-
-    Raises:
-        DamageError: the save was interrupted, or files are not as they were saved, or not of one save.
+    A ``DamageError``: the save was interrupted, or files are not as they were saved, or not of one save. Without
+    ``contents``, files are not read.
     """
     manifests = [_read(directory, rank) for rank in ranks]
     for manifest in manifests:
@@ -236,11 +214,7 @@ def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = 
 
 
 def check_whole(directory: Path, contents: bool) -> Manifest | None:
-    """Check what all ranks have written to the ``directory`` of a tag; ``None``: nobody has left a manifest.
-
-    Raises:
-        DamageError: as :func:`check`.
-    """
+    """:func:`check` what all ranks have written to the ``directory`` of a tag; ``None``: nobody has left a manifest."""
     manifest = read_any(directory, 0)
     if manifest is not None:
         check(directory, range(manifest.ranks), contents)
@@ -269,11 +243,7 @@ def _folders(directory: Path) -> Iterator[Path]:
 
 
 def read_tag(file: Path) -> str:
-    """Return the tag that ``file``, such as ``latest``, names.
-
-    Raises:
-        DamageError: it is empty, or cannot be read.
-    """
+    """Return the tag that ``file``, such as ``latest``, names; a ``DamageError`` where it cannot be read."""
     try:
         tag = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

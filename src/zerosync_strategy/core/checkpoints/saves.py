@@ -28,29 +28,21 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 class EngineSave:
     """This rank's part in what one engine saves.
 
-    Args:
-        directory, tag: of the checkpoint.
-        step: optimizer steps done.
-        checksums: compute those of files that have none themselves.
-        names_latest: ``latest`` is to name the tag.
+    ``checksums``: compute those of files that have none themselves. ``names_latest``: ``latest`` is to name the tag.
     """
 
     def __init__(self, directory: Path, tag: str, step: int, checksums: bool, names_latest: bool) -> None:
         self.what = f"write the checkpoint in {directory}"
         self._directory, self._tag, self._folder = directory, tag, directory / tag
-        self._step = step
-        self._checksums = checksums
-        self._names_latest = names_latest
+        self._step, self._checksums, self._names_latest = step, checksums, names_latest
         self._manifest: Manifest | None = None
         self._written: list[Path] = []
         self._failed: Exception | None = None
 
     def begin(self, save: str, verifiable: bool) -> None:
-        """Mark what this rank has under this tag as incomplete. Collective.
+        """Mark what this rank has under this tag as incomplete, of the save with the id ``save``. Collective.
 
-        Args:
-            save: the id of the save.
-            verifiable: files are on the disk when they have been written; else they will belong to no save.
+        ``verifiable``: files are on the disk when they have been written; else they will belong to no save.
         """
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time())
 
@@ -81,7 +73,6 @@ class EngineSave:
                 self._written.append(Path(path))
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in writing."""
         if self._failed is not None:
             raise self._failed
 
@@ -116,10 +107,8 @@ _current: _Save | None = None
 def one_save() -> Iterator[None]:
     """Around calls that save one checkpoint on all ranks, with all else that belongs to it. Collective.
 
-    It is whole at the end. Until then, and if anything is raised, loading it is refused.
-
-    Raises:
-        CheckpointError: on every rank: one could not write.
+    It is whole at the end. Until then, and if anything is raised, loading it is refused. A ``CheckpointError`` on every
+    rank: one could not write.
     """
     global _current
     if _current is not None:
@@ -159,12 +148,7 @@ def one_save() -> Iterator[None]:
 def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
     """Around what one engine saves. Collective.
 
-    Args:
-        engine: its part in it.
-        verifiable: see :meth:`EngineSave.begin`.
-
-    Raises:
-        CheckpointError: on every rank: one could not write. On this rank alone, for any other error.
+    A ``CheckpointError`` on every rank: one could not write. On this rank alone, for any other error.
     """
     with one_save():
         assert _current is not None

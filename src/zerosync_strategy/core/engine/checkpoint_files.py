@@ -1,9 +1,8 @@
 """The files of DeepSpeed's checkpoints: those that a rank writes and reads, and what is missing of universal ones.
 
-By a universal checkpoint a run goes on with another number of ranks. DeepSpeed restores from it what the optimizer
-trains and its state. It leaves the rest of the module as the engine was built: buffers, and parameters that are not
-trained. Under ZeRO-3 it gives the options of the first group of parameters (learning rate, weight decay) to all groups,
-and one count of steps to all shards, which each of them advances.
+From a universal checkpoint, DeepSpeed restores what the optimizer trains and its state. It leaves the rest of the
+module as the engine was built: buffers, and parameters that are not trained. Under ZeRO-3 it gives the options of the
+first group of parameters to all groups, and one count of steps to all shards, which each of them advances.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
-    """Return the first files that this rank, or another ``rank``, reads of a checkpoint.
-
-    Args:
-        shards: its shard of the optimizer, too.
-    """
+    """Return the first files that this rank, or ``rank``, reads of a checkpoint, ``shards``: the optimizer's, too."""
     if engine.mp_world_size > 1:  # which may be divided otherwise in the checkpoint
         return []
     names = [engine._get_ckpt_name(str(directory), tag)]
@@ -86,15 +81,12 @@ def loads_universal(engine: Any) -> bool:
 def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict: bool, optimizer_state: bool) -> None:
     """After DeepSpeed has loaded a universal checkpoint: restore what it has left out. Sends nothing.
 
+    A ``RuntimeError`` where ``strict`` and the checkpoint lacks part of the module.
+
     Args:
-        engine: into which it was loaded.
         trained: the parameters of its optimizer, and of others over its module.
         model_file: the first file of the module's state, as ``load_checkpoint`` returned it.
-        strict: raise where the checkpoint lacks part of the module.
         optimizer_state: the state of the optimizer was loaded, too.
-
-    Raises:
-        RuntimeError: the checkpoint lacks part of the module.
     """
     contract.require(contract.UNIVERSAL, engine)
     file, module = Path(model_file), engine.module
@@ -145,5 +137,4 @@ def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
 def read(file: Path) -> dict[str, Any]:
     """Return what ``file`` has; tensors on the host, read where they are asked for, but for torch's old format."""
     lazily = zipfile.is_zipfile(file)
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)
-    return saved
+    return torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)

@@ -1,16 +1,13 @@
 """Models that torch takes and DeepSpeed 0.19.8 does not: what engines of this process may be made of.
 
-- Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed broadcasts each as bytes, on every device, and
-  torch makes no bytes of such a tensor. It fails when it starts, and when a context has gathered one for a rank to
-  change, as it does to save the model.
+- Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed broadcasts each as bytes, which torch makes none
+  of. It fails when it starts, and when a context has gathered one for a rank to change, as it does to save the model.
 - Parameters in any memory layout (``memory_layout``).
-- Modules that return what has no attributes, as a number: under ZeRO-3 DeepSpeed looks for tensors in the attributes of
-  anything unknown, and ends with ``vars() argument must have __dict__ attribute``.
+- Modules that return what has no attributes, as a number: under ZeRO-3 DeepSpeed looks for tensors in ``vars()`` of it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,55 +17,36 @@ from zerosync_strategy.core.engine import contract, memory_layout, param_functio
 
 
 def allow_any_model() -> None:
-    """Let engines that are made in this process take such models.
-
-    Raises:
-        ContractError: DeepSpeed broadcasts or shards parameters elsewhere.
-    """
+    """Let engines that are made in this process take such models."""
     contract.require(contract.ANY_MODEL)
-    patches.replace(patches.CONFIGURE_MODEL, _configure_model)
-    patches.replace(patches.BROADCAST_MODEL, _broadcast_model)
-    patches.replace(patches.SHARD, _shard)
-    patches.replace(patches.OUTPUTS, lambda _: _attributes)  # in place of the builtin, in that file alone
+    patches.wrap(patches.CONFIGURE_MODEL, _configure_model)
+    patches.wrap(patches.BROADCAST_MODEL, _broadcast_model)
+    patches.wrap(patches.SHARD, _shard)
+    # In place of the builtin, in that file alone.
+    patches.replace(patches.OUTPUTS, lambda _: lambda output: getattr(output, "__dict__", {}))
     param_functions.intercept_contexts()
 
 
-def _attributes(output: Any) -> Any:
-    return getattr(output, "__dict__", {})
+def _configure_model(stock: Callable[[Any, Any], None], engine: Any, model: Any) -> None:
+    memory_layout.prepare_to_broadcast(model)  # and before it is converted to another dtype
+    stock(engine, model)
 
 
-def _configure_model(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(stock)
-    def configure(engine: Any, model: Any) -> None:
-        memory_layout.prepare_to_broadcast(model)  # and before it is converted to another dtype
-        stock(engine, model)
-
-    return configure
-
-
-def _broadcast_model(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
-    def broadcast(engine: Any) -> None:
-        scalars = [param for param in engine.module.parameters() if param.dim() == 0]
-        for param in scalars:
-            param.data = param.data.view(1)
-        try:
-            stock(engine)
-        finally:
-            for param in scalars:
-                param.data = param.data.view(())
-
-    return broadcast
-
-
-def _shard(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(stock)
-    def shard(init: Any, param: Any) -> None:
-        memory_layout.prepare_to_shard(param)
-        if param.dim():
-            return stock(init, param)
+def _broadcast_model(stock: Callable[[Any], None], engine: Any) -> None:
+    scalars = [param for param in engine.module.parameters() if param.dim() == 0]
+    for param in scalars:
         param.data = param.data.view(1)
-        stock(init, param)
-        param.ds_shape = torch.Size(())  # that of every gather from now on
+    try:
+        stock(engine)
+    finally:
+        for param in scalars:
+            param.data = param.data.view(())
 
-    return shard
+
+def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
+    memory_layout.prepare_to_shard(param)
+    if param.dim():
+        return stock(init, param)
+    param.data = param.data.view(1)
+    stock(init, param)
+    param.ds_shape = torch.Size(())  # that of every gather from now on

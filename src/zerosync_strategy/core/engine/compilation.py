@@ -143,7 +143,6 @@ class ModuleHook:
     Attributes:
         when: ``before`` and ``after`` for those that gather and release, ``backward`` for those that prepare the
             backward, ``model`` for what begins a forward of the whole model, and empty for the engine's own around it.
-        stock: the hook.
         replace: puts another one in its place.
     """
 
@@ -174,8 +173,7 @@ def registered_hooks(engine: Any) -> Any:
 
 def without_disable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what ``torch.compiler.disable`` has made ``function`` of, for one who is disabled: once is enough."""
-    found: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
-    return found
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 @contextmanager
@@ -183,9 +181,6 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.
 
     What it lets its own reductions find at the beginning of a backward is left out.
-
-    Raises:
-        ContractError: DeepCompile keeps its schedule or its hooks elsewhere.
     """
     from deepspeed.compile import backend, util
 

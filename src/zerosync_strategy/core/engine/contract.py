@@ -1,9 +1,8 @@
 """Tables of what ZeroSync uses of other libraries beyond their interfaces, of one kind for all, and their check (C1).
 
 A row names a private attribute that is read, set or called, or a method that is overridden because the library calls
-it. Without the check, a renamed one would go unnoticed: the library would go on without what ZeroSync does there. Here
-are the tables of DeepSpeed, whose internals the files of this folder alone touch; torch's are in
-``torch_internals.py``, each framework's in the ``contract.py`` of its folder.
+it. Unchecked, a renamed one would go unnoticed: the library would go on without what ZeroSync does there. Here are the
+tables of DeepSpeed; torch's are in ``torch_internals.py``, each framework's in the ``contract.py`` of its folder.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Internal:
         feature: the feature, for the error.
         owner: what has the attribute: the path of a module or class, or a key of ``_LIVE`` for what belongs to a live
             engine of DeepSpeed.
-        name: of the attribute.
         parameters: of a method that is called or overridden: the names that must lead its own parameters, without
             ``self``, so that a call by position keeps its meaning.
         named_in: the module whose source must name an attribute that objects have only at times or from their
@@ -75,12 +73,10 @@ class Internal:
 
     @property
     def package(self) -> str:
-        """The package of its library."""
         top = self.owner.partition(".")[0]
         return top if top in LIBRARIES else "deepspeed"
 
     def applies_to(self, release: str) -> bool:
-        """Whether ``release`` of the library is one that should have it."""
         return not (self.since and is_before(release, self.since)) and not (
             self.until and not is_before(release, self.until)
         )
@@ -330,8 +326,7 @@ def is_before(release: str, other: str) -> bool:
 
 def release_of(package: str) -> str:
     """Return the installed release of a library."""
-    found: str = importlib.import_module(package).__version__
-    return found
+    return importlib.import_module(package).__version__
 
 
 def has(internal: Internal) -> bool:
@@ -340,15 +335,7 @@ def has(internal: Internal) -> bool:
 
 
 def need(internal: Internal, remedy: str) -> None:
-    """Check that the installed DeepSpeed is of a release that has ``internal``, without which its feature cannot be.
-
-    Args:
-        internal: with ``since``.
-        remedy: what to do on an older release.
-
-    Raises:
-        ContractError: the release is older.
-    """
+    """Raise a ``ContractError`` with the ``remedy`` where the release of DeepSpeed is older than ``internal.since``."""
     if not has(internal):
         raise ContractError(
             f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
@@ -374,8 +361,7 @@ _LIVE: dict[str, Callable[[Any], Any]] = {  # the owners that belong to an engin
 def require(table: Iterable[Internal], engine: Any = None) -> None:
     """Check that the installed libraries have what ``table`` names, in modules and classes or on ``engine``.
 
-    Raises:
-        ContractError: one is missing or has changed.
+    A ``ContractError``: one is missing or has changed.
     """
     for internal in table:
         if internal.optional or not has(internal):
@@ -415,21 +401,13 @@ def problem(internal: Internal, owner: Any = None) -> str:
 
 
 def fetch(internal: Internal) -> Any:
-    """Return what ``internal`` names in a module or class.
-
-    Raises:
-        ContractError: it is missing or has changed.
-    """
+    """Return what ``internal`` names in a module or class; a ``ContractError`` where it is missing or has changed."""
     require((internal,))
     return getattr(resolve(internal.owner), internal.name)
 
 
 def resolve(path: str) -> Any:
-    """Return the module or class at ``path``.
-
-    Raises:
-        ImportError, AttributeError: there is none.
-    """
+    """Return the module or class at ``path``; an ``ImportError`` or ``AttributeError`` where there is none."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

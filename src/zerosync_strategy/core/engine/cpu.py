@@ -6,8 +6,7 @@ import atexit
 import functools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.compat import allow_any_model
+from zerosync_strategy.core.engine.interpose import replaced
 
 
 def prepare_cpu() -> None:
@@ -100,19 +100,15 @@ def precision_problem(precision: Any) -> str:
     )
 
 
-@contextmanager
-def indexed_devices(strategy: Any) -> Iterator[None]:
+def indexed_devices(strategy: Any) -> AbstractContextManager[None]:
     """While active, the devices of one of Lightning's strategies have an index, on CPU too.
 
     Lightning gives DeepSpeed the index of the root device as the rank on this host; CPU devices have none.
     """
     devices = strategy.parallel_devices
     if devices and devices[0].type == "cpu":
-        strategy.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
-    try:
-        yield
-    finally:
-        strategy.parallel_devices = devices
+        devices = [torch.device("cpu", index) for index in range(len(devices))]
+    return replaced(strategy, "parallel_devices", devices)
 
 
 def _preempt_none() -> None:

@@ -22,14 +22,7 @@ _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
 def intercept(params: Iterable[Any], hooks: Any) -> None:
-    """Let DeepSpeed's functions ask ``hooks`` about each of ``params`` until :func:`release`.
-
-    Args:
-        hooks: an ``optimizer.pending.PendingGradients``, on stages 1 and 2 a ``FlatPendingGradients``.
-
-    Raises:
-        ContractError: DeepSpeed's functions look elsewhere.
-    """
+    """Let DeepSpeed's functions ask ``hooks``, a ``PendingGradients``, about ``params`` until :func:`release`."""
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
     if not contract.has(contract.MARKED_GRADIENT):
@@ -93,11 +86,7 @@ def _intercept(param: Any, hooks: Any) -> None:
 
 
 def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Check that ``value`` has an element for each of a parameter of this ``shape``.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise a ``ValueError`` where ``value`` has not an element for each of a parameter of this ``shape``."""
     if value.numel() != math.prod(shape):
         raise ValueError(
             f"One of DeepSpeed's safe_set_full_...() got a value of shape {tuple(value.shape)} for a parameter of shape"

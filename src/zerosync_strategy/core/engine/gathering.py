@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, zero3
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Claim, record_of
@@ -26,15 +26,9 @@ def gather_stream(coordinator: Any) -> Any:
     return getattr(coordinator, contract.GATHER_STREAM)
 
 
-@contextmanager
-def gathering_on(coordinator: Any, stream: Any) -> Iterator[None]:
+def gathering_on(coordinator: Any, stream: Any) -> AbstractContextManager[None]:
     """While active, DeepSpeed gathers and waits for gathers on ``stream``."""
-    before = getattr(coordinator, contract.GATHER_STREAM)
-    setattr(coordinator, contract.GATHER_STREAM, stream)
-    try:
-        yield
-    finally:
-        setattr(coordinator, contract.GATHER_STREAM, before)
+    return replaced(coordinator, contract.GATHER_STREAM, stream)
 
 
 Arrival = Callable[[], list[tuple[Any, torch.Tensor]]]
@@ -105,8 +99,7 @@ def unshard(params: Iterable[Any], wait: Arrival) -> Callable[[], None]:
 def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], None]:
     """As :func:`unshard`, of parameters that this rank has in full elsewhere: nothing is sent.
 
-    Args:
-        values: in full, flat and in parts, by sharded parameter. They are copied, on the current stream.
+    ``values``, in full, flat and in parts, by sharded parameter, are copied on the current stream.
     """
     copies = {}
     for param, parts in values.items():
@@ -122,10 +115,7 @@ def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], 
 
 
 def gather_empty(param: Any) -> bool:
-    """Let ``param``, released, be gathered if it has no elements; return whether that is so.
-
-    DeepSpeed gathers none alone, and then misses it.
-    """
+    """Gather ``param`` if it has no elements; return whether. DeepSpeed gathers none alone, and then misses it."""
     if param.ds_numel == 0:
         with zero3.as_it_is():
             record_of(param).unshard()
@@ -180,20 +170,14 @@ def prefetched_numel(engine: Any) -> int:
     return int(engine._config.zero_config.prefetch_bucket_size)
 
 
-@contextmanager
-def gathering_by(all_gather: Callable[..., Any]) -> Iterator[None]:
+def gathering_by(all_gather: Callable[..., Any]) -> AbstractContextManager[None]:
     """While active, DeepSpeed gathers parameters by ``all_gather(source, target, process_group)``.
 
     That is called with this rank's shard and the place for all shards, both flat, and returns what has ``wait()``.
     """
     from deepspeed.runtime.zero import partition_parameters
 
-    stock = partition_parameters._dist_allgather_fn
-    partition_parameters._dist_allgather_fn = all_gather
-    try:
-        yield
-    finally:
-        partition_parameters._dist_allgather_fn = stock
+    return replaced(partition_parameters, "_dist_allgather_fn", all_gather)
 
 
 def gathers_by_all_reduce(engine: Any) -> bool:
@@ -216,11 +200,7 @@ def handles(coordinator: Any, params: Iterable[Any]) -> Iterable[tuple[Any, list
 
 
 def release_cache(coordinator: Any) -> Any:
-    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators.
-
-    Raises:
-        ContractError: it is not there.
-    """
+    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators."""
     function = getattr(type(coordinator), contract.RELEASES)
     while not hasattr(function, "cache_clear"):
         inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -275,11 +255,7 @@ def release_param(coordinator: Any, param: Any) -> None:
 
 
 def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
-    """After an exception: release what is gathered of ``module``.
-
-    Persistent parameters stay, those that a user's ``GatheredParameters`` context has gathered, and what ``keeps``
-    says.
-    """
+    """After an exception: release what is gathered of ``module``, but not what persists, a context has or ``keeps``."""
     forget_order(optimizer)
     release_leftovers(coordinator(optimizer))
     for submodule in module.modules():
@@ -300,11 +276,7 @@ def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
 def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
     """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
 
-    Args:
-        first: the engine whose hooks run in the module that is trained; may be ``engine`` itself.
-
-    Raises:
-        ContractError: DeepSpeed keeps what gathers and releases elsewhere.
+    ``first`` is the engine whose hooks run in the module that is trained; may be ``engine`` itself.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -330,11 +302,7 @@ def leave_sharded(engine: Any) -> None:
 
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`.
-
-    Raises:
-        ContractError: DeepSpeed asks something else of what is in the optimizer's place.
-    """
+    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`."""
     contract.require(contract.EVALUATION)
     interpose(engine.optimizer, InferenceOverrides)
     try:

@@ -13,10 +13,9 @@ from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
     """Return what an engine keeps from one optimizer step to the next, by kind.
 
-    Returns:
-        ``"optimizer"``: master weights, and the states of the optimizer. ``"parameters"``: the module's, sharded or
-        whole, and its buffers. ``"gradients"``: the shards in which ZeRO-3 keeps gradients. In fp32, master weights may
-        be parameters, too.
+    ``"optimizer"``: master weights, and the states of the optimizer. ``"parameters"``: the module's, sharded or whole,
+    and its buffers. ``"gradients"``: the shards in which ZeRO-3 keeps gradients. In fp32, master weights may be
+    parameters, too.
     """
     module, optimizer = engine.module, engine.optimizer
     if zero.stage(engine) == 3:

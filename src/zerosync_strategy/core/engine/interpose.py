@@ -6,6 +6,8 @@ Lightning's optimizer wrapper does; and restoring it leaves no trace.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _PREFIX = "ZeroSync"
@@ -14,10 +16,8 @@ _PREFIX = "ZeroSync"
 def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
     """Put the methods of ``layer`` before those of ``target``; they reach the others through ``super()``.
 
-    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``.
-
-    Args:
-        also: classes that ``target`` is to be an instance of; their methods come after those of ``target``.
+    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``. It is a subclass of
+    ``also``, too, whose methods come after those of ``target``.
     """
     stock = type(target)
     name = f"{_PREFIX}{stock.__name__.removeprefix(_PREFIX)}"
@@ -38,12 +38,19 @@ class _Layered(type):
         return stock if layer is None else [cls, *(each for each in layer.__mro__ if each not in stock), *stock[1:]]
 
 
-def restore(target: Any, layer: type) -> None:
-    """Undo :func:`interpose` of ``layer``.
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """While active, ``target`` has another ``value`` of its attribute ``name``."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
 
-    Raises:
-        RuntimeError: ``layer`` is not the last that was interposed on ``target``.
-    """
+
+def restore(target: Any, layer: type) -> None:
+    """Undo :func:`interpose` of ``layer``; a ``RuntimeError`` where that is not the last one on ``target``."""
     outermost = vars(type(target)).get("_zerosync_layer")
     if outermost is not layer:
         raise RuntimeError(

@@ -1,11 +1,9 @@
 """The memory of parameters before DeepSpeed gives each one memory of its own.
 
-DeepSpeed sends parameters as bytes, which torch makes of none whose last dimension has steps, as the weights of a
-convolution in ``channels_last`` and transposed ones have; and it keeps them in flat buffers or shards, where such a
-layout is lost in any case. So they are made contiguous first, with the same values.
-
-Parameters that share memory (``b.weight.data = a.weight.data``) would come apart silently. That is written down here,
-for ``attach()``: afterwards nothing shows it.
+DeepSpeed sends parameters as bytes, which torch makes of none whose last dimension has steps, as in ``channels_last``;
+and flat buffers or shards lose such a layout in any case. So they are made contiguous first, with the same values.
+Parameters that share memory (``b.weight.data = a.weight.data``) would come apart silently, and afterwards nothing shows
+it: that is written down here, for ``attach()``.
 """
 
 from __future__ import annotations

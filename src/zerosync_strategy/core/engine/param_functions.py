@@ -136,35 +136,27 @@ def forget_leftover_users(params: Iterable[Any]) -> None:
 
 def intercept_contexts() -> None:
     """Let what a ``GatheredParameters`` context holds be gathered in buckets, and have a claim until its end."""
-    patches.replace(patches.ENTER_GATHERED, _enter)
-    patches.replace(patches.LEAVE_GATHERED, _leave)
+    patches.wrap(patches.ENTER_GATHERED, _enter)
+    patches.wrap(patches.LEAVE_GATHERED, _leave)
 
 
-def _enter(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
-    def enter(context: Any) -> None:
-        with _counted_apart(context):
-            if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
-                _gather_in_buckets(context.params)
-            stock(context)
+def _enter(stock: Callable[[Any], None], context: Any) -> None:
+    with _counted_apart(context):
+        if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
+            _gather_in_buckets(context.params)
+        stock(context)
+    for record in _records(context.params if context.enabled else ()):
+        record.claim(Claim.CONTEXT)
+
+
+def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
+    writes = context.enabled and context.src_rank is not None
+    try:
+        with _broadcastable(context.params if writes else ()):
+            return stock(context, *error)
+    finally:
         for record in _records(context.params if context.enabled else ()):
-            record.claim(Claim.CONTEXT)
-
-    return enter
-
-
-def _leave(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def leave(context: Any, *error: Any) -> Any:
-        writes = context.enabled and context.src_rank is not None
-        try:
-            with _broadcastable(context.params if writes else ()):
-                return stock(context, *error)
-        finally:
-            for record in _records(context.params if context.enabled else ()):
-                record.drop(Claim.CONTEXT)
-
-    return leave
+            record.drop(Claim.CONTEXT)
 
 
 @contextmanager

@@ -13,13 +13,10 @@ event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
 ``WRITE``    stay              waits: -> ``UNSHARDED``       stay
 ===========  ================  ============================  =====================================
 
-A claim says why the values stay. ``MODULE`` and ``PERSISTENT`` are DeepSpeed's, and read off what it keeps; the others
-are set here. Who reshards in spite of a claim, as a step or a context that has written, leaves it: the values are then
-unsharded again before the next use.
-
-An unclaimed parameter has its *class at rest*, by which the values are gathered for whoever reads it; one with a claim
-and its values has its own class. On a device with streams, that begins when the host sees that the gather is complete:
-until then, a reader's stream has to wait (U2).
+A claim says why the values stay. Who reshards in spite of one, as a step or a context that has written, leaves it: the
+values are then unsharded again before the next use. An unclaimed parameter has its *class at rest*, by which the values
+are gathered for whoever reads it; one with a claim and its values has its own class. On a device with streams, that
+begins when the host sees that the gather is complete: until then, a reader's stream has to wait (U2).
 """
 
 from __future__ import annotations
@@ -56,11 +53,7 @@ class Claim(enum.Flag):
 
 
 class Event(enum.Enum):
-    """What happens to a parameter.
-
-    Attributes:
-        legal: the status of DeepSpeed's that follows, by that before, as the table has them.
-    """
+    """What happens to a parameter. ``legal``: the status of DeepSpeed's that follows, by that before."""
 
     legal: dict[str, str]
 
@@ -133,14 +126,10 @@ class _Modules(set[Any]):
 class Record:
     """What ZeroSync knows of one parameter. It is the parameter's attribute ``_zerosync_record``.
 
-    Args:
-        param: of ZeRO-3.
-        name: for errors.
+    Attributes:
         owner: has ``shards_written()``, called when the current stream writes the shards, and ``arrive(param)``, which
             ends a gather that is under way.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
-
-    Attributes:
         order: in which it is gathered among others (U1).
         bits: the claims that are set here; :attr:`claims` has all.
         gather: the last that was issued (``comm/collectives.py``); ``None``: none was.
@@ -177,12 +166,10 @@ class Record:
 
     @property
     def state(self) -> State:
-        """Where the values are."""
         return State(self.param.ds_status._name_)
 
     @property
     def claims(self) -> Claim:
-        """All claims on the values."""
         claims = Claim(self.bits)
         if self.param.ds_active_sub_modules:
             claims |= Claim.MODULE
@@ -322,7 +309,6 @@ class Record:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def values_to_shard(self) -> None:
-        """Let this rank's shard have the gathered values."""
         if (pair := zero3.own_part(self.param)) is not None:
             shard, part = pair
             shard.copy_(part, non_blocking=True)
@@ -330,8 +316,7 @@ class Record:
     def set_values(self, full: torch.Tensor) -> bool:
         """Give the parameter the values ``full``: this rank's shard of it, and what is gathered of it.
 
-        Returns:
-            Whether that is possible: not where the shard is in no memory, quantized, or not the only one.
+        Return whether that is possible: not where the shard is in no memory, quantized, or not the only one.
         """
         param = self.param
         if param.ds_numel == 0:
@@ -349,8 +334,7 @@ class Record:
 
 def record_of(param: Any) -> Record:
     """Return the record of a parameter of an attached ZeRO-3 engine."""
-    record: Record = param._zerosync_record
-    return record
+    return param._zerosync_record
 
 
 def is_in_use(param: Any) -> bool:
@@ -381,5 +365,4 @@ def _free_param() -> Callable[[Any], None]:
     from deepspeed.runtime.zero.partition_parameters import free_param
 
     inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
-    free: Any = next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)
-    return free
+    return next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)

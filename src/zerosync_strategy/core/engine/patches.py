@@ -7,6 +7,7 @@ stays: ours is then out of reach, and does what the stock one does until it is i
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,13 +19,9 @@ from zerosync_strategy.core.engine.contract import resolve
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement.
+    """One replacement, of ``name`` in the module or class at the path ``owner``.
 
-    Attributes:
-        owner: the path of the module or class.
-        name: of its attribute.
-        why: what the replacement is for.
-        stays: why the last user does not undo it, or what does before; empty: it is undone then.
+    ``stays``: why the last user does not undo it, or what does before; empty: it is undone then.
     """
 
     owner: str
@@ -152,6 +149,19 @@ def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
             _buried[patch] = stock, ours
 
     _installed[patch] = undo
+
+
+def wrap(patch: Patch, around: Callable[..., Any]) -> None:
+    """:func:`replace` a function by one that calls ``around``, with the stock one before its arguments."""
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(stock, *args, **kwargs)
+
+        return call
+
+    replace(patch, make)
 
 
 def _remove(key: int) -> None:

@@ -22,8 +22,7 @@ State = dict[str, Any]
 
 def torch_state(state: State) -> dict[str, Any]:
     """Return the state of the torch optimizer in a rank's ``state``."""
-    found: dict[str, Any] = state[_keys(state)[0]]
-    return found
+    return state[_keys(state)[0]]
 
 
 def is_by_name(state: State) -> bool:
@@ -35,8 +34,7 @@ def is_by_name(state: State) -> bool:
 
 def masters(state: State) -> list[torch.Tensor]:
     """Return the master weights in a rank's ``state``, by DeepSpeed's groups; on stages 1 and 2 without padding."""
-    found: list[torch.Tensor] = state[_keys(state)[1]]
-    return found
+    return state[_keys(state)[1]]
 
 
 def replaced(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None) -> State:
@@ -61,15 +59,7 @@ def _is_of_flat(state: State) -> bool:
 
 
 class SavedShards:
-    """The optimizer's part of a checkpoint. Values are read where they are asked for.
-
-    Args:
-        engine: of the ZeRO stage with which it was saved.
-        directory, tag: of the checkpoint.
-
-    Attributes:
-        ranks: that have written it.
-    """
+    """The optimizer's part of a checkpoint of the engine's ZeRO stage. Values are read where they are asked for."""
 
     def __init__(self, engine: Any, directory: Path, tag: str) -> None:
         self._files = functools.partial(checkpoint_files.files_to_load, engine, directory, tag, True)
@@ -78,7 +68,6 @@ class SavedShards:
         self._states: dict[int, State] = {}
 
     def state(self, rank: int) -> State:
-        """Return what ``rank`` has saved."""
         if rank not in self._states:
             self._states[rank] = checkpoint_files.read(self._files(rank)[1])["optimizer_state_dict"]
         return self._states[rank]

@@ -40,14 +40,8 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
     """Let ``engine`` answer for the parameters of ``part`` alone, next to ``first``, which wraps the whole module.
 
     On ZeRO-1 and 2 an engine touches no parameters but those of its optimizer. On ZeRO-3 its step would release and
-    gather again whatever its module holds, and an engine over a part has no hooks that run.
-
-    Args:
-        engine: may be ``first`` itself.
-        part: every parameter is in the part of one engine; ``first`` has those that no optimizer trains.
-
-    Raises:
-        ContractError: DeepSpeed's internals are not those that this relies on (C1).
+    gather again whatever its module holds, and an engine over a part has no hooks that run. ``engine`` may be
+    ``first``, which has the parameters that no optimizer trains.
     """
     if zero.stage(engine) == 3:
         gathering.restrict(engine, first, part)

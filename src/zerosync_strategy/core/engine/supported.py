@@ -11,10 +11,7 @@ from zerosync_strategy.core.engine.contract import ContractError, Internal
 def require_supported(engine: Any) -> None:
     """Check that ``engine`` is one that ZeroSync supports and has every internal that ZeroSync uses on it.
 
-    Raises:
-        TypeError: ``engine`` is not a ``DeepSpeedEngine``.
-        ValueError: the engine is configured in a way that ZeroSync does not support.
-        ContractError: an internal is missing or has changed.
+    ``TypeError``: it is not a ``DeepSpeedEngine``. ``ValueError``: its configuration is not supported.
     """
     check_release()
     contract.require(torch_internals.TRAINING)
@@ -60,11 +57,7 @@ def without_zero(engine: Any) -> str:
 
 
 def check_release() -> None:
-    """Check that the installed DeepSpeed is not too old.
-
-    Raises:
-        ContractError: it is.
-    """
+    """Raise a ``ContractError`` where the installed DeepSpeed is too old."""
     oldest, found = contract.DEEPSPEED.oldest, contract.release_of("deepspeed")
     if contract.is_before(found, oldest):
         raise ContractError(

@@ -7,21 +7,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, patches
 
+_Item = TypeVar("_Item")
+
 
 @dataclass(frozen=True)
 class MasterShard:
-    """This rank's master weights of one flat group.
+    """This rank's master weights of one flat group, as the torch optimizer has them in ``flat``.
 
-    Attributes:
-        flat: all of them, as the torch optimizer has them.
-        slices: parameters, each with where its elements begin and end in ``flat``; in this order.
+    ``slices``: parameters, each with where its elements begin and end in ``flat``; in this order.
     """
 
     flat: torch.Tensor
@@ -103,11 +103,7 @@ def step_torch_optimizer(optimizer: Any) -> None:
 
 
 def comm_backend() -> Any:
-    """Return DeepSpeed's process-wide communication backend, through which all its collectives go.
-
-    Raises:
-        ContractError: there is none.
-    """
+    """Return DeepSpeed's process-wide communication backend, through which all its collectives go."""
     from deepspeed.comm import comm
 
     found = getattr(comm, "cdb", None)
@@ -262,3 +258,16 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def in_runs(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
+    """Return ``items`` in runs of at most ``limit`` together, or of one larger item."""
+    runs: list[list[_Item]] = []
+    room = 0
+    for item in items:
+        if not runs or size_of(item) > room:
+            runs.append([])
+            room = limit
+        runs[-1].append(item)
+        room -= size_of(item)
+    return runs

@@ -6,7 +6,7 @@ Each parameter group lies in one flat buffer, which is cut into equal shards, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.zero import sum_of_squares
 
 
@@ -21,8 +22,7 @@ from zerosync_strategy.core.engine.zero import sum_of_squares
 class FlatGroup:
     """One parameter group of the optimizer: its parameters that have elements, with their places in the flat buffer.
 
-    Attributes:
-        process_group: whose ranks each have one shard, of ``shard_numel`` elements, padding included.
+    Each rank of ``process_group`` has one shard, of ``shard_numel`` elements, padding included.
     """
 
     index: int
@@ -34,11 +34,7 @@ class FlatGroup:
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
-    """Return the parameter groups of ``optimizer``.
-
-    Raises:
-        ContractError: the parameters do not lie in the flat buffers.
-    """
+    """Return the parameter groups; a ``ContractError`` where the parameters do not lie in the flat buffers."""
     groups = []
     for index, flat in enumerate(optimizer.bit16_groups_flat):
         params = [param for param in optimizer.bit16_groups[index] if param.numel()]
@@ -91,8 +87,7 @@ def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor) -> None:
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's gradient shard of one group, flat."""
-    flat: torch.Tensor = optimizer.averaged_gradients[index].flat_partition
-    return flat
+    return optimizer.averaged_gradients[index].flat_partition
 
 
 def discard_gradient_shard(optimizer: Any, index: int) -> None:
@@ -112,8 +107,7 @@ def hand_over_gradients(optimizer: Any) -> None:
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
     """Return the flat buffer of one group's parameters."""
-    flat: torch.Tensor = optimizer.bit16_groups_flat[index]
-    return flat
+    return optimizer.bit16_groups_flat[index]
 
 
 def master(optimizer: Any, index: int) -> Any:
@@ -127,12 +121,9 @@ def params_in_order(optimizer: Any, index: int) -> list[Any]:
 
 
 def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
-    """Let this rank's shard of one group be one of ``numel`` elements, of any number on each rank.
+    """Let this rank's shard of a group have ``numel`` elements, as many as it likes; return it, flat, of any values.
 
     DeepSpeed's own, and what parameters know of where they are in it, are dropped.
-
-    Returns:
-        The master weights, of any values, flat.
     """
     before = master(optimizer, index)
     flat = torch.empty(numel, dtype=before.dtype, device=before.device, requires_grad=True)
@@ -143,32 +134,25 @@ def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
     return flat
 
 
-@contextmanager
-def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> Iterator[None]:
+def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> AbstractContextManager[None]:
     """While active, DeepSpeed finds ``masters`` in place of those that this rank steps, by group."""
-    own = optimizer.single_partition_of_fp32_groups
-    optimizer.single_partition_of_fp32_groups = masters
-    try:
-        yield
-    finally:
-        optimizer.single_partition_of_fp32_groups = own
+    return replaced(optimizer, "single_partition_of_fp32_groups", masters)
 
 
 def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
     if optimizer.cpu_offload:
-        copied: torch.Tensor = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[index].data
-        return copied
-    stepped: torch.Tensor = master(optimizer, index).data
-    return stepped
+        return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[index].data
+    return master(optimizer, index).data
 
 
 def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return what :func:`stepped_shard` does, where something else than a step has changed the master weights."""
     shard = stepped_shard(optimizer, index)
-    if optimizer.cpu_offload:  # a copy that is not pinned: the device may still read what was pinned for it before
-        return master(optimizer, index).data.to(shard.dtype, copy=True)
-    return shard
+    if not optimizer.cpu_offload:
+        return shard
+    # A copy that is not pinned: the device may still read what was pinned for it before.
+    return master(optimizer, index).data.to(shard.dtype, copy=True)
 
 
 def relink_states(optimizer: Any) -> None:
@@ -184,12 +168,9 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
 
 
 def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the L2 norm of the gradients in all ranks' shards, times the loss scale; infinity if it is not finite.
+    """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
 
-    Collective.
-
-    Args:
-        shards: of each group, what this rank counts of its gradient shard.
+    ``shards``: of each group, what this rank counts of its gradient shard.
     """
     from deepspeed import comm
 
@@ -225,13 +206,12 @@ def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[Non
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
-    stock, shards = stage_1_and_2.all_gather_dp_groups, optimizer.parallel_partitioned_bit16_groups
-    stage_1_and_2.all_gather_dp_groups = lambda **_: gather()
-    optimizer.parallel_partitioned_bit16_groups = _Elsewhere()
-    optimizer._update_model_bit16_weights = lambda _: None
-    try:
-        yield
-    finally:
-        stage_1_and_2.all_gather_dp_groups = stock
-        optimizer.parallel_partitioned_bit16_groups = shards
-        del optimizer._update_model_bit16_weights
+    with (
+        replaced(stage_1_and_2, "all_gather_dp_groups", lambda **_: gather()),
+        replaced(optimizer, "parallel_partitioned_bit16_groups", _Elsewhere()),
+    ):
+        optimizer._update_model_bit16_weights = lambda _: None
+        try:
+            yield
+        finally:
+            del optimizer._update_model_bit16_weights

@@ -5,7 +5,6 @@ One that ZeRO-3 does not shard has its values, its own shape and no group.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +25,9 @@ def is_sharded(param: Any) -> bool:
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
     try:
-        number: int = param.ds_id
+        return param.ds_id
     except AttributeError:
-        number = 0
-    return number
+        return 0
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
@@ -40,10 +38,9 @@ def full_shape(param: Any) -> tuple[int, ...]:
 def full_numel(param: Any) -> int:
     """Return the elements of ``param`` when it is gathered."""
     try:
-        numel: int = param.ds_numel
+        return param.ds_numel
     except AttributeError:
-        numel = param.numel()
-    return numel
+        return param.numel()
 
 
 def full_bytes(param: Any) -> int:
@@ -65,10 +62,9 @@ def process_group(param: Any) -> Any:
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
     try:
-        persists: bool = param.ds_persist
+        return param.ds_persist
     except AttributeError:
-        persists = False
-    return persists
+        return False
 
 
 def is_gathered(param: Any) -> bool:
@@ -146,11 +142,7 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 
 
 def answer_of_gathered(name: str, param: Any) -> Any:
-    """Return what a gathered ``param`` answers to those who ask whether it is.
-
-    Raises:
-        AttributeError: ``name`` is none of that.
-    """
+    """Return what a gathered ``param`` answers to who asks whether it is; an ``AttributeError`` for other names."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -177,11 +169,7 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``full``, which is of the shape of ``param``: flat, and padded with zeros.
-
-    Raises:
-        ValueError: it has another number of elements.
-    """
+    """Return this rank's shard of ``full``, flat and padded with zeros; a ``ValueError`` where its size is another."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
@@ -209,14 +197,12 @@ def gather_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which ``param`` is gathered: with DeepSpeed's ``torch_autocast``, not always its own."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
-    dtype: torch.dtype = get_allgather_dtype(param, param.ds_tensor)
-    return dtype
+    return get_allgather_dtype(param, param.ds_tensor)
 
 
 def shard_dtype(param: Any) -> torch.dtype:
     """Return the dtype of the values that the ranks keep of ``param``."""
-    dtype: torch.dtype = param.ds_tensor.dtype
-    return dtype
+    return param.ds_tensor.dtype
 
 
 def has_own_group(param: Any) -> bool:
@@ -225,11 +211,7 @@ def has_own_group(param: Any) -> bool:
 
 
 def shard_over(param: Any, group: Any) -> None:
-    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank.
-
-    Raises:
-        ContractError: this release of DeepSpeed shards all parameters over the same ranks.
-    """
+    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
     contract.need(contract.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
     # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
@@ -245,17 +227,13 @@ def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
 
     contract.require(contract.NESTED_ZERO_INIT)
 
-    def replacement(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(stock)
-        def enter(init: Any) -> Any:
-            outer = partition_parameters.top_level_context
-            if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
-                check(init.ds_process_group, outer.ds_process_group)
-            return stock(init)
+    def enter(stock: Callable[[Any], Any], init: Any) -> Any:
+        outer = partition_parameters.top_level_context
+        if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
+            check(init.ds_process_group, outer.ds_process_group)
+        return stock(init)
 
-        return enter
-
-    patches.replace(patches.ENTER_INIT, replacement)
+    patches.wrap(patches.ENTER_INIT, enter)
 
 
 def numbering(engine: Any) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
@@ -39,11 +40,7 @@ def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
-    """Let the coming step find the gradient shards of ``params``.
-
-    Args:
-        joined: not one by one, as DeepSpeed's own computation of their norm would have them.
-    """
+    """Let the coming step find the gradient shards of ``params``; not ``joined``: as DeepSpeed's norm has them."""
     shards = gradient_shards(optimizer)
     if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
@@ -79,21 +76,16 @@ def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
     return first.as_strided((numel,), (1,))
 
 
-@contextmanager
-def overflow_check_on_callers_stream(optimizer: Any) -> Iterator[None]:
+def overflow_check_on_callers_stream(optimizer: Any) -> AbstractContextManager[None]:
     """While active, DeepSpeed looks for infinities in fp16 gradients on the current stream, which has waited for them.
 
     The stream of its own reductions, on which it would look, waits for none of ours.
     """
     from deepspeed.accelerator import get_accelerator
 
-    stream = optimizer.reduce_and_partition_stream
-    if stream is not None:  # the device has streams
-        optimizer.reduce_and_partition_stream = get_accelerator().current_stream()
-    try:
-        yield
-    finally:
-        optimizer.reduce_and_partition_stream = stream
+    has_streams = optimizer.reduce_and_partition_stream is not None
+    stream = get_accelerator().current_stream() if has_streams else None
+    return replaced(optimizer, "reduce_and_partition_stream", stream)
 
 
 def scales_gradients(optimizer: Any) -> bool:
@@ -116,8 +108,7 @@ def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
 
 def stock_norms(optimizer: Any) -> list[Any]:
     """Return the L2 norms that DeepSpeed computes of its groups of parameters, times the loss scale. Collective."""
-    norms: list[Any] = optimizer.zerosync_stock_norms()
-    return norms
+    return optimizer.zerosync_stock_norms()
 
 
 def is_model_parallel(optimizer: Any) -> bool:
@@ -230,8 +221,7 @@ class JointStep:
 def master_shards(optimizer: Any) -> list[MasterShard]:
     """Return this rank's master weights of each group, by the parameters that they are of, padding included.
 
-    Raises:
-        ValueError: their states are not in memory, or another optimizer steps some of them.
+    A ``ValueError``: their states are not in memory, or another optimizer steps some of them.
     """
     if steps_from_disk(optimizer) or hasattr(optimizer, "backup_optimizer"):
         raise ValueError(

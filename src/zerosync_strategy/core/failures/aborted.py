@@ -1,9 +1,8 @@
 """What ranks have begun to send when a backward was aborted must not meet what they send next (W3).
 
-Off NCCL, tags tell them apart. NCCL matches collectives by their order alone. So ranks that have aborted after
-different numbers of them would add up gradients of different windows, or take these for parameters. They compare the
-numbers through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited
-for.
+Off NCCL, tags tell them apart. NCCL matches collectives by their order alone: ranks that have aborted after different
+numbers of them would add up gradients of different windows, or take these for parameters. So they compare the numbers
+through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited for.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _numbers = count()
 class BegunCollectives:
     """The reductions and gathers that this rank has begun in a window, to compare with the others' if it aborts it.
 
-    Args:
-        process_groups: in which they are. All ranks make as many of these objects, in one order.
+    All ranks make as many of these objects, in one order.
     """
 
     def __init__(self, process_groups: Iterable[Any]) -> None:
@@ -60,8 +58,7 @@ class BegunCollectives:
     def compare_aborted(self) -> None:
         """Before the first collective after an aborted window: nothing of that one may meet it. A collective call.
 
-        Raises:
-            RankError: the numbers differ, or not all ranks have aborted within the timeout of a group.
+        A ``RankError``: the numbers differ, or not all ranks have aborted within the timeout of a group.
         """
         if self._aborted is None:
             return

@@ -28,10 +28,8 @@ Found = TypeVar("Found")
 def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
     """Compare ``facts`` over the ranks of ``process_group``. Collective.
 
-    If they differ, the first rank sends its facts, and one rank of each of the next kinds what it has otherwise.
-
-    Raises:
-        ValueError: on every rank, naming the facts that differ and which ranks have what; ``where`` leads the message.
+    If they differ, the first rank sends its facts, and one rank of each of the next kinds what it has otherwise. The
+    ``ValueError``, on every rank, names the facts that differ and which ranks have what; ``where`` leads it.
     """
     own = digest(repr(sorted(facts.items())))
     if is_alike(own, process_group):
@@ -63,15 +61,13 @@ def _fact(param: Any) -> str:
 def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[[], str]) -> Found:
     """Call ``part`` on every rank; return what it returned beside its facts, if they are the same everywhere (K2).
 
-    Collective. An error of the communication is raised as it is.
+    Collective. A ``CheckpointError`` on every rank: one has failed, or the facts differ. An error of the communication
+    is raised as it is.
 
     Args:
         what: all ranks do, for the error.
         part: this rank's; returns its facts in words, and its result.
         remedy: returns the end of the error, on every rank. May be collective.
-
-    Raises:
-        CheckpointError: on every rank: one has failed, or the facts differ.
     """
     result: list[Found] = []
     failed: Exception | None = None

@@ -1,10 +1,9 @@
 """Torch's flight recorder: the last collectives that this process has issued.
 
-Torch records collectives of NCCL and, in newer releases, of gloo: by default the last 2,000 of each in memory
-(``TORCH_FR_BUFFER_SIZE``; 0 switches it off). It has the process group, the number, sizes and the Python stack of each.
-There is one recorder for NCCL and one for all other backends, with a function each (:data:`_RECORDERS`). A process
-group that has both backends has its name in both, and numbers of its own in each.
-What is sent point to point on gloo is not in it, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
+Torch records the last 2,000 collectives of NCCL and, in newer releases, of gloo (``TORCH_FR_BUFFER_SIZE``; 0 switches
+it off), with the process group, the number, sizes and the Python stack of each. NCCL has a recorder of its own; a
+process group that has both backends has its name in both, and numbers of its own in each. What is sent point to point
+on gloo is in none, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ class Recorded:
     """A collective in torch's flight recorder.
 
     Attributes:
-        group: the name of its process group.
         number: among the group's collectives, from 1.
         name: torch's, with the backend's: ``"gloo:all_reduce"``.
         sizes: of its input.
         line: of the program, that issued it.
-        complete: whether it is.
         label: ZeroSync's for it, where it is ZeroSync's.
     """
 
@@ -55,7 +52,6 @@ class Recorded:
 
     @property
     def text(self) -> str:
-        """What it is, in words."""
         what = self.label or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
         return f"{what} (collective {self.number} of group {self.group!r}{self.line and ', at ' + self.line})"
 
@@ -63,11 +59,8 @@ class Recorded:
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """Return the innermost line of the program, as ``"train.py:24 main"``; empty if there is none.
 
-    Where another package is between, as one that logs parameters, its line comes first:
-    ``"logger.py:156 log < train.py:24 main"``.
-
-    Args:
-        frames: path, line and function of each, the innermost first.
+    Where another package is between, as one that logs parameters, its line comes first: ``"logger.py:156 log <
+    train.py:24 main"``. ``frames`` have path, line and function of each, the innermost first.
     """
     package = ""
     for path, line, function in frames:

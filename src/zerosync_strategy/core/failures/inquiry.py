@@ -39,15 +39,9 @@ _NEVER = timedelta(days=10_000)
 
 
 class Inquiries:
-    """Asks all ranks, and has a thread that answers for this one.
+    """Asks all ranks, and has a thread that answers for this one with its ``state``.
 
-    Args:
-        store: the store of the process group.
-        rank, world_size: of this process.
-        state: returns what this process is doing.
-
-    Raises:
-        RuntimeError: the store cannot be shared.
+    A ``RuntimeError`` where the ``store`` of the process group cannot be shared.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, state: Callable[[], RankState]) -> None:

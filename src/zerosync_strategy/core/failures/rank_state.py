@@ -48,7 +48,6 @@ class RankState:
     """Where one rank is.
 
     Attributes:
-        rank: whose state it is.
         phase: whether it runs, and if not, why.
         failure: why it has stopped: its exception and where that was raised, or what it was in when it lost the others.
         activity: what it does in ZeroSync's words; empty outside of the engine.
@@ -64,7 +63,6 @@ class RankState:
         recorded: of each process group, the last collective in torch's flight recorder, and the first that is not
             complete.
         verdict: that it has told, and stopped.
-        pid, host: its process.
     """
 
     rank: int
@@ -137,7 +135,6 @@ class RankState:
 
     @staticmethod
     def decode(fields: Mapping[str, Any]) -> RankState:
-        """Return the state that ``fields`` were encoded from."""
         state = RankState(**fields)
         records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
         return replace(state, phase=Phase(state.phase), recorded=records)
@@ -165,23 +162,15 @@ class Progress(Protocol):
 
 
 def observe(
-    rank: int,
-    activities: Sequence[tuple[object, float]],
-    frame: FrameType | None,
-    position: str,
-    progress: Progress | None,
-    *,
-    failed: bool = False,
-    with_recorder: bool = True,
-) -> RankState:
+    rank: int, activities: Sequence[tuple[object, float]], frame: FrameType | None, position: str,
+    progress: Progress | None, *, failed: bool = False, with_recorder: bool = True,
+) -> RankState:  # fmt: skip
     """Return the state of this process.
 
     Args:
-        rank: of this process.
         activities: of its main thread, the innermost last, each with the time when it began.
         frame: of the main thread, the innermost, or the one that has raised.
         position: how far it has come, in words.
-        progress: of the engine.
         failed: the main thread has waited, in vain.
         with_recorder: look into torch's flight recorder, which takes some 20 ms.
     """

@@ -29,12 +29,7 @@ from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS, VERDICT, re
 
 
 class RankStatus:
-    """What this process is doing, for the others to read when one of them is in trouble.
-
-    Args:
-        store: the store of the process group.
-        rank, world_size: of this process.
-    """
+    """What this process is doing, for the others to read in the ``store`` when one of them is in trouble."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -52,15 +47,12 @@ class RankStatus:
     def activity(
         self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
     ) -> Iterator[None]:
-        """Around what may communicate.
+        """Around what may communicate; a ``RankError`` in place of an error of the communication.
 
         Args:
             what: this rank does; its text is asked for when something fails.
             position: returns how far the rank has come; without it, as before.
             progress: says it for the verdict; without it, as before.
-
-        Raises:
-            RankError: in place of an error of the communication.
         """
         position = position or (lambda: self._position)
         self._position = position()
@@ -85,12 +77,10 @@ class RankStatus:
             self._position = position()
 
     def record_failure(self, why: str, error: BaseException | None = None, goes_on: bool = True) -> None:
-        """Write to the store why this rank stops, for the ranks that will miss it.
+        """Write to the store ``why`` this rank stops, for the ranks that will miss it.
 
-        Args:
-            why: in words.
-            error: its own, or one of the communication. Without one, it has lost the others.
-            goes_on: the program may catch the error; torch's flight recorder, which takes time, is not asked then.
+        Without an ``error``, its own or one of the communication, it has lost the others. ``goes_on``: the program may
+        catch the error; torch's flight recorder, which takes time, is not asked then.
         """
         if self._stopped is not None and self._stopped.phase is not Phase.LOST:
             return  # the first, from the innermost activity, says most

@@ -1,9 +1,8 @@
 """What is concluded from the states of all ranks: the lines of an error, and one verdict, on the cause (W4).
 
 In this order: a rank that has raised an exception of its own; one whose process has ended; one that does not
-communicate while others wait for it; and where all wait, but not for the same, one that does otherwise than in its own
-last window, or else those that are fewer than the rest. Two ranks of which neither departs from what it did before are
-both named.
+communicate while others wait for it; where all wait, but not for the same, one that departs from its own last window,
+or else those that are fewer than the rest. Two ranks of which neither departs are both named.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ OTHER_BACKWARDS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain.
-
-    Attributes:
-        cause: one of the words in the table of docs/failures.md.
-        ranks: that are the cause.
-        text: a sentence with all of it.
-    """
+    """Why ranks wait in vain: because of ``ranks``; ``cause`` is a word in the table of docs/failures.md."""
 
     cause: str
     ranks: tuple[int, ...]

@@ -2,12 +2,9 @@
 
 What is reduced when is the same on every rank without a message (W4). Buckets are in a fixed order, about that in which
 backward completes their gradients. A backward may *stream* some of them: it reduces each as soon as its gradients and
-the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone:
-
-- coalesced without a budget: none;
-- without coalescing: all;
-- with a budget: those that do not fit into it;
-- in the backward that is known to be the last: all.
+the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone: none when
+coalesced without a budget; all without coalescing; with a budget, those that do not fit into it; all in the backward
+that is known to be the last.
 
 Over a process group of W ranks, each rank's shard of the gradients has the same number of elements, padding included.
 So all shards, one rank's in each row, are a matrix; a layout says where in it each gradient lies.
@@ -18,6 +15,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +26,7 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.local import LocalGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -36,10 +35,7 @@ AUTO_BUCKETS = 16
 
 
 class Level(enum.Enum):
-    """Where the gradients of a bucket are added up over the backwards of a window.
-
-    Each level has less memory than the one before, and sends more.
-    """
+    """Where gradients of a bucket are added up over a window's backwards; each has less memory, and sends more."""
 
     WHOLE = enum.auto()  # on each rank, in full: reduced once, at the close
     NODE = enum.auto()  # in node shards: reduced within the node in each backward, and between nodes at the close
@@ -49,13 +45,11 @@ class Level(enum.Enum):
 class ShardLayout(ABC):
     """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
 
-    Args:
+    Attributes:
         params: each once.
         shard_numel: elements of one rank's shard.
         divisor: what a sum over the group is divided by to average it.
         dtype: of the reduction.
-
-    Attributes:
         nodes: of the process group; ``None`` where two levels would be one.
         is_native: the backend has a reduce-scatter of its own.
     """
@@ -68,9 +62,7 @@ class ShardLayout(ABC):
         self.is_native = bool(params) and is_native(process_group, params[0].device)
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.params = list(params)
-        self.shard_numel = shard_numel
-        self.divisor = divisor
-        self.dtype = dtype
+        self.shard_numel, self.divisor, self.dtype = shard_numel, divisor, dtype
 
     def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
         """As :func:`collectives.all_gather`, in two levels where that sends less."""
@@ -94,8 +86,7 @@ class ShardLayout(ABC):
     ) -> torch.Tensor:
         """Return the memory of all shards, in ``dtype``, for :meth:`gradient_in`. Collective.
 
-        Args:
-            read: copies this rank's shard from an offset on into a tensor.
+        ``read`` copies this rank's shard from an offset on into a tensor.
         """
         memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
         for rows, offset in self.matrices(memory):
@@ -140,13 +131,10 @@ class ReduceScatterInput(NamedTuple):
 class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
-    Args:
+    Attributes:
         params: in the order of the layout.
         level: where gradients are added up; changes between two windows.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
-        names: of all parameters.
-
-    Attributes:
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
         needs_reduce: a backward has begun since the bucket was reduced last.
         node_shard: sums over this window, scaled as they are sent, by their part: its node shard (``comm/nodes.py``).
@@ -227,7 +215,6 @@ class GradientBucket(ABC):
         return nodes.reduce_between(sums, self.layout.dtype, ordered, tag, out, self.local.empty, self.label)
 
     def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
-        """Add ``sums`` to the node shard."""
         if part in self.node_shard:
             self.node_shard[part].add_(sums)
         else:
@@ -246,7 +233,6 @@ class GradientBucket(ABC):
         """Free the local gradients."""
 
     def free_gradients(self) -> None:
-        """The gradients are reduced, or dropped."""
         self.needs_reduce = False
         self.grad_ready.clear()
         self._drop()
@@ -255,26 +241,22 @@ class GradientBucket(ABC):
 def choose_buckets(
     layouts: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
 ) -> Iterator[tuple[Any, list[tuple[list[Any], Level]]]]:
-    """Yield each layout with the parameters of its buckets, and their level.
+    """Yield each layout, in the order of the parameters, with the parameters of its buckets, and their level.
 
     Buckets come in about the order in which backward is expected to complete them: from the last parameter to the
     first. One bucket has at most ``limit`` bytes, or one parameter.
-
-    Args:
-        layouts: of all gradients, in the order of the parameters.
     """
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
     level_of, limit = _choose_levels(layouts, nbytes, config, limit)
     for layout in reversed(layouts):
-        buckets: list[tuple[list[Any], Level]] = []
-        room = 0
-        for param in reversed(layout.params):
-            if not buckets or nbytes[param] > room or level_of[param] is not buckets[-1][1]:
-                buckets.append(([], level_of[param]))
-                room = limit
-            buckets[-1][0].append(param)
-            room -= nbytes[param]
-        yield layout, [(members[::-1], level) for members, level in buckets]
+        yield (
+            layout,
+            [
+                (params[::-1], level)
+                for level, of_level in groupby(reversed(layout.params), level_of.__getitem__)
+                for params in in_runs(of_level, limit, nbytes.__getitem__)
+            ],
+        )
 
 
 def _choose_levels(

@@ -15,10 +15,6 @@ class LocalChanges:
     """Finds changes to the local gradients between two backwards, or before the step.
 
     They are this rank's own, where plain data parallelism would show their average: a norm or a clamp would be wrong.
-
-    Args:
-        params: whose gradients.
-        names: of the parameters, for errors.
     """
 
     def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
@@ -32,14 +28,7 @@ class LocalChanges:
             self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
 
     def check(self, but: Any = None) -> None:
-        """Check that nothing has changed since :meth:`note`, and note nothing.
-
-        Args:
-            but: the parameter whose gradient a backward has changed meanwhile.
-
-        Raises:
-            RuntimeError: some have changed. To drop one is no change.
-        """
+        """Raise where a gradient, ``but`` that of one parameter, has changed since :meth:`note`. It may be dropped."""
         seen, self._seen = self._seen, []
         with zero3.as_it_is():
             now_of = [param.grad for param, _, _ in seen]
@@ -69,22 +58,13 @@ class LocalChanges:
 class RequiredGradients:
     """DeepSpeed's ``"ignore_unused_parameters": false``: a step without the gradient of some parameter is an error.
 
-    Args:
-        params: of the optimizer.
-        names: of them.
-        gradient_ready: the window's.
-        is_required: what the configuration says; without it, nothing is checked.
-
-    Attributes:
-        gradient_ready: autograd has added to the gradient of a parameter; the window's own where nothing is checked.
+    Where nothing is checked, :attr:`gradient_ready` is the window's own: a gradient costs no call more.
     """
 
     def __init__(
         self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None], is_required: bool
     ) -> None:
-        self._params = params
-        self._names = names
-        self._window_ready = gradient_ready
+        self._params, self._names, self._window_ready = params, names, gradient_ready
         self.is_required = is_required
         self.gradient_ready = self._note if is_required else gradient_ready
         self._found: set[Any] = set()
@@ -98,11 +78,7 @@ class RequiredGradients:
         self._found = set()
 
     def check(self) -> None:
-        """Before a step, which ends the window.
-
-        Raises:
-            RuntimeError: a trainable parameter has had no gradient.
-        """
+        """Before a step, which ends the window: a ``RuntimeError`` where a trainable parameter has had no gradient."""
         if not self.is_required:
             return
         found, self._found = self._found, set()

@@ -33,28 +33,17 @@ class CompiledGradientHook:
     """
 
     def __init__(
-        self,
-        params: dict[int, torch.nn.Parameter],
-        collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        self, params: dict[int, torch.nn.Parameter], collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
         ready: Callable[[torch.nn.Parameter], None],
-    ) -> None:
-        self._params = params
-        self._collect = collect
-        self._ready = ready
+    ) -> None:  # fmt: skip
+        self._params, self._collect, self._ready = params, collect, ready
         self._hooks: list[Any] = []
         self._number = next(_numbers)
         _engines[self._number] = self
 
     @staticmethod
     def verify(config: ZeroSyncConfig, over_groups: bool) -> None:
-        """Check that DeepCompile can compile an engine with these options.
-
-        Args:
-            over_groups: parameters are sharded over groups of ranks.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise a ``ValueError`` where DeepCompile cannot compile an engine with these options."""
         for found, what in (
             (config.parameters.keeps_any, "'param_memory_budget': it chooses by itself what stays gathered"),
             (not config.eager_frames, "'eager_frames' = false: it takes away what gathers for eager frames"),
@@ -67,7 +56,6 @@ class CompiledGradientHook:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around DeepSpeed's own preparation of the engine."""
         with compilation.deepcompile_last_pass(self._collect_gradients):
             yield
         self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._params.values()]
@@ -78,7 +66,6 @@ class CompiledGradientHook:
             hook.remove()
 
     def receive(self, param: int, gradient: torch.Tensor) -> None:
-        """A graph has this gradient of the parameter with this id."""
         if param in self._params:  # else the optimizer does not train it
             self._collect(self._params[param], gradient)
 

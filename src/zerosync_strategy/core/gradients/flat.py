@@ -1,11 +1,10 @@
 """ZeRO-1 and 2: each group's gradients are one flat buffer, cut into stripes, and a bucket has one of them.
 
-The local gradients of a bucket lie in memory of the flat buffer's own order, so that nothing is packed. When autograd
-completes a gradient for the first time in a window, it is copied once into its place, and ``param.grad`` is a view of
-that place from then on (as DDP's ``gradient_as_bucket_view``). A bucket sends one stripe. That begins a few elements
-after the bucket's first parameter, so that its rows are even: these elements, the bucket's *head*, go to the bucket
-below, at the end of whose memory there is room for them. A bucket is always reduced after the one above it, as backward
-completes them.
+The local gradients of a bucket lie in memory of the flat buffer's own order, so that nothing is packed. A gradient is
+copied once in a window into its place, and ``param.grad`` is a view of that place from then on (as DDP's
+``gradient_as_bucket_view``). A bucket sends one stripe. That begins a few elements after the bucket's first parameter,
+so that its rows are even: these elements, the bucket's *head*, go to the bucket below, at the end of whose memory there
+is room for them. A bucket is always reduced after the one above it, as backward completes them.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class FlatLayout(ShardLayout):
         self.group_index = group_index
 
     def divide(self, buckets: Sequence[tuple[list[Any], Level]], **common: Any) -> None:
-        """Let a stripe begin with each of ``buckets``: its parameters, and their level; in their order.
-
-        Args:
-            common: as for :class:`GradientBucket`.
-        """
+        """Let a stripe begin with each of ``buckets``: its parameters, and their level; in their order."""
         starts = [0, *(self.offsets[params[0]] for params, _ in buckets[1:])]
         self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
         self.buckets = []
@@ -96,15 +91,10 @@ class FlatLayout(ShardLayout):
 
 
 class FlatBucket(GradientBucket):
-    """A bucket of one flat layout. See :class:`GradientBucket`.
-
-    Args:
-        stripe: its part of the flat buffer.
-        below: the bucket of the parameters before, if there is one.
+    """A bucket of one flat layout, which reduces ``stripe``. ``below`` is the bucket of the parameters before.
 
     Attributes:
         gather: of the parameters of the stripe, once this step has updated them; nobody has waited for it.
-        gather_label: for it in errors.
     """
 
     layout: FlatLayout
@@ -153,7 +143,6 @@ class FlatBucket(GradientBucket):
         self.gather = self.layout.all_gather(rows, tag, self.gather_label)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return this bucket's elements of a rank's ``shard``."""
         return shard[self.stripe.offset : self.stripe.offset + self.stripe.width]
 
     def collect(self, param: Any) -> None:

@@ -12,25 +12,17 @@ import torch
 
 
 class ItemCount:
-    """The items of one window that this rank has.
-
-    Args:
-        loss_reduction: the option: ``"sum"`` where they count.
-    """
+    """The items of one window that this rank has; they count with ``loss_reduction`` = ``"sum"``."""
 
     def __init__(self, loss_reduction: str) -> None:
         self._counts = loss_reduction == "sum"
         self._items: float | torch.Tensor | None = None
 
     def add(self, items: float | torch.Tensor, divided_by: float) -> None:
-        """Count items of the coming backward.
+        """Count items of the coming backward, whose loss is divided by ``divided_by``.
 
-        Args:
-            items: their number, or a tensor of one element, on any device; the host does not wait for it.
-            divided_by: what the loss is divided by.
-
-        Raises:
-            ValueError: it is a tensor of another size, or known to be negative or not finite; or losses are means.
+        Their number, or a tensor of one element, on any device; the host does not wait for it. A ``ValueError``: it is
+        a tensor of another size, or known to be negative or not finite; or losses are means.
         """
         if not self._counts:  # it is the same on all ranks: else some would communicate where others do not
             raise ValueError(
@@ -47,14 +39,12 @@ class ItemCount:
         self._items = items if self._items is None else self._items + items
 
     def reset(self) -> None:
-        """The gradients are dropped, or stepped: count from zero."""
         self._items = None
 
     def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
         """Return the number of items of all ranks, in fp64; ``None`` where losses are means. Collective.
 
-        Raises:
-            RuntimeError: this rank has not counted any.
+        A ``RuntimeError``: this rank has not counted any.
         """
         from deepspeed import comm
 

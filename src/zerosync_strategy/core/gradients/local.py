@@ -42,7 +42,6 @@ class LocalGradients:
         self._blocks: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def nbytes(self, param: Any) -> int:
-        """Return the bytes of the gradient of ``param``."""
         return zero3.full_numel(param) * self.dtype.itemsize
 
     def count(self, nbytes: int) -> None:
@@ -53,7 +52,6 @@ class LocalGradients:
         self.peak_bytes = max(self.peak_bytes, self.now)
 
     def reset_peak(self) -> None:
-        """Count the peak from what is there now."""
         self.peak_bytes = self.now
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -111,12 +111,10 @@ class OwnedLayout(FlatLayout):
     def give(
         self, flat: torch.Tensor, params: Sequence[Any], tag: int = 0, label: str = "", origin: int = 0
     ) -> InFlight:
-        """Begin to give every rank ``params``, of which their owners have the values, in ``flat``. Collective.
+        """Begin to give every rank ``params``, neighbours, at least one, of which their owners have the values.
+        Collective.
 
-        Args:
-            flat: the flat buffer, or its elements from ``origin`` on.
-            params: neighbours, at least one.
-            tag, label: as for :func:`owners.give_from_owners`.
+        ``flat`` is the flat buffer, or its elements from ``origin`` on.
         """
         runs: list[tuple[int, int, int]] = []
         for param in params:
@@ -133,10 +131,8 @@ class OwnedLayout(FlatLayout):
     def to_stock(self, shard: torch.Tensor, flat_numel: int, device: torch.device) -> torch.Tensor:
         """Return the shard that DeepSpeed would give this rank of what owners have in theirs. Collective.
 
-        Args:
-            shard: this rank's.
-            flat_numel: of the flat buffer with its padding, which has zeros.
-            device: of which the process group can send tensors.
+        The flat buffer has ``flat_numel`` elements with its padding, which has zeros; the process group sends from
+        ``device``.
         """
         stock = torch.zeros(flat_numel // self.world_size, dtype=shard.dtype, device=shard.device)
         for bucket in self.buckets:
@@ -167,7 +163,8 @@ class OwnedLayout(FlatLayout):
                 start = self.offsets[param] - first
                 of.setdefault(self.owners[param], []).append(memory[start : start + param.numel()])
             rows = {owner: torch.cat(parts) for owner, parts in of.items()}
-            reduction = self.reduce_scatter(rows, False, 0, None, _empty, "the exchange of master weights")
+            empty: Allocate = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)  # noqa: E731
+            reduction = self.reduce_scatter(rows, False, 0, None, empty, "the exchange of master weights")
             shard[bucket.stripe.offset : bucket.stripe.offset + bucket.stripe.width] = reduction.wait()
         return shard
 
@@ -175,10 +172,6 @@ class OwnedLayout(FlatLayout):
         """Return which of the elements from ``first`` to ``last`` DeepSpeed would give this rank; may be none."""
         begin = min(max(first, self.rank * stock_numel), last)
         return begin, max(begin, min(last, (self.rank + 1) * stock_numel))
-
-
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _row_of(number: int, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

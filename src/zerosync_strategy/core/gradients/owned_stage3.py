@@ -94,7 +94,6 @@ class OwnedStage3Reducer(Stage3Reducer):
         }
 
     def layout_of(self, param: Any) -> OwnedLayout:
-        """Return the layout that has ``param``."""
         return next(layout for layout in self.layouts if param in layout.owners)
 
     def _discard_shards(self) -> None:

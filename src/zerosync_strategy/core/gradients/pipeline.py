@@ -28,10 +28,7 @@ _Use = Callable[[torch.Tensor], None]
 class GradientShards(ABC):
     """Where the pipeline puts averages: this rank's gradient shards, as one ZeRO optimizer has them.
 
-    Attributes:
-        optimizer: DeepSpeed's.
-        layouts: of all gradients.
-        shards_on_device: else in host memory, of an offloaded optimizer.
+    ``shards_on_device``: else in host memory, of an offloaded optimizer.
     """
 
     optimizer: Any
@@ -53,10 +50,7 @@ class GradientShards(ABC):
 class ReductionPipeline:
     """Launches the reductions of one optimizer's buckets, in order, and puts what arrives into its shards.
 
-    Args:
-        shards: of the optimizer.
-        ordered: ranks' gradients are summed in the order of the ranks.
-        messages: how many bytes and messages may be in flight.
+    ``ordered``: ranks' gradients are summed in the order of the ranks.
 
     Attributes:
         begun: what was sent in this window, for ranks that abort it.
@@ -103,7 +97,6 @@ class ReductionPipeline:
         self._shards_ready = False
 
     def ready_shards(self) -> None:
-        """Make the shards, if this window has not yet."""
         if not self._shards_ready:
             self._shards.allocate_shards()
             self._shards_ready = True

@@ -57,10 +57,7 @@ class Reducer(GradientShards):
     Attributes:
         first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
-        is_native: the backend has a reduce-scatter of its own.
-        pipeline: of the reductions in flight.
         items: that the coming gradients are the mean over.
-        topology: of the ranks.
         bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
         deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
     """
@@ -159,8 +156,7 @@ class Reducer(GradientShards):
     def begin_backward(self, last: bool, ready: Any = None) -> None:
         """A backward begins; ``last``: it is known to be the last of its window; ``ready``: by this one's gradient.
 
-        Raises:
-            RuntimeError: it is being captured into a CUDA graph.
+        A ``RuntimeError``: it is being captured into a CUDA graph.
         """
         self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
@@ -221,11 +217,7 @@ class Reducer(GradientShards):
         return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
 
     def reduce_behind(self, behind: int) -> None:
-        """In a backward that streams, reduce the buckets that are behind it, the same on every rank.
-
-        Args:
-            behind: everything that was used first after this is behind the running backward.
-        """
+        """In a backward that streams, reduce the buckets first used after ``behind``, the same on every rank."""
         self._stream(lambda bucket: bucket.first_use > behind)
 
     @torch.no_grad()

@@ -18,18 +18,19 @@ from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSli
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
+_ShardOf = Callable[[Any, int], torch.Tensor]  # of an optimizer's group
 
 
 class Stage12Reducer(Reducer):
     """Reduces into one shard per parameter group.
 
     Attributes:
-        groups: the parameter groups.
         keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
     """
 
     groups: list[zero12.FlatGroup]
     layouts: list[FlatLayout]
+    buckets: list[FlatBucket]
 
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
@@ -67,10 +68,12 @@ class Stage12Reducer(Reducer):
         return [zero12.gradient_shard(self.optimizer, layout.group_index).narrow(0, offset, numel)]
 
     def hand_over(self) -> None:
-        for layout in self.layouts:
-            for bucket in layout.buckets:
-                bucket.gather = None  # of a step that raised
+        self._forget_gathers()  # of a step that raised
         zero12.hand_over_gradients(self.optimizer)
+
+    def _forget_gathers(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather = None
 
     def _compute_norm(self) -> torch.Tensor:
         return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
@@ -127,49 +130,39 @@ class Stage12Reducer(Reducer):
                 buckets = []
 
     @torch.no_grad()
-    def _gather(self, layout: FlatLayout, buckets: list[FlatBucket]) -> None:
+    def _gather(self, layout: FlatLayout, buckets: list[FlatBucket], shard_of: _ShardOf = zero12.stepped_shard) -> None:
         """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
         tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
         flat = zero12.flat_parameters(self.optimizer, layout.group_index)
-        shard = zero12.stepped_shard(self.optimizer, layout.group_index)
+        shard = shard_of(self.optimizer, layout.group_index)
         for bucket in buckets:
             bucket.launch_gather(flat, shard, tag)
 
-    @torch.no_grad()
     def give_masters(self) -> None:
         """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective.
 
         What uses the parameters next comes after their gathers (U2).
         """
-        tag = _GATHER_TAG + self.pipeline.windows_closed % 2**16
-        launched = []
-        for layout in self.layouts:
-            flat = zero12.flat_parameters(self.optimizer, layout.group_index)
-            shard = zero12.changed_shard(self.optimizer, layout.group_index)
-            for bucket in (bucket for bucket in layout.buckets if not bucket.is_empty):
-                bucket.launch_gather(flat, shard, tag)
-                launched.append(bucket)
-        for bucket in launched:
-            gather, bucket.gather = bucket.gather, None
-            assert gather is not None
-            gather.wait()
+        self._forget_gathers()
+        self.gather_parameters(shard_of=zero12.changed_shard)
 
     def join_gathers(self) -> None:
         """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
-        for bucket in (bucket for layout in self.layouts for bucket in layout.buckets):
+        for bucket in self.buckets:
             if bucket.gather is not None and self.streams.concurrent:  # elsewhere the host would wait for other ranks
                 bucket.gather.wait()
 
-    def gather_parameters(self, overlap: Callable[..., None] | None = None) -> None:
+    def gather_parameters(
+        self, overlap: Callable[..., None] | None = None, shard_of: _ShardOf = zero12.stepped_shard
+    ) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
-        Args:
-            overlap: takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits
-                for them. Without it, they are complete on return.
+        ``overlap`` takes, by group, the parameters' offsets and the stripes with their gathers in flight, and waits for
+        them. Without it, they are complete on return.
         """
         by_layout = [(layout, [bucket for bucket in layout.buckets if not bucket.is_empty]) for layout in self.layouts]
         for layout, buckets in by_layout:
-            self._gather(layout, [bucket for bucket in buckets if bucket.gather is None])
+            self._gather(layout, [bucket for bucket in buckets if bucket.gather is None], shard_of)
         for layout, buckets in by_layout:
             gathers = [(bucket.stripe, bucket.gather) for bucket in buckets if bucket.gather is not None]
             for bucket in buckets:

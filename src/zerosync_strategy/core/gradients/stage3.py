@@ -82,8 +82,7 @@ class UnpackedBucket(GradientBucket):
         self._counted.clear()
 
     def _gradient(self, param: Any) -> torch.Tensor | None:
-        gradient: torch.Tensor | None = zero.accumulated_gradient(param) if self.local.converts else param.grad
-        return gradient
+        return zero.accumulated_gradient(param) if self.local.converts else param.grad
 
     def _pieces(self, params: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""

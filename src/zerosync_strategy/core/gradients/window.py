@@ -67,9 +67,7 @@ class Window:
     """The backwards of one optimizer step of one engine.
 
     Args:
-        reducer: of the engine.
         overlap_last: reduce during the backward that is promised to be the last.
-        traffic: counts what the engine sends.
         activity: a context that notes down what this rank does, around what may communicate (W4).
         begins: is called when a backward begins, with whether it opens the window.
         changes: finds what a program does to local gradients.
@@ -77,27 +75,19 @@ class Window:
     Attributes:
         backwards: since the last optimizer step, as all counts; one that runs inside another counts with it.
         unused: of these, those whose gradients nobody has reduced or dropped.
-        reductions: reduction passes over the gradients.
-        early_reductions: the reductions that were made while a backward ran.
+        reductions, early_reductions: passes over the gradients; of these, those that were made while a backward ran.
         seconds: host time in reductions.
         dropped: backwards of the window that was dropped last, until the next backward; for errors.
         interrupted: an exception has ended a backward; who mends what it has left sets this to ``False``.
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        overlap_last: bool,
-        traffic: EngineCounter,
-        activity: Callable[[str], AbstractContextManager[None]],
-        begins: Callable[[bool], None] = lambda _: None,
+        self, reducer: Reducer, overlap_last: bool, traffic: EngineCounter,
+        activity: Callable[[str], AbstractContextManager[None]], begins: Callable[[bool], None] = lambda _: None,
         changes: LocalChanges | None = None,
-    ) -> None:
-        self._reducer = reducer
-        self._overlap_last = overlap_last
-        self._traffic = traffic
-        self._activity = activity
-        self._begins = begins
+    ) -> None:  # fmt: skip
+        self._reducer, self._overlap_last, self._traffic = reducer, overlap_last, traffic
+        self._activity, self._begins = activity, begins
         self.changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
         self._last = _Last.UNKNOWN
@@ -114,7 +104,6 @@ class Window:
 
     @property
     def state(self) -> WindowState:
-        """Where the window is in the table above."""
         return self._state
 
     def _enter(self, state: WindowState) -> None:
@@ -128,9 +117,8 @@ class Window:
     def engine_backward(self, begins: bool = True) -> Iterator[None]:
         """Around ``engine.backward``. An exception drops the window: its gradients are incomplete.
 
-        Args:
-            begins: ``False``: the backward may concern other engines alone. It is one of this window from the first
-                gradient of this engine.
+        Not ``begins``: the backward may concern other engines alone. It is one of this window from the first gradient
+        of this engine.
         """
         if self._backward is _Backward.NONE:
             if begins:
@@ -156,8 +144,7 @@ class Window:
     def enter_graph(self, ready: Any = None) -> None:
         """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here.
 
-        Args:
-            ready: the parameter whose gradient the backward has changed already, if any.
+        ``ready`` is the parameter whose gradient the backward has changed already, if any.
         """
         if self._engine_backwards:
             if self._backward is _Backward.AWAITED:
@@ -322,8 +309,8 @@ class Window:
     def check_zeroed(self) -> None:
         """Before the step of a program that is not written for DeepSpeed, whose own ``step()`` uses gradients up.
 
-        Raises:
-            RuntimeError: ``zero_grad()`` has not come since the last step, and PyTorch would step its gradients again.
+        A ``RuntimeError``: ``zero_grad()`` has not come since the last step, and PyTorch would step its gradients
+        again.
         """
         if not self._zeroed and self._state is not WindowState.CLOSED:
             raise RuntimeError(

@@ -1,12 +1,10 @@
 """The step of an optimizer that needs whole parameters on ZeRO-3, which cuts each into shards.
 
 Gradients are reduced to the rank that owns the parameter. After the step, owners send all ranks the shards of what they
-have stepped: 1/W of what a gather of the parameters costs. It goes in batches, none larger than a bucket or a
-parameter.
+have stepped, 1/W of what a gather costs, in batches of at most a bucket or a parameter.
 
-Owners keep the fp32 master weights from step to step. What else changes them - an edit, a checkpoint - changes
-DeepSpeed's shards of them. So ranks compare digests of these with those after the last step; where one is another, all
-send owners their shards.
+Owners keep the fp32 master weights from step to step. An edit or a checkpoint changes DeepSpeed's shards of them. So
+ranks compare digests of these with those after the last step; where one is another, all send owners their shards.
 """
 
 from __future__ import annotations
@@ -58,16 +56,12 @@ class _Batch:
                 take(param, shards.reshape(-1)[: zero3.full_numel(param)])
 
         sizes = [self._width] * self._layout.world_size
-        exchange = self._exchange(sent, received, self._of_owners, sizes, "master weights")
-        exchange.then(use)
-        return exchange
+        return self._exchange(sent, received, self._of_owners, sizes, "master weights", use)
 
     def from_owners(self, values_of: Read, take: Write, like: torch.Tensor) -> InFlight:
         """Begin to send the shards of parameters from their owners; ``take`` has this rank's shard of each.
 
-        Args:
-            values_of: a parameter on its owner, whole and flat.
-            like: a tensor of the dtype and the device.
+        ``values_of`` returns a parameter on its owner, whole and flat; ``like`` has its dtype and device.
         """
         sent = like.new_zeros(self._layout.world_size, self._width)
         for param, shards in zip(self._own, sent.split(self._own_numels, 1), strict=True):
@@ -86,22 +80,22 @@ class _Batch:
                 begin, begins[owner] = begins[owner], begins[owner] + numel
                 take(param, parts[owner][begin : begin + numel])
 
-        exchange = self._exchange(sent.view(-1), received, sizes, of_owners, "updated parameters")
-        exchange.then(use)
-        return exchange
+        return self._exchange(sent.view(-1), received, sizes, of_owners, "updated parameters", use)
 
     def _exchange(
-        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int], what: str
-    ) -> InFlight:
-        label = f"the exchange of {what} with their owners"
-        return all_to_all(sent, received, sent_numels, received_numels, self._layout.process_group, _TAG, label)
+        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int], what: str,
+        use: Callable[[Any], None],
+    ) -> InFlight:  # fmt: skip
+        group, label = self._layout.process_group, f"the exchange of {what} with their owners"
+        exchange = all_to_all(sent, received, sent_numels, received_numels, group, _TAG, label)
+        exchange.then(use)
+        return exchange
 
 
 class ExchangedStep(WholeStep):
     """Steps whole parameters for the ZeRO-3 optimizer that ``reducer`` reduces for. Collective.
 
-    Args:
-        digest: returns numbers that tell whether a flat tensor has changed.
+    ``digest`` returns numbers that tell whether a flat tensor has changed.
     """
 
     _reducer: OwnedStage3Reducer
@@ -121,7 +115,7 @@ class ExchangedStep(WholeStep):
         itemsize = self._flats[0].element_size()
         self._sent = Sent()  # by a rank, as a mean: its shards of all parameters
         for layout in reducer.layouts:
-            for params in _in_batches(layout.params, reducer.bucket_bytes // itemsize):
+            for params in zero.in_runs(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
                 self._batches.append(_Batch(layout, params))
             for param in layout.own_offsets:
                 flat = self._flats[self._places[param][0]]
@@ -134,7 +128,6 @@ class ExchangedStep(WholeStep):
     # DeepSpeed does the three for each sub-group in turn; here they are for all, with the first, or the last one.
 
     def take_gradients(self, index: int) -> None:
-        """Let the torch optimizer have the gradients."""
         if index == 0:
             for param, gradient in self._reducer.own_gradients().items():
                 master = self.masters[param]
@@ -142,13 +135,11 @@ class ExchangedStep(WholeStep):
 
     @torch.no_grad()
     def scale_gradients(self, index: int, factor: Any) -> None:
-        """Multiply the gradients."""
         for gradient in (master.grad for master in self.masters.values()):
             if index == 0 and gradient is not None:
                 gradient.mul_(factor)
 
     def step_group(self, index: int) -> None:
-        """Step. Collective."""
         if index < len(self._flats) - 1:
             return
         self._adopt_edits()
@@ -172,14 +163,14 @@ class ExchangedStep(WholeStep):
             batch.from_owners(lambda param: self.masters[param].data.view(-1), self._take_shard, self._flats[0])
             for batch in self._batches
         )
-        self._digests = [self._digest(flat.data) for flat in self._flats]
+        self._digests = self._digests_now()
         zero3_optimizer.reassign_shards(self._reducer.optimizer)
 
     @torch.no_grad()
     def _read_masters(self) -> None:
         """Let owners have the master weights of which ranks have shards. Collective."""
         self._exchange(batch.to_owners(self._master, self._take_master) for batch in self._batches)
-        self._digests = [self._digest(flat.data) for flat in self._flats]
+        self._digests = self._digests_now()
 
     def _adopt_edits(self) -> None:
         if self._is_edited():
@@ -188,11 +179,12 @@ class ExchangedStep(WholeStep):
 
     def _is_edited(self) -> bool:
         """Return whether a rank's shard of the master weights is another than after the last step. Collective."""
-        changed = [
-            self._digest(flat.data).ne(before).any() for flat, before in zip(self._flats, self._digests, strict=True)
-        ]
+        changed = [now.ne(before).any() for now, before in zip(self._digests_now(), self._digests, strict=True)]
         group = zero.data_parallel_group(self._reducer.optimizer)
         return bool(largest([int(torch.stack(changed).any())], group)[0])
+
+    def _digests_now(self) -> list[torch.Tensor]:
+        return [self._digest(flat.data) for flat in self._flats]
 
     @torch.no_grad()
     def _exchange(self, exchanges: Iterator[InFlight]) -> None:
@@ -213,17 +205,3 @@ class ExchangedStep(WholeStep):
 
     def _take_shard(self, param: Any, shard: torch.Tensor) -> None:
         self._master(param).copy_(shard)
-
-
-def _in_batches(params: Sequence[Any], numel: int) -> Iterator[list[Any]]:
-    """Yield ``params`` in parts of at most so many elements, or of one parameter."""
-    part: list[Any] = []
-    room = numel
-    for param in params:
-        room -= zero3.full_numel(param)
-        if part and room < 0:
-            yield part
-            part, room = [], numel - zero3.full_numel(param)
-        part.append(param)
-    if part:
-        yield part

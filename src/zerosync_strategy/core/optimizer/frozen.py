@@ -3,11 +3,9 @@
 ZeRO steps its flat master weights in whole, frozen parameters with gradient zero: weight decay and momentum would move
 them, and thawed ones would go on at the others' step count. So the optimizer is given *runs* in their place: views of
 the master weights and of its own states, each with scalar states (as Adam's ``step``) of its own. Parameters that were
-stepped at the same steps are a *cohort*, and have the same scalars. Until a parameter is frozen in all backwards of a
-step, there is one cohort.
+stepped at the same steps are a *cohort*, and have the same scalars; until one is frozen in a whole step, there is one.
 
-A step of slices has a second use: the parameters of one are gathered while the next is stepped, whose temporary tensors
-are small.
+A step of slices has a second use: the parameters of one are gathered while the next is stepped.
 """
 
 from __future__ import annotations
@@ -80,14 +78,12 @@ class FrozenParameters:
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
 
     def reset(self) -> None:
-        """The gradients since the last step are dropped."""
         self._frozen = None
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the step of the ZeRO optimizer."""
         frozen, self._frozen = self._frozen or set(), None
         if frozen:
             self._split(frozen)
@@ -146,8 +142,7 @@ class FrozenParameters:
     ) -> Iterator[_Part]:
         """Yield the parts of a step: by slice, those of the ``cohorts``, and then one that calls what follows it.
 
-        Args:
-            masters: those of ``slices``, where the cohorts have parts of them only.
+        ``masters`` are those of ``slices``, where the cohorts have parts of them only.
         """
         index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
         for group in self._optimizer.param_groups:
@@ -194,7 +189,6 @@ class FrozenParameters:
 
     @contextmanager
     def _without_params(self) -> Iterator[None]:
-        """While active, the groups of the torch optimizer have no parameters."""
         groups = [(group, group["params"]) for group in self._optimizer.param_groups]
         try:
             for group, _ in groups:
@@ -233,8 +227,7 @@ class FrozenParameters:
     def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
         """Return the cohorts, for a checkpoint; none where nothing was frozen, and else a collective call.
 
-        Returns:
-            By cohort, the names of the parameters, and the scalars. A rank alone has those of its own shard.
+        By cohort, the names of the parameters, and the scalars. A rank alone has those of its own shard.
         """
         if len(self._cohorts) == 1:
             return []
@@ -269,7 +262,6 @@ def _can_step_by_part(optimizer: Any) -> bool:
 
 
 def _whole(masters: Sequence[MasterShard]) -> StepSlices:
-    """Return one slice of each of ``masters``: all of it."""
     return [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters]
 
 
@@ -302,7 +294,6 @@ def _enter(optimizer: Any, part: _Part) -> list[torch.nn.Parameter]:
 
 
 def _shaped_states(state: State, like: torch.Tensor) -> State:
-    """Return the states of the shape of ``like``."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == like.shape}
 
 

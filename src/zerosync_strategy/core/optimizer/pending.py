@@ -1,8 +1,7 @@
 """User access to pending gradients, between backward and step: read, modify, clip, normalise.
 
-Averaged gradients are in shards. ``full_gradients()`` gathers them from all ranks onto the parameters.
-What the program changes goes back into the shards: each rank takes its own part. Unchanged elements stay as they are in
-the shard, which may be of a wider dtype than the parameters.
+Averaged gradients are in shards. ``full_gradients()`` gathers them onto the parameters. What the program changes goes
+back: each rank takes its own part. Unchanged elements stay as they are in the shard, which may be of a wider dtype.
 """
 
 from __future__ import annotations
@@ -29,24 +28,16 @@ Section = Callable[[str], AbstractContextManager[None]]
 class PendingGradients:
     """The gradients of one engine's window, as a program sees them before the step.
 
-    Args:
-        engine: the DeepSpeed engine.
-        reducer, window: of its gradients.
-        activity: around what may communicate.
-        apart: around what is sent and is not for the step.
+    ``activity`` is around what may communicate, ``apart`` around what is sent and is not for the step.
     """
 
     def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
-        self._engine = engine
-        self._reducer = reducer
-        self._window = window
-        self._activity = activity
-        self._apart = apart
+        self._engine, self._reducer, self._window = engine, reducer, window
+        self._activity, self._apart = activity, apart
         self._configured_clip_norm: float | None = None  # while another one is in force
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 
     def reduce(self) -> None:
-        """Reduce the window now. Collective."""
         with self._activity("the reduction"):
             self._window.reduce()
 
@@ -86,11 +77,9 @@ class PendingGradients:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether the step is to be clipped to another norm than the configured one."""
         return self._configured_clip_norm is not None
 
     def restore_clip_norm(self) -> None:
-        """From here on the configured norm is in force."""
         if self._configured_clip_norm is not None:
             zero.swap_clip_norm(self._engine.optimizer, self._configured_clip_norm)
             self._configured_clip_norm = None
@@ -198,11 +187,7 @@ class PendingGradients:
                 return self._average(param) if averages else stock()
 
     def check_reduced(self, function: str) -> None:
-        """Before DeepSpeed's ``function`` reads or changes gradients in the shards.
-
-        Raises:
-            RuntimeError: they are not those that the step uses.
-        """
+        """A ``RuntimeError`` where DeepSpeed's ``function`` would not reach the gradients that the step uses."""
         if self._window.state is not WindowState.REDUCED:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
             raise RuntimeError(
@@ -230,12 +215,7 @@ class PendingGradients:
 
 
 class FlatPendingGradients(PendingGradients):
-    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
-
-    Args:
-        common: as for :class:`PendingGradients`.
-        states: master weights and states.
-    """
+    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout."""
 
     def __init__(self, *common: Any, states: StripedStates) -> None:
         super().__init__(*common)

@@ -16,7 +16,8 @@ import random
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ _found: dict[Any, Finding] = {}
 
 Shapes = Sequence[tuple[int, ...]]
 Tensors = list[Tensor]
+Divide = Callable[[Tensors], list[Tensors]]
 MakeTrial = Callable[[Shapes, torch.dtype, int], "_Trial"]
 
 
@@ -80,8 +82,7 @@ def probe(optimizer: Any) -> Finding:
     for a class with the same options is remembered.
     """
     key = _key(optimizer)
-    found = _found.get(key)
-    if found is None:
+    if (found := _found.get(key)) is None:
         with _unnoticed():
             found = _probe(optimizer)
         if key is not None:
@@ -125,12 +126,7 @@ def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
 def _try(
     trial: MakeTrial, shapes: Shapes, dtype: torch.dtype, counts: Sequence[int], differs: str = ""
 ) -> tuple[Finding, int]:
-    """Return what a trial finds, and after how many steps.
-
-    Args:
-        counts: of steps, ascending; what differs after fewer is tried no further.
-        differs: by how much flat pieces do, if that is known.
-    """
+    """Return what a trial finds, and after how many steps: what differs after fewer is tried no further."""
     for steps in counts:
         found = _try_steps(trial(shapes, dtype, steps), differs)
         if found.scope is not Scope.ELEMENT:
@@ -139,52 +135,42 @@ def _try(
 
 
 def _try_steps(trial: _Trial, differs: str) -> Finding:
+    """Return what one trial finds; ``differs``: by how much flat pieces do, if that is known."""
     try:
         whole = trial.run(lambda tensors: [tensors])
     except _MessageError as error:
         return Finding(Scope.RANKS, str(error))
     except Exception as error:
         return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
-    if not differs:
-        try:
-            differs = trial.difference(whole, trial.run(_ranks))
-        except Exception as error:
-            differs = f"a step of flat pieces raises {type(error).__name__}: {error}"
+    differs = differs or trial.difference(whole, _ranks, "flat pieces")
     if not differs:
         return Finding(Scope.ELEMENT)
     if trial.drew_random_numbers:
         return Finding(Scope.CHANCE, differs)
-    try:
-        apart = trial.difference(whole, trial.run(lambda tensors: [[tensor] for tensor in tensors]))
-    except Exception as error:
-        apart = f"a step of one parameter raises {type(error).__name__}: {error}"
+    apart = trial.difference(whole, lambda tensors: [[tensor] for tensor in tensors], "one parameter")
     return Finding(Scope.EVERYTHING, apart) if apart else Finding(Scope.PARAMETER, differs)
 
 
 # ---- a trial ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Trial:
-    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its ``groups``.
+    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its ``groups``."""
 
-    Attributes:
-        drew_random_numbers: whether a step did.
-    """
+    optimizer: Any
+    groups: Sequence[_Group]
+    shapes: Shapes
+    dtype: torch.dtype
+    steps: int
+    drew_random_numbers: bool = False
 
-    def __init__(
-        self, optimizer: Any, groups: Sequence[_Group], shapes: Shapes, dtype: torch.dtype, steps: int
-    ) -> None:
-        self._optimizer = optimizer
-        self._shapes = shapes
-        self._dtype = dtype
-        self._steps = steps
-        self._groups = groups
+    def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self._start = self._values(generator)
         self._slope = self._values(generator)  # of each step: what adapts to the distance covered gets on
-        self.drew_random_numbers = False
 
-    def run(self, divide: Callable[[Tensors], list[Tensors]]) -> Tensors:
+    def run(self, divide: Divide) -> Tensors:
         """Step as many copies as ``divide`` divides the parameters among; return these as they end, by group, flat."""
         torch.manual_seed(0)
         random.seed(0)
@@ -192,13 +178,13 @@ class _Trial:
         before = _random_states()
         generator = torch.Generator().manual_seed(2)
         params = [
-            [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self._groups
+            [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self.groups
         ]
-        copies = [_copied(self._optimizer, self._groups, of_copy) for of_copy in zip(*params, strict=True)]
-        switching = copies if switches_weights(self._optimizer) else []
+        copies = [_copied(self.optimizer, self.groups, of_copy) for of_copy in zip(*params, strict=True)]
+        switching = copies if switches_weights(self.optimizer) else []
         for each in switching:
             each.train()
-        for step in range(self._steps):
+        for step in range(self.steps):
             for parts in params:
                 for part, gradients in zip(parts, divide(self._gradients(step, generator)), strict=True):
                     for param, gradient in zip(part, gradients, strict=True):
@@ -211,14 +197,20 @@ class _Trial:
         self.drew_random_numbers |= _random_states() != before
         return [_flat([param for part in parts for param in part]) for parts in params]
 
-    def difference(self, one: Tensors, other: Tensors) -> str:
+    def difference(self, whole: Tensors, divide: Divide, what: str) -> str:
+        """Return how ``divide`` lets a step differ from that of ``whole`` parameters; empty where it does not."""
+        try:
+            return self._difference(whole, self.run(divide))
+        except Exception as error:
+            return f"a step of {what} raises {type(error).__name__}: {error}"
+
+    def _difference(self, whole: Tensors, divided: Tensors) -> str:
         """Return by how much the updates of a parameter differ, more than by rounding; empty where none do."""
         sizes = [start.numel() for start in self._start]
-        for ends, ends_other in zip(one, other, strict=True):
-            pieces = zip(self._start, ends.split(sizes), ends_other.split(sizes), strict=True)
-            for start, end, end_other in pieces:
-                update, off = (end - start.reshape(-1)).abs(), (end_other - end).abs()
-                rounding = _ROUNDING_OF_PARAMETERS * self._steps * torch.finfo(self._dtype).eps * (end.abs() + update)
+        for ends, ends_divided in zip(whole, divided, strict=True):
+            for start, end, other in zip(self._start, ends.split(sizes), ends_divided.split(sizes), strict=True):
+                update, off = (end - start.reshape(-1)).abs(), (other - end).abs()
+                rounding = _ROUNDING_OF_PARAMETERS * self.steps * torch.finfo(self.dtype).eps * (end.abs() + update)
                 if (~(off <= rounding + _ROUNDING * update.max())).float().mean() > _OUTLIERS:
                     share = float(off.max() / update.max())
                     return f"{share:.1g} times the largest update of a parameter of shape {tuple(start.shape)}"
@@ -234,9 +226,9 @@ class _Trial:
     def _values(self, generator: torch.Generator) -> Tensors:
         """Return values that have another mean and another norm in each row."""
         values = []
-        for shape in self._shapes:
-            rows = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=self._dtype).exp()
-            values.append(rows * (torch.randn(shape, generator=generator, dtype=self._dtype) + 0.5))
+        for shape in self.shapes:
+            rows = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=self.dtype).exp()
+            values.append(rows * (torch.randn(shape, generator=generator, dtype=self.dtype) + 0.5))
         return values
 
 
@@ -273,13 +265,10 @@ def _steps(optimizer: Any) -> int:
 
 
 class _Group(NamedTuple):
-    """What parameters have in common: the options of their group, and what the constructor has noted in their states.
-
-    That is words and truths, as Moonlight's Muon does; a number or a tensor may be of a step.
-    """
+    """What parameters have in common."""
 
     options: dict[str, Any]
-    state: dict[str, Any]
+    state: dict[str, Any]  # words and truths that a constructor notes, as Moonlight's Muon; others may be of a step
 
 
 def _groups(optimizer: Any) -> list[_Group]:
@@ -375,15 +364,16 @@ def _unnoticed() -> Iterator[None]:
     global_hooks: Any = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     hooks = [dict(each) for each in global_hooks]
     state, state_of_numpy = random.getstate(), numpy.random.get_state()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_disable_current_modes())  # such as the one in which a plan's replay leaves computing out
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling takes longer than a trial
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(redirect_stderr(io.StringIO()))
+    with (
+        torch.random.fork_rng(devices=[]),
+        _disable_current_modes(),  # such as the one in which a plan's replay leaves computing out
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.compiler.set_stance("force_eager"),  # compiling takes longer than a trial
+        warnings.catch_warnings(action="ignore"),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
         for each in global_hooks:
             each.clear()
         try:

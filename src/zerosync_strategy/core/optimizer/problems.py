@@ -19,8 +19,7 @@ from zerosync_strategy.core.options.config import WHOLE
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",
-    "lomo",
-    "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam", "swats",
+    "lomo", "muon", "novograd", "psgd", "sgdp", "shampoo", "sm3", "soap", "stableadam", "swats",
 })  # fmt: skip
 _ALL_PARAMETERS = frozenset({"dadapt", "lbfgs", "prodigy"})
 _REMEDY = (
@@ -47,10 +46,9 @@ _used: weakref.WeakSet[Any] = weakref.WeakSet()
 def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool | str = False) -> str:
     """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
 
-    Args:
-        optimizer: a torch optimizer; anything else with parameters in ``params``, such as Accelerate's ``DummyOptim``,
-            stands for one that DeepSpeed makes.
-        elementwise: what the user says: that it updates each element by itself, or needs ``"whole"`` parameters.
+    Anything but a torch optimizer with parameters in ``params``, such as Accelerate's ``DummyOptim``, stands for one
+    that DeepSpeed makes. ``elementwise`` is what the user says: that it updates each element by itself, or needs
+    ``"whole"`` parameters.
     """
     if any(inner in _used for inner in _unwrapped(optimizer)):
         return (
@@ -98,8 +96,8 @@ def needs_whole_parameters(optimizer: Any, elementwise: bool | str = False) -> b
 
 def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
     """Return what is known of a class without a trial."""
-    if not elementwise and (problem := _named_problem(optimizer)):
-        return problem
+    if not elementwise and (cls := _is_known(optimizer, _ALL_PARAMETERS)):  # some could be tried on a GPU alone
+        return f"the optimizer {_named(optimizer, cls)} {_FOUND[Scope.EVERYTHING]}, {_WRONG} {_REMEDY}"
     for inner in _unwrapped(optimizer):
         if isinstance(inner, torch.optim.Adagrad):
             return (
@@ -115,14 +113,6 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
                 " the closure be optional: 'def step(self, closure=None)'."
             )
     return ""
-
-
-def _named_problem(optimizer: Any) -> str:
-    """Return what is known of a class by its name: some could be tried on a GPU alone."""
-    cls = _is_known(optimizer, _ALL_PARAMETERS)
-    return (
-        "" if cls is None else f"the optimizer {_named(optimizer, cls)} {_FOUND[Scope.EVERYTHING]}, {_WRONG} {_REMEDY}"
-    )
 
 
 def _is_known(optimizer: Any, names: frozenset[str]) -> type | None:
@@ -161,16 +151,18 @@ def _found_problem(optimizer: Any, found: Finding) -> str:
     )
 
 
+def _problem(what: str, found: Sequence[str], why: str) -> str:
+    return f"{what}: {listed(found)}. {why}" if found else ""
+
+
 def dtype_problem(module: torch.nn.Module) -> str:
     """Return which parameters of ``module`` have a dtype that ZeRO cannot train; empty if none."""
-    names = [name for name, param in module.named_parameters() if param.is_complex()]
-    if not names:
-        return ""
-    return (
-        f"parameters are complex: {listed(names)}. ZeRO's flat shards are real and drop the imaginary parts, and"
-        " DeepSpeed makes a whole parameter group complex where one is. Keep them as real parameters with a last"
-        " dimension of 2, and use torch.view_as_complex() in forward()."
-    )
+    return _problem(
+        "parameters are complex", [name for name, param in module.named_parameters() if param.is_complex()],
+        "ZeRO's flat shards are real and drop the imaginary parts, and DeepSpeed makes a whole parameter group complex"
+        " where one is. Keep them as real parameters with a last dimension of 2, and use torch.view_as_complex() in"
+        " forward().",
+    )  # fmt: skip
 
 
 def renormed_problem(module: torch.nn.Module) -> str:
@@ -180,13 +172,12 @@ def renormed_problem(module: torch.nn.Module) -> str:
         for name, each in module.named_modules()
         if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.max_norm is not None
     ]
-    if not names:
-        return ""
-    return (
-        f"embeddings have max_norm: {listed(names)}. In each forward it scales the rows that this rank's batch uses, so"
-        " that ranks would come to differ. Leave max_norm out, and scale all rows alike between steps: 'with"
-        " zerosync.full_parameters(): weight.data.copy_(weight.data.renorm(2, 0, max_norm))'."
-    )
+    return _problem(
+        "embeddings have max_norm", names,
+        "In each forward it scales the rows that this rank's batch uses, so that ranks would come to differ. Leave"
+        " max_norm out, and scale all rows alike between steps: 'with zerosync.full_parameters():"
+        " weight.data.copy_(weight.data.renorm(2, 0, max_norm))'.",
+    )  # fmt: skip
 
 
 def shared_memory_problem(module: torch.nn.Module) -> str:
@@ -195,13 +186,12 @@ def shared_memory_problem(module: torch.nn.Module) -> str:
         f"{first!r} and {second!r}" if first != second else f"{first!r} with itself"
         for first, second in memory_layout.sharing(module)
     ]
-    if not pairs:
-        return ""
-    return (
-        f"tensors share memory: {listed(pairs)}. ZeRO gives each parameter memory of its own, so that what is written"
-        " to one would not reach the other. Let the modules have one nn.Parameter ('b.weight = a.weight', not"
-        " 'b.weight.data = a.weight.data'), or give each a copy."
-    )
+    return _problem(
+        "tensors share memory", pairs,
+        "ZeRO gives each parameter memory of its own, so that what is written to one would not reach the other. Let the"
+        " modules have one nn.Parameter ('b.weight = a.weight', not 'b.weight.data = a.weight.data'), or give each a"
+        " copy.",
+    )  # fmt: skip
 
 
 def mark_used(optimizer: Any) -> None:
@@ -218,16 +208,13 @@ def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) ->
         for index, param in enumerate(params)
         if id(param) not in own
     ]
-    if not foreign:
-        return ""
-    return (
-        f"the optimizer has parameters that are not in the {type(module).__name__}: {listed(foreign)}. Make"
-        " each an nn.Parameter of the module, or of a module in it, before the optimizer is made."
-    )
+    return _problem(
+        f"the optimizer has parameters that are not in the {type(module).__name__}", foreign,
+        "Make each an nn.Parameter of the module, or of a module in it, before the optimizer is made.",
+    )  # fmt: skip
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield ``optimizer``, and those that it wraps."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)

@@ -2,8 +2,7 @@
 
 A step has them by stripes, as the gradients are reduced (``comm/stripes.py``). DeepSpeed's checkpoints have them in its
 own layout, so that they load anywhere: before one is written or read, ranks exchange their elements, and before the
-next step once more. What the optimizer does to an element must not depend on its place, which is true of all that ZeRO
-can train with.
+next step once more. What the optimizer does to an element must not depend on its place.
 """
 
 from __future__ import annotations
@@ -40,28 +39,21 @@ class StripedStates:
         return layout.slices(self._is_stock)
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param``, or its state of the name ``key``, in full and in fp32. Collective.
-
-        Raises:
-            ValueError: there is no such state.
+        """Return the master weights of ``param`` or its state ``key`` (``ValueError``: none), in full in fp32.
+        Collective.
         """
         layout = self.layout_of(param)
         return layout.read(self._shard(layout, key), param, self._is_stock)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        """Set what :meth:`read` returns to ``value``, the same on all ranks.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Set what :meth:`read` returns to ``value``, the same on all ranks."""
         layout = self.layout_of(param)
         layout.write(value, self._shard(layout, key), param, self._is_stock)
 
     def check(self) -> None:
-        """After a step: can the states be brought into DeepSpeed's layout?
+        """After a step: a ``RuntimeError`` where states are neither one value for each element nor one for all.
 
-        Raises:
-            RuntimeError: some are neither one value for each element nor one for all.
+        Those cannot be brought into DeepSpeed's layout.
         """
         if self._is_checked:
             return
@@ -101,18 +93,15 @@ class StripedStates:
         shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, device))
 
     def _states_of(self, master: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.optimizer.state.get(master, {})
-        return found
+        return self._optimizer.optimizer.state.get(master, {})
 
     def layout_of(self, param: Any) -> FlatLayout:
-        """Return the layout that has ``param``."""
         return next(layout for layout in self._layouts if param in layout.offsets)
 
     def _shard(self, layout: FlatLayout, key: str | None) -> torch.Tensor:
         master = zero12.master(self._optimizer, layout.group_index)
         if key is None:
-            data: torch.Tensor = master.data
-            return data
+            return master.data
         value = self._states_of(master).get(key)
         if not isinstance(value, torch.Tensor) or value.shape != master.shape:
             raise ValueError(f"{key!r} is no state of the optimizer's elements.")

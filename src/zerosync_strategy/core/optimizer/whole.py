@@ -1,12 +1,12 @@
 """The step of an optimizer that needs whole parameters: this rank steps those that it owns, in their own shapes.
 
 The groups of the program's own torch optimizer have, in place of its parameters, the fp32 master weights of those that
-this rank owns. It steps once per optimizer step, with all groups. Its states are where it makes them: on the owner,
-whole.
+this rank owns. It steps once per optimizer step, with all groups. Its states are on the owner, whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +25,8 @@ from zerosync_strategy.core.optimizer.states import StripedStates
 class WholeStep(FrozenParameters):
     """Lets the torch optimizer step the parameters that this rank owns. What is frozen has no gradient there.
 
-    Attributes:
-        masters: by parameter that this rank owns, its master weights, as the torch optimizer has them.
-
-    Raises:
-        ValueError: the optimizer has stepped DeepSpeed's flat shards.
+    :attr:`masters` has, by parameter that this rank owns, its master weights, as the torch optimizer has them. A
+    ``ValueError``: the optimizer has stepped DeepSpeed's flat shards.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -44,11 +41,7 @@ class WholeStep(FrozenParameters):
             )
 
     def take(self, groups: list[list[Any]]) -> None:
-        """Give the torch optimizer the :attr:`masters` in place of its parameters.
-
-        Args:
-            groups: its parameters, all ranks', by its groups.
-        """
+        """Give the torch optimizer the :attr:`masters` in place of its parameters, all ranks' ``groups``."""
         optimizer = self._optimizer
         made = dict(optimizer.state)  # with the optimizer, of parameters that have always been frozen, too
         optimizer.state.clear()
@@ -80,11 +73,7 @@ class WholeStep(FrozenParameters):
         """Return the rank that owns ``param``, in the process group that follows."""
 
     def read_state(self, param: Any, key: str) -> torch.Tensor:
-        """Return a state of ``param`` in fp32. Collective.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Return a state of ``param`` in fp32; a ``ValueError`` where there is no such state. Collective."""
         value = self.states_of(param).get(key)
         value = value.cpu() if isinstance(value, torch.Tensor) else None
         found = broadcast_object(value, *self.owner(param))
@@ -93,11 +82,7 @@ class WholeStep(FrozenParameters):
         return found.to(param.device, torch.float32)
 
     def write_state(self, param: Any, value: torch.Tensor, key: str) -> None:
-        """Set a state of ``param``, where this rank owns it.
-
-        Raises:
-            ValueError: there is no such state.
-        """
+        """Set a state of ``param``, where this rank owns it; a ``ValueError`` where there is no such state."""
         if param in self.masters:
             if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
                 raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
@@ -113,24 +98,12 @@ class WholeStep(FrozenParameters):
 
     def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return the ``state_dict()`` of the torch optimizer with names of parameters in place of its numbers."""
-        own = self.names(names)
-        name_of = [name for group in own for name in group]
-        return {
-            "state": {name_of[number]: of_param for number, of_param in state["state"].items()},
-            "param_groups": [
-                group | {"params": of_group} for group, of_group in zip(state["param_groups"], own, strict=True)
-            ],
-        }
+        return _renamed(state, dict(enumerate(itertools.chain.from_iterable(self.names(names)))))
 
     def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return for the torch optimizer what :meth:`by_name` has returned, of the parameters that this rank owns."""
-        number_of = {name: number for number, name in enumerate(name for group in self.names(names) for name in group)}
-        return {
-            "state": {number_of[name]: of_param for name, of_param in state["state"].items()},
-            "param_groups": [
-                group | {"params": [number_of[name] for name in group["params"]]} for group in state["param_groups"]
-            ],
-        }
+        numbered = enumerate(itertools.chain.from_iterable(self.names(names)))
+        return _renamed(state, {name: number for number, name in numbered})
 
     def names(self, names: Mapping[Any, str]) -> list[list[str]]:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
@@ -141,6 +114,12 @@ class WholeStep(FrozenParameters):
     @abstractmethod
     def give(self) -> None:
         """Give all ranks what owners have in their :attr:`masters`. Collective."""
+
+
+def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the ``state_dict()`` of a torch optimizer with ``new`` keys of its parameters."""
+    groups = [group | {"params": [new[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[key]: of_param for key, of_param in state["state"].items()}, "param_groups": groups}
 
 
 class OwnedStep(WholeStep):
@@ -204,34 +183,17 @@ class OwnedStep(WholeStep):
 
 
 class OwnedStates(StripedStates):
-    """Master weights and states of an optimizer that needs whole parameters, each on its owner.
-
-    Args:
-        step: which has them.
-    """
+    """Master weights and states of an optimizer that needs whole parameters, each on its owner."""
 
     def __init__(self, reducer: OwnedReducer, step: OwnedStep) -> None:
         super().__init__(reducer)
         self._step = step
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        if key is None:
-            return super().read(param, key)
-        return self._step.read_state(param, key)
+        return super().read(param, key) if key is None else self._step.read_state(param, key)
 
     def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
         if key is None:
             super().write(param, value, key)
         else:
             self._step.write_state(param, value, key)
-
-
-def _on_host(value: Any) -> Any:
-    """Return a state of a torch optimizer with its tensors on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_host, value))
-    return value

@@ -26,10 +26,7 @@ class StrategyArguments:
     ``None`` stands for an option that is not given: LightningCLI gives all, those at their defaults included, and a
     configuration excludes some and may hold others. Those that may stand beside one have their own defaults.
 
-    Args:
-        owner: the strategy's name, for errors.
-        stock: the framework's class.
-        error: what a contradiction raises.
+    A contradiction raises ``error``. ``owner`` is the strategy's name, for errors.
     """
 
     def __init__(self, owner: str, stock: Any, error: type[Exception]) -> None:
@@ -42,10 +39,8 @@ class StrategyArguments:
     def split(self, stage: Any, config: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return which of ``options`` are ZeroSync's and which are for ``stock``.
 
-        Raises:
-            TypeError: an option is unknown.
-            ValueError: an option was removed.
-            error: the stage is none of ZeRO's, or an option would be overridden by ``config``.
+        ``TypeError``: one is unknown. ``ValueError``: it was removed. ``error``: the stage is none of ZeRO's, or
+        ``config`` would override an option.
         """
         options = {name: value for name, value in options.items() if value is not None or name in self._beside_config}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
@@ -68,15 +63,14 @@ class StrategyArguments:
     ) -> tuple[ZeroSyncConfig, int]:
         """Take ZeroSync's block out of a DeepSpeed configuration; return ZeroSync's options and the ZeRO stage.
 
+        Errors are those of :meth:`ZeroSyncConfig.resolve`, and ``error`` where the stage is none of ZeRO's, or another
+        one than ``stage``.
+
         Args:
             built: the configuration that ``stock`` has made of the arguments or of what the program gave.
             stage: as an argument; where neither it nor the configuration has one, it is 3.
             config: as an argument. What the program gave, here or in the environment, may leave things open.
             ours: ZeroSync's options as arguments.
-
-        Raises:
-            TypeError, ValueError: as :meth:`ZeroSyncConfig.resolve`.
-            error: the stage is none of ZeRO's, or another one than ``stage``.
         """
         options = ZeroSyncConfig.resolve(built.pop(BLOCK, None), ours)
         if config is not None or self._stock.DEEPSPEED_ENV_VAR in os.environ:

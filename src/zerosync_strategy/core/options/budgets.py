@@ -37,19 +37,14 @@ class Budget:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether anything stays anywhere."""
         return self.automatic or any(nbytes != 0 for nbytes in (self.device, self.node, self.host))
 
     @classmethod
     def read(cls, option: str, given: Any, unlimited: str | None, places: Sequence[str]) -> Budget:
         """Return the budget that ``option`` got.
 
-        Args:
-            unlimited: what it takes for no limit.
-            places: of a mapping, beside ``"device"`` or ``"auto"``.
-
-        Raises:
-            TypeError, ValueError: it is none.
+        ``unlimited`` is what it takes for no limit, ``places`` what a mapping may have beside ``"device"`` or
+        ``"auto"``.
         """
         if isinstance(given, Mapping):
             return cls._of_places(option, given, places)
@@ -89,9 +84,7 @@ class Budget:
 def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
     """Return a size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
 
-    Raises:
-        TypeError: ``value`` is neither.
-        ValueError: it is negative, or a text that is no size.
+    ``TypeError``: ``value`` is neither. ``ValueError``: it is negative, or a text that is no size.
     """
     takes = f"ZeroSync option {option!r} takes a number of bytes, a size such as '2GiB' {otherwise}".rstrip()
     if isinstance(value, bool) or not isinstance(value, (int, str)):

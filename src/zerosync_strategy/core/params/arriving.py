@@ -2,11 +2,9 @@
 
 With ``overlap_gather``, a step begins the gathers of what it has updated and returns. Until it is there, a parameter
 has another class: every use that needs values waits, on the stream of the use, for the stripes that the parameter lies
-in. It gets its own class back when the host sees that they are there: until then, a use on another stream has to wait,
-too. So each layer of the next forward waits for its own parameters alone, and so does whatever else reads one:
-``state_dict()``, an evaluation, a moving average, a parameter that a program has kept. Not seen is what holds a
-parameter's memory without the parameter: its ``.data``, taken before the step, and extensions in C++ that are given the
-parameter itself.
+in. It gets its own class back when the host sees that they are there. So each layer of the next forward waits for its
+own parameters alone, and so does whatever else reads one: ``state_dict()``, an evaluation, a moving average. Not seen
+is what holds a parameter's memory without the parameter: its ``.data``, taken before the step, and extensions in C++.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on 
 
 
 class ArrivingParameters:
-    """The gathers in flight of one engine.
-
-    Args:
-        streams: of the engine.
-        activity: a context around what may communicate (W4).
-    """
+    """The gathers in flight of one engine; ``activity`` is a context around what may communicate (W4)."""
 
     def __init__(self, streams: Streams, activity: Callable[[str], AbstractContextManager[None]]) -> None:
         self._streams = streams

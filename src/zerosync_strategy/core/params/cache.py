@@ -1,35 +1,35 @@
 """ZeRO-3: parameters unsharded once and held over the window (``held.py``): how modules find them.
 
-DeepSpeed reshards a parameter after each use and gathers it again for the next: at every micro-batch, though its values
-change only in the optimizer step. A held parameter stays, and DeepSpeed's own step reshards it, so that the next window
-gathers the new values.
+DeepSpeed reshards a parameter after each use and gathers it again at every micro-batch, though its values change only
+in the optimizer step. A held parameter stays until DeepSpeed's own step reshards it.
 
 Where all parameters of a module are held, DeepSpeed's hooks around it do not run, and cost nothing (H2): a hook of ours
 looks whether they are there. They are gathered in *buckets*, runs of the parameters of one process group in the order
 in which they were built, and each module waits for its own (U2). Where all parameters of the model are held, the first
 module that needs one in a window issues all gathers, so that no later one communicates, and ranks may run different
 modules (W6). Else a module issues its own buckets and the next, in the order of U1; DeepSpeed's record of the order of
-modules has the other modules alone; which those are changes between two windows, and the record is then made anew.
+modules has the other modules alone, and is made anew between two windows when these change.
 
 Others may reshard a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The module's hooks see
 it before and after its forward, and what a backward may need is looked through when the backward begins.
 
-The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module, by the module's place
-in the recorded order, and keeps that when the order is recorded anew: after a validation before the first backward, it
-releases every parameter after each forward for good and gathers it again for the backward.
+The cache also cures a stale memo. DeepSpeed 0.19.8 remembers what to release after each module by its place in the
+recorded order, and keeps that when the order is recorded anew: after a validation before the first backward, it
+releases every parameter after each forward for good.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.engine import autograd_functions, compilation, gathering, zero3
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.held_modules import Bucket, HeldModule, held_modules
@@ -42,14 +42,8 @@ AHEAD = 2
 class ParameterCache:
     """Keeps parameters of a ZeRO-3 engine unsharded from their first use in a window to the optimizer step.
 
-    Args:
-        engine: the DeepSpeed engine.
-        scheduler: gathers them.
-        plan: which are held.
-        untraced: compilers will see no hooks of the modules in any case.
-
-    Attributes:
-        release_memo: DeepSpeed's memo of what to release after which module.
+    ``untraced``: compilers will see no hooks of the modules in any case. :attr:`release_memo` is DeepSpeed's memo of
+    what to release after which module.
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, plan: HoldPlan, untraced: bool) -> None:
@@ -87,10 +81,7 @@ class ParameterCache:
         return hooks
 
     def renew_hooks(self) -> bool:
-        """Extend DeepSpeed's hooks where others have removed them and registered them anew; return whether they have.
-
-        TRL does so when it generates.
-        """
+        """Extend DeepSpeed's hooks where others, as TRL, have registered them anew; return whether they have."""
         if not self._hooks or self._registered is compilation.registered_hooks(self._engine):
             return False
         self._hooks = self._extend_hooks()
@@ -128,10 +119,8 @@ class ParameterCache:
     def set_budget(self, budget: int) -> tuple[int, int]:
         """Hold what fits into ``budget`` bytes from the coming window on, where nothing was held before.
 
-        Between two windows. A model that fits is held in full.
-
-        Returns:
-            Bytes that are held in full, and those of node shards within the budget.
+        Between two windows. A model that fits is held in full. Return the bytes that are held in full, and those of
+        node shards within the budget.
         """
         self.plan.set_budget(budget)
         if self.plan.budget != 0:
@@ -303,14 +292,9 @@ class ParameterCache:
                 self._issue_all()
             self._issue(bucket)
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> AbstractContextManager[None]:
         """Around an optimizer step: of what it does not change, what is held stays."""
-        self._steps = True
-        try:
-            yield
-        finally:
-            self._steps = False
+        return replaced(self, "_steps", True)
 
     def release_for_step(self) -> bool:
         """Reshard what an optimizer step that is under way changes; return whether that is all there is to reshard."""
@@ -346,7 +330,6 @@ class ParameterCache:
         return self._infers or (self.plan.holds_all and not gathering.in_flight(self._coordinator))
 
     def fetching(self, module: Any) -> None:
-        """The parameters of ``module`` are about to be gathered."""
         for param in gathering.parameters_of(module) if self._has_empty else ():
             if zero3.is_released(param):
                 gathering.gather_empty(param)
@@ -371,11 +354,8 @@ class ParameterCache:
     def releasing_all(self) -> Iterator[None]:
         """Around the release of all parameters, of which none is held."""
         self.wait_for_all()
-        self._releases_all = True
-        try:
+        with replaced(self, "_releases_all", True):
             yield
-        finally:
-            self._releases_all = False
 
 
 def _nothing(module: Any, *args: Any) -> None:

@@ -19,12 +19,9 @@ Values = TypeVar("Values")
 
 @dataclass
 class _Copy(Generic[Values]):
-    """The memory of one parameter's copy.
+    """The memory of one parameter's copy, of ``nbytes`` bytes.
 
-    Attributes:
-        values: as the kind of copies has them.
-        nbytes: of the memory.
-        writes: to the parameter's shards before it was made; ``None``: it has no values.
+    ``writes``: to the parameter's shards before it was made; ``None``: it has no values.
     """
 
     values: Values
@@ -35,11 +32,8 @@ class _Copy(Generic[Values]):
 class Copies(ABC, Generic[Values]):
     """Copies of one kind of the parameters of one engine.
 
-    Args:
-        limit: bytes of the memory of all copies; ``None``: no limit.
-
     Attributes:
-        limit: as given.
+        limit: bytes of the memory of all copies; ``None``: no limit.
         chosen: the parameters to keep; ``None`` while it is unknown which are gathered more than once: whatever comes
             first and fits.
         now, peak_bytes: bytes of copies, and the most at once since the last :meth:`reset_counts`.
@@ -53,7 +47,6 @@ class Copies(ABC, Generic[Values]):
         self.chosen: set[Any] | None = None
 
     def may_have(self, param: Any) -> bool:
-        """Return whether ``param`` can have a copy."""
         return True
 
     @abstractmethod
@@ -65,12 +58,10 @@ class Copies(ABC, Generic[Values]):
         """Return memory for a copy of ``param``, of :meth:`bytes_of` bytes."""
 
     def get(self, param: Any) -> Values | None:
-        """Return the copy of ``param``, if it is here."""
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
 
     def all_values(self) -> list[Values]:
-        """Return the memory of all copies."""
         return [copy.values for copy in self._copies.values()]
 
     def keeps(self, param: Any) -> bool:
@@ -82,9 +73,9 @@ class Copies(ABC, Generic[Values]):
         return param in self._at_begin and self._at_begin[param] == param._zerosync_record.writes
 
     def to_fill(self, param: Any) -> Values | None:
-        """Return the memory for the values of ``param``, just gathered, which are here from now on; ``None``: none is.
+        """Return the memory for the values of ``param``, just gathered, which are here from now on.
 
-        None is needed, wanted, or left.
+        ``None``: none is needed, wanted, or left.
         """
         is_wanted = not zero3.is_persistent(param) if self.chosen is None else param in self.chosen
         if not is_wanted or self.get(param) is not None:
@@ -113,13 +104,11 @@ class Copies(ABC, Generic[Values]):
         return fitting(params, self.limit, self.bytes_of)
 
     def free(self, params: Iterable[Any]) -> None:
-        """Give the memory of the copies of ``params`` back."""
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:
                 self.now -= copy.nbytes
 
     def reset_counts(self) -> None:
-        """A step has been taken: count from zero."""
         self.peak_bytes = self.now
         self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}
 

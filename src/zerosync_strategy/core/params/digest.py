@@ -24,13 +24,9 @@ _Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
 
 
 class GatherDigest:
-    """The log and digest of what this rank has gathered over one process group since the last step.
+    """The log and digest of what this rank has gathered over one process group, of several ranks, since the last step.
 
-    Args:
-        process_group: of several ranks.
-        tagged: gathers of different parameters do not meet.
-        device: on which it communicates.
-        streams: of the engine.
+    ``tagged``: gathers of different parameters do not meet. The ``device`` is that on which it communicates.
     """
 
     def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
@@ -46,11 +42,10 @@ class GatherDigest:
         self._unread: tuple[int, _Gathers] | None = None  # the digest and the log of what was compared
 
     def add(self, ids: tuple[int, ...]) -> int:
-        """A gather of these parameters is issued.
+        """A gather of these parameters is issued; return a tag of 31 bits, with the highest set.
 
-        Returns:
-            A tag of 31 bits, with the highest set: the same on all ranks of the group if they have gathered the same
-            since the last step, and now gather the same again.
+        It is the same on all ranks of the group if they have gathered the same since the last step, and now gather the
+        same again.
         """
         self._gathers.append(ids)
         self._digest = zlib.crc32(repr(ids).encode(), self._digest)
@@ -59,10 +54,8 @@ class GatherDigest:
     def compare_window(self, name: Callable[[int], str]) -> None:
         """Before a step: compare digests over the ranks, unless gathers have tags, and begin anew. Collective.
 
-        On a device with streams the host does not wait for the answer, but reads it in the next call.
-
-        Raises:
-            RankError: on every rank of the group, with the first gather that differs.
+        On a device with streams the host does not wait for the answer, but reads it in the next call. The
+        ``RankError``, on every rank of the group, has the first gather that differs.
         """
         self.check(name)
         if not self.tagged:
@@ -86,11 +79,7 @@ class GatherDigest:
         self._unread = self._digest, self._gathers
 
     def check(self, name: Callable[[int], str]) -> None:
-        """Read the answer of the last comparison, if that has not been done. Collective only where digests differ.
-
-        Raises:
-            RankError: as :meth:`compare_window`.
-        """
+        """Read the answer of the last :meth:`compare_window`, once. Collective, and raises, where digests differ."""
         if self._unread is None:
             return
         (digest, gathers), self._unread = self._unread, None

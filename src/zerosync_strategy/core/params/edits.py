@@ -3,11 +3,9 @@
 ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
 So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
 shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
-edit must be made alike on all ranks, as in plain data parallelism.
-
-It is done piece by piece, so that what it needs of memory does not grow with the shard. Where the device has the shard
-and the host the master weights (an offloaded optimizer), the two are compared only if the shard is another than after
-the last step. A digest on the device says so, and the host waits for that answer once per step.
+edit must be made alike on all ranks. Memory does not grow with the shard: it is done piece by piece. Where the device
+has the shard and the host the master weights (an offloaded optimizer), the two are compared only if a digest of the
+shard, for which the host waits once per step, is another than after the last step.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 def weights_of_stage_1_2(
     optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
 ) -> Iterator[Weights]:
-    """Yield this rank's weights of ZeRO-1 or ZeRO-2.
-
-    Args:
-        groups: of the optimizer, each with the elements that this rank has of it.
-    """
+    """Yield this rank's weights of ZeRO-1 or ZeRO-2: of each group, the elements that this rank has of it."""
     for group, slices in groups:
         flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
         for own in slices:
@@ -45,12 +39,7 @@ def weights_of_stage_1_2(
 def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
     """Let all parameters of ZeRO-1 or ZeRO-2 lie in the flat buffers, where ``param.data = ...`` has replaced them.
 
-    Args:
-        groups: of the optimizer.
-        names: of the parameters, for errors.
-
-    Raises:
-        ValueError: a parameter was given data of another shape.
+    A ``ValueError``: a parameter was given data of another shape.
     """
     for group in groups:
         flat = zero12.flat_parameters(optimizer, group.index)
@@ -66,12 +55,8 @@ def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], 
 def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) -> None:
     """Let the shards of ZeRO-3 have the values of those ``params`` that are gathered, which may have been edited.
 
-    Args:
-        params: of the optimizer; those that are not gathered may have been edited in their shards.
-        names: of the parameters, for errors.
-
-    Raises:
-        ValueError: a parameter was given data of another shape, or any while it was not gathered.
+    Those that are not may have been edited in their shards. A ``ValueError``: a parameter was given data of another
+    shape, or any while it was not gathered.
     """
     gathered = []
     for param in params:
@@ -90,11 +75,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
 
 
 class MasterWeights:
-    """Adopts what a program has edited into the master weights of one engine.
-
-    Args:
-        streams: of the engine.
-    """
+    """Adopts what a program has edited into the master weights of one engine."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -104,7 +85,6 @@ class MasterWeights:
 
     @torch.no_grad()
     def adopt(self, weights: Iterable[Weights]) -> None:
-        """Adopt edits of the shards into the master weights."""
         weights = list(weights)
         elsewhere, concurrent = self._elsewhere(weights), self._streams.concurrent
         if any(self._streams.is_on_host(shard) for shard, _ in weights):

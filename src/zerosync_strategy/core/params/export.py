@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError
 from zerosync_strategy.core.params.full_weights import FullWeights, WeightSpec
 
@@ -37,19 +38,16 @@ def export(
     weights: FullWeights, directory: Path, max_shard_bytes: int, process_group: Any, module: Any,
     dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective.
+    """Write ``weights``, of ``module``, on the first rank of ``process_group``, of all ranks that take part.
+    Collective.
+
+    ``ValueError``: a file cannot hold a tensor of this dtype. ``CheckpointError``, on every rank: the first could not
+    write.
 
     Args:
         weights: with floating-point tensors of ``dtype``; ``None``: of their own.
-        directory: for the files.
         max_shard_bytes: of the tensors in one file.
-        process_group: all ranks that take part.
         module: may be a model of transformers.
-        dtype: of the floating-point weights, or ``None``.
-
-    Raises:
-        ValueError: a file cannot hold a tensor of this dtype.
-        CheckpointError: on every rank, if the first could not write.
     """
     specs = weights.specs
     for spec in specs:
@@ -103,7 +101,6 @@ class WeightFiles:
     their stead or with them, are removed, the index first: what an interrupted export leaves is complete or refused.
 
     Args:
-        directory: for the files.
         specs: of the tensors that will be written, in this order. What is tied to an earlier one is written once.
         max_shard_bytes: of the tensors in one file. A larger tensor has a file of its own.
     """
@@ -111,16 +108,7 @@ class WeightFiles:
     def __init__(self, directory: Path, specs: Sequence[WeightSpec], max_shard_bytes: int) -> None:
         self._directory = directory
         self._tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to}
-        self._shards: list[list[WeightSpec]] = [[]]
-        room = max_shard_bytes
-        for spec in specs:
-            if spec.tied_to:
-                continue
-            if self._shards[-1] and _nbytes(spec) > room:
-                self._shards.append([])
-                room = max_shard_bytes
-            self._shards[-1].append(spec)
-            room -= _nbytes(spec)
+        self._shards = in_runs((spec for spec in specs if not spec.tied_to), max_shard_bytes, _nbytes) or [[]]
         count = len(self._shards)
         self.names = [
             "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
@@ -142,7 +130,6 @@ class WeightFiles:
                 (self._directory / f"{name}{_PART}").unlink(missing_ok=True)
 
     def open(self) -> None:
-        """Open the first file."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._open(0)
 

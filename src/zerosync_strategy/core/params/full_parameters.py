@@ -6,7 +6,6 @@ rank that shards it. torch's ``AveragedModel`` of a ZeRO-3 model has an average 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +21,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
-    """While active, parameters of ``engine`` have their values, and keep what is written to them. Collective.
-
-    Args:
-        parameters: which; by default all of the engine's module.
-    """
+    """While active, ``parameters`` (by default all) have their values, and keep what is written to them. Collective."""
     from deepspeed import zero as deepspeed_zero
 
     if zero.stage(engine) != 3:
@@ -40,12 +35,8 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
     """Return in full the parameters of the groups whose first rank this is. A collective call.
 
-    Raises:
-        ValueError: the engine is not of stage 3.
-
-    Returns:
-        By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is
-        two parameters, of two groups.
+    By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is two
+    parameters, of two groups. A ``ValueError``: the engine is not of stage 3.
     """
     from deepspeed import zero as deepspeed_zero
 
@@ -61,9 +52,8 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Set the parameters to those that ``full_state`` gave this rank. A collective call. Optimizer states stay.
 
-    Raises:
-        ValueError: on every rank, if on some rank ``state`` lacks a parameter that the rank is the first to shard, or
-            has one of another shape. Nothing is set then.
+    A ``ValueError`` on every rank, and nothing is set, if on some rank ``state`` lacks a parameter that the rank is the
+    first to shard, or has one of another shape.
     """
     from deepspeed import zero as deepspeed_zero
 
@@ -105,30 +95,24 @@ def let_average() -> None:
 
     Of a model that ZeRO-3 does not shard it does what it did.
     """
-    patches.replace(patches.MAKE_AVERAGE, _init)
-    patches.replace(patches.UPDATE_AVERAGE, _update_parameters)
+    patches.wrap(patches.MAKE_AVERAGE, _init)
+    patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
 
 
-def _init(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def init(average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if problem := copy_problem(model):
-            raise ValueError(f"AveragedModel() {problem}")
-        stock(average, model, *args, **kwargs)
-
-    return init
+def _init(
+    stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if problem := copy_problem(model):
+        raise ValueError(f"AveragedModel() {problem}")
+    stock(average, model, *args, **kwargs)
 
 
-def _update_parameters(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def update_parameters(average: AveragedModel, model: torch.nn.Module) -> None:
-        if not any(map(zero3.is_sharded, model.parameters())):
-            return stock(average, model)
-        activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
-        with activity, readable(model.parameters()):
-            stock(average, model)
-
-    return update_parameters
+def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module) -> None:
+    if not any(map(zero3.is_sharded, model.parameters())):
+        return stock(average, model)
+    activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
+    with activity, readable(model.parameters()):
+        stock(average, model)
 
 
 def copy_problem(model: torch.nn.Module) -> str:

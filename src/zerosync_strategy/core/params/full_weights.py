@@ -19,12 +19,9 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
 class WeightSpec(NamedTuple):
-    """One entry of a module's ``state_dict()``.
+    """One entry of a module's ``state_dict()``, with the shape and dtype of the tensor that is yielded.
 
-    Attributes:
-        name: as there.
-        shape, dtype: of the tensor that is yielded.
-        tied_to: the name under which the same tensor comes before; empty if it has no other.
+    ``tied_to``: the name under which the same tensor comes before; empty if it has no other.
     """
 
     name: str
@@ -34,7 +31,7 @@ class WeightSpec(NamedTuple):
 
 
 class FullWeights:
-    """The tensors of ``module.state_dict()``, in full.
+    """The tensors of ``module.state_dict()``, in full. A ``ValueError``: an entry is no tensor.
 
     Args:
         module: of an attached engine, or in it.
@@ -42,19 +39,12 @@ class FullWeights:
         dtype: for floating-point tensors; ``None``: their own.
         version: returns another value once the weights are others.
         activity: around what communicates.
-
-    Raises:
-        ValueError: an entry of the ``state_dict()`` is no tensor.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        scheduler: GatherScheduler | None,
-        dtype: torch.dtype | None,
-        version: Callable[[], int],
-        activity: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+        self, module: torch.nn.Module, scheduler: GatherScheduler | None, dtype: torch.dtype | None,
+        version: Callable[[], int], activity: Callable[[str], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
         self._scheduler, self._dtype, self._version, self._activity = scheduler, dtype, version, activity
         self._names: dict[Any, list[str]] = {}  # of each tensor; several where it is tied
         entries: dict[str, Any] = module.state_dict(keep_vars=True)
@@ -84,9 +74,8 @@ class FullWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name with its tensor, on its own device and the caller's to keep and to change. Collective.
 
-        Raises:
-            RankError: other ranks did not take part.
-            RuntimeError: an optimizer step or a checkpoint has changed the weights since the first.
+        ``RankError``: other ranks did not take part. ``RuntimeError``: an optimizer step or a checkpoint has changed
+        the weights since the first.
         """
         version = self._version()
         for run in self._runs:

@@ -23,7 +23,6 @@ class GatherGroup:
     """A process group whose ranks share parameters.
 
     Attributes:
-        process_group: of torch.
         place: in the order of gathers (U1).
         ranks: for errors.
         digest: of what it has gathered; ``None`` for one rank, which gathers nothing.

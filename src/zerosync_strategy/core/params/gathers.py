@@ -13,16 +13,15 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.host_cache import HostCache
 
 
 class UnshardedBytes:
-    """Counts memory from when it is asked for until nothing refers to it, whoever did.
+    """Counts memory from when it is asked for until nothing refers to it, whoever did, and the most at once.
 
-    Attributes:
-        peak: the most bytes at once since the last :meth:`reset_peak`.
-        watch: called before bytes are added.
+    ``watch`` is called before bytes are added.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,6 @@ class UnshardedBytes:
         weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
 
     def reset_peak(self) -> None:
-        """Count the peak anew."""
         self.peak = self.now
 
 
@@ -59,7 +57,7 @@ class ParameterGather(InFlight):
     Args:
         arrive: waits for the message, and gives the parameters their values.
         params: of ZeRO-3; each record refers to this, as its last gather.
-        streams, stream: of the engine, and the one that gathers; ``None`` on a device without streams.
+        stream: that gathers; ``None`` on a device without streams.
         activity: what a rank does that waits.
         unsharded: counts the bytes until the memory, which may come with the gather, is free.
         host: keeps copies of the parameters once they are there; ``None``: nothing does.
@@ -86,8 +84,7 @@ class ParameterGather(InFlight):
     def wait(self, *_: Any, **__: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
 
-        Raises:
-            RankError: other ranks did not take part in it.
+        A ``RankError``: other ranks did not take part in it.
         """
         if self.is_done:
             if self.event is not None:
@@ -152,8 +149,7 @@ CONTEXTS = "GatheredParameters"
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
-    Attributes:
-        sections: a context around what is not for a step, by its name.
+    ``sections`` is a context around what is not for a step, by its name.
     """
 
     def __init__(self) -> None:
@@ -170,21 +166,12 @@ class GatherCount:
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients: what modules gather in it is not for a step."""
-        before, self._is_for_step = self._is_for_step, False
-        try:
-            with self.apart(NO_GRADIENTS):
-                yield
-        finally:
-            self._is_for_step = before
-
-    @contextmanager
-    def in_context(self) -> Iterator[None]:
-        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
-        self._in_context = True
-        try:
+        with replaced(self, "_is_for_step", False), self.apart(NO_GRADIENTS):
             yield
-        finally:
-            self._in_context = False
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        return replaced(self, "_in_context", True)
 
     def of_context(self) -> AbstractContextManager[None]:
         """Around what is gathered for no module, and for no step where a context begins."""

@@ -22,9 +22,8 @@ class HoldPlan:
     """The parameters of a ZeRO-3 engine that are held (``record.hold``), and the bytes of those that are.
 
     Args:
-        records: of all its parameters.
-        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit.
-            Node shards are within it, unless they have a limit of their own.
+        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit. Node
+            shards are within it, unless they have a limit of their own.
         automatic: :meth:`set_budget` will set it.
         host: has what is kept in the memory of the host; ``None``: nothing is.
         node_shards: has what is kept in shards of the node; ``None``: nothing is.
@@ -33,7 +32,6 @@ class HoldPlan:
 
     Attributes:
         counts: how often parameters are gathered; until it is known what to hold.
-        held_bytes: held now.
         peak_bytes: the most held at once since the last step.
     """
 
@@ -181,7 +179,6 @@ class HoldPlan:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
-        """``records`` are held no longer."""
         for record in records:
             if record.bits & WINDOW and not zero3.is_persistent(record.param):
                 self.held_bytes -= zero3.full_bytes(record.param)
@@ -191,7 +188,6 @@ class HoldPlan:
                 record.drop(Claim.STEPS)
 
     def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
-        """Return what has this claim."""
         bit = claim.value
         return [record for record in self.records if record.bits & bit]
 
@@ -208,17 +204,15 @@ class HoldPlan:
         return stay
 
     def reset_counts(self) -> None:
-        """A step has been taken: count from zero."""
         for copies in self._copies:
             copies.reset_counts()
         gathered = filter(lambda record: zero3.is_gathered(record.param), self.constants())
         self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def gathers_in(self, record: Record) -> tuple[int, int]:
-        """Return how often the window that a step has ended had to gather a parameter, by what its modules asked for.
+        """Return how often the window that a step has ended had to gather a parameter, at all and from other nodes.
 
-        Returns:
-            At all, and from other nodes.
+        By what its modules asked for.
         """
         host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
         if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):

@@ -31,10 +31,7 @@ class Bucket:
 class HeldModule:
     """A module whose parameters are all held or persistent.
 
-    Attributes:
-        params: that it needs.
-        buckets: that they are in, in their order.
-        pending: in this window, it has not waited for them yet, or they may not be there on every stream.
+    ``pending``: in this window, it has not waited for them yet, or they may not be there on every stream.
     """
 
     params: list[Any]

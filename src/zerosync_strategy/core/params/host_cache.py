@@ -1,13 +1,11 @@
 """ZeRO-3: parameters kept in full in the memory of the host, and copied from there instead of gathered again.
 
 The first gather of a parameter in a window leaves a copy in host memory, pinned on devices that are not the CPU, and
-later gathers of the window copy it back: over the bus, and not over the network. The idea, of full parameters cached in
-host memory between forward and backward, is that of FCDP (arXiv 2602.06499).
+later gathers of the window copy it back: over the bus, and not over the network. The idea is that of FCDP (arXiv
+2602.06499). A copy is made and read on the stream on which its parameter is gathered: neither waits for the other.
 
-Pinned memory comes in blocks of a power of two, by torch's allocator: a parameter of 33 MiB in one block takes 64. So
-its copy lies in several blocks, one after the other, which are a sixteenth larger at most (:func:`pinned_blocks`).
-
-A copy is made and read on the stream on which its parameter is gathered, so that neither waits for the other.
+Torch allocates pinned memory in blocks of a power of two: 33 MiB in one block take 64. So a copy lies in several
+blocks, one after the other, which are a sixteenth larger at most (:func:`pinned_blocks`).
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ _PAGE = 4096  # bytes that a block has at least
 class HostCache(Copies[list[torch.Tensor]]):
     """Full parameters of one ZeRO-3 engine in host memory, flat and in parts, one for each block of memory.
 
-    Args:
-        limit: as for :class:`Copies`.
-        streams: of the engine.
-
-    Attributes:
-        loaded_bytes: copied back to the device since the last :meth:`reset_counts`.
+    :attr:`loaded_bytes`: copied back to the device since the last :meth:`reset_counts`.
     """
 
     def __init__(self, limit: int | None, streams: Streams) -> None:
@@ -67,7 +60,6 @@ class HostCache(Copies[list[torch.Tensor]]):
         _store(param, self._copies[param].values)
 
     def count_loaded(self, params: Iterable[Any]) -> None:
-        """Count ``params`` as copied back."""
         self.loaded_bytes += sum(map(zero3.full_bytes, params))
 
     def choose(self, params: set[Any], leaving: Iterable[Any]) -> None:

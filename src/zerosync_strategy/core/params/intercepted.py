@@ -14,9 +14,8 @@ writes (``p.mul_(2)``, ``init``)     they are gathered, changed, and written bac
 takes a view (``p.data[0]``)         an :class:`Unsharded` tensor: the values of now; a write is written back
 ===================================  ==================================================================================
 
-A parameter is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it
-gathered for good. Then it has its own class and its memory, and nothing passes here. Gathers are collective: a program
-reads and writes alike on all ranks, as in plain data parallelism.
+It is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it gathered for
+good. Gathers are collective: a program reads and writes alike on all ranks, as in plain data parallelism.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def _param_of(tensor: Any) -> Any:
 
 
 def _values_of(tensor: Any) -> ParameterValues:
-    values: ParameterValues = record_of(_param_of(tensor)).values
-    return values
+    return record_of(_param_of(tensor)).values
 
 
 # ---- operations --------------------------------------------------------------------------------------------------
@@ -204,12 +202,10 @@ class _Operation:
         return memory.for_use() if given.requires_grad else memory.full, memory
 
     def settle(self) -> None:
-        """The operation is over."""
         for record in self._used:
             record.settle()
 
     def write_back(self) -> None:
-        """Write back what was changed."""
         for _, plain, memory, version in self._operands.values():
             if plain._version != version:
                 memory.write_back()

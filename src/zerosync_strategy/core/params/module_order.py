@@ -12,11 +12,13 @@ used there for the first time has its gradient, or gets none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from zerosync_strategy.core.engine.interpose import replaced
 
 END = 2**62
 """After all calls: nothing is behind a backward that comes from there."""
@@ -29,10 +31,7 @@ class ModuleOrder:
     """Counts the calls of modules since the last backward began.
 
     What runs inside a backward, as the recomputation of checkpointed activations, does not count: the graph is that of
-    the forward.
-
-    Args:
-        parameters_of: the parameters that are gathered for a module.
+    the forward. ``parameters_of`` returns the parameters that are gathered for a module.
     """
 
     def __init__(self, parameters_of: Callable[[Any], list[Any]]) -> None:
@@ -47,21 +46,15 @@ class ModuleOrder:
         self._last: Any = None  # the module to which it came last
         self._come: Counter[Any] = Counter()  # the calls of each module to which it has come
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Around a forward of the model. Without gradients it is part of no graph."""
-        before, self._counts = self._counts, self._counts and torch.is_grad_enabled()
-        try:
-            yield
-        finally:
-            self._counts = before
+        return replaced(self, "_counts", self._counts and torch.is_grad_enabled())
 
     @property
     def _notes_forwards(self) -> bool:
         return self._counts and torch._C._current_graph_task_id() == -1
 
     def begins(self, module: Any) -> None:
-        """A forward of ``module`` begins."""
         if self._notes_forwards:
             if self._is_over or self._calls == LONGEST:
                 self._calls, self._is_over = 0, False
@@ -71,7 +64,6 @@ class ModuleOrder:
             self._began.setdefault(module, self._calls)
 
     def ends(self, module: Any) -> None:
-        """It has ended."""
         if self._notes_forwards:
             self._ended.setdefault(module, []).append(self._calls)
 

@@ -1,9 +1,8 @@
 """ZeRO-3: parameters kept in shards of the node, and gathered within the node instead of from all ranks again.
 
 The first gather of a parameter in a window leaves a *node shard* on each rank (``comm/nodes.py``): of the shards of all
-ranks, those of the ranks that have its place on their node. So the ranks of a node have all shards together, and later
-gathers of the window send nothing between nodes. DeepSpeed's hpZ has such shards too; it refills them, by a gather from
-all ranks, in every step, for frozen parameters too.
+ranks, those of the ranks that have its place on their node. So later gathers of the window send nothing between nodes.
+DeepSpeed's hpZ has such shards too; it refills them, by a gather from all ranks, in every step.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ from zerosync_strategy.core.params.copies import Copies
 class NodeShards(Copies[torch.Tensor]):
     """Node shards of the parameters of one engine: a matrix for each, with one row per node, in the gather's dtype.
 
-    Those of process groups with one level have none.
-
-    Args:
-        limit: as for :class:`Copies`.
-        shared: it is that of what is held on the device, too.
-        topology: of the ranks.
+    Those of process groups with one level have none. ``shared``: the limit is that of what is held on the device, too.
     """
 
     def __init__(self, limit: int | None, shared: bool, topology: Topology) -> None:
@@ -35,33 +29,32 @@ class NodeShards(Copies[torch.Tensor]):
         self.shared = shared
         self._topology = topology
 
+    def _nodes(self, param: Any) -> Nodes | None:
+        return self._topology.of(zero3.process_group(param))
+
     def may_have(self, param: Any) -> bool:
-        return self._topology.of(zero3.process_group(param)) is not None
+        return self._nodes(param) is not None
 
     def bytes_of(self, param: Any) -> int:
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         return 0 if nodes is None else nodes.count * zero3.shard_numel(param) * zero3.gather_dtype(param).itemsize
 
     def _allocate(self, param: Any) -> torch.Tensor:
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         assert nodes is not None
         shape, dtype = (nodes.count, zero3.shard_numel(param)), zero3.gather_dtype(param)
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=param.device)
 
     def keep(self, param: Any, rows: torch.Tensor) -> None:
-        """``param`` has just been gathered, on the current stream.
-
-        Args:
-            rows: the shards of all ranks, padding included, in their order.
-        """
-        nodes = self._topology.of(zero3.process_group(param))
+        """``param`` was just gathered, on the current stream, from ``rows``: all ranks' shards, padding included."""
+        nodes = self._nodes(param)
         if nodes is not None and (values := self.to_fill(param)) is not None:
             values.copy_(nodes.rows_of_place(rows))
 
     def renew(self, param: Any) -> None:
         """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
-        nodes = self._topology.of(zero3.process_group(param))
+        nodes = self._nodes(param)
         assert nodes is not None
         values = self._copies[param].values
         padded = values.new_zeros(nodes.size * values.numel())
@@ -73,10 +66,7 @@ class NodeShards(Copies[torch.Tensor]):
 def gather_node_shards(nodes: Nodes, shards: Mapping[Any, torch.Tensor], tag: int, label: object) -> gathering.Arrival:
     """As :func:`gathering.gather_shards`, from the ranks of this node alone.
 
-    Args:
-        nodes: of the process group.
-        shards: by parameter, this rank's node shard, one row per node; all of one dtype.
-        tag, label: as for :meth:`Nodes.gather_within`.
+    ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """
     columns = [shard.shape[1] for shard in shards.values()]
     first = next(iter(shards.values()))

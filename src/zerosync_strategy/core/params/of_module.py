@@ -25,10 +25,8 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
 
-    Attributes:
-        scheduler, cache, values: of the parameters.
-        unshard_on_read: ``None`` while no engine has ``eager_frames``.
-        times_written: by steps and checkpoints.
+    :attr:`unshard_on_read` is ``None`` while no engine has ``eager_frames``; :attr:`times_written` counts steps and
+    checkpoints.
     """
 
     def __init__(
@@ -65,13 +63,9 @@ class ModuleParameters:
         cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> ModuleParameters:  # fmt: skip
-        """Return those of the module of ``engine``, for one more engine.
+        """Return those of the module of ``engine``, for one more engine. ``is_constant``: no optimizer trains it.
 
-        Args:
-            is_constant: whether no optimizer trains a parameter.
-
-        Raises:
-            ValueError: the budget is automatic, and the module has another engine; or that gathers by itself.
+        A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
         if config.eager_frames:
             compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
@@ -89,8 +83,7 @@ class ModuleParameters:
         if config.eager_frames and found.unshard_on_read is None:
             found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values)
         found.cache.skip_backward_hooks()
-        parameters: ModuleParameters = found
-        return parameters
+        return found
 
     def detach(self) -> None:
         """One engine needs them no longer. With the last, parameters, modules and hooks are DeepSpeed's own again."""
@@ -116,11 +109,7 @@ class ModuleParameters:
 
 
 def _require_one_coordinator(engine: Any) -> None:
-    """Check that no attached engine with hooks of its own gathers parameters of ``engine``.
-
-    Raises:
-        ValueError: one does.
-    """
+    """A ``ValueError`` where an attached engine with hooks of its own gathers parameters of ``engine``."""
     for name, param in engine.module.named_parameters():
         if "_zerosync_record" in param.__dict__:
             raise ValueError(

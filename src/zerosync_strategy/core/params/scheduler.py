@@ -1,10 +1,9 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-DeepSpeed collects the parameters of a module, and those it prefetches, in Python sets, and gathers them by process
-group in the order in which the set yields them: another one on each rank, which on NCCL can be a deadlock. Here the
-parameters of one such turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
-``docs/rules.md`` has the proof that no ranks can then wait for one another in a circle). A parameter that is read
-where no hook gathers it (E1) is gathered at once, alone, as a turn of its own.
+DeepSpeed gathers the parameters of a module, and those it prefetches, by process group in the order in which a Python
+set yields them: another one on each rank, which on NCCL can be a deadlock. Here the parameters of one such turn are
+gathered in the order of (ranks of the process group, id), each group by itself (U1; ``docs/rules.md`` has the proof).
+A parameter that is read where no hook gathers it (E1) is a turn of its own.
 
 Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone (U2),
 and its error says what each rank was gathering.
@@ -28,6 +27,7 @@ from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
@@ -42,8 +42,6 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
 
     Args:
-        engine: the DeepSpeed engine.
-        streams: of the engine.
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
         topology: which ranks are on one node.
@@ -51,9 +49,7 @@ class GatherScheduler:
     Attributes:
         records: of the parameters of the engine's module.
         groups: by process group, in the order of gathers.
-        names: of the parameters, by id.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
-        order: of the modules in the forward.
         before_read: called before a parameter is read that no hook has gathered.
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
@@ -132,7 +128,6 @@ class GatherScheduler:
             self.join(gathering.parameters_of(module))
 
     def module_ends(self, module: Any) -> None:
-        """The forward of ``module`` has ended."""
         self.order.ends(module)
 
     def values_in_shards(self, param: Any) -> None:
@@ -235,25 +230,14 @@ class GatherScheduler:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
         for group, of_group in self.in_order(params):
             limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
-            runs: list[list[Any]] = []
-            room = 0
-            for param in of_group:
-                nbytes = zero3.full_bytes(param)
-                if not runs or nbytes > room:
-                    runs.append([])
-                    room = limit
-                runs[-1].append(param)
-                room -= nbytes
-            yield group.place, runs
+            yield group.place, in_runs(of_group, limit, zero3.full_bytes)
 
     @contextmanager
     def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
         """Around the issue of the gather of ``params``, all of one group; has its tag.
 
         Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
-
-        Args:
-            noted: who issues it does so by a function that notes its launch.
+        ``noted``: who issues it does so by a function that notes its launch.
         """
         self.streams.gathers_wait_for_writes(self._gather_streams)
         gathering_by: AbstractContextManager[None] = nullcontext()
@@ -299,9 +283,6 @@ class GatherScheduler:
         """Gather ``params`` for a ``GatheredParameters`` context, or where a step ends. Collective.
 
         DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
-
-        Raises:
-            RankError: other ranks did not take part.
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
@@ -319,11 +300,7 @@ class GatherScheduler:
                     run[0].all_gather_coalesced(run).wait()
 
     def unshard(self, param: Any) -> torch.Tensor:
-        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective.
-
-        Raises:
-            RankError: other ranks did not take part.
-        """
+        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
         self.wait_for(param)
         if zero3.is_released(param):
             self.count.add((param,))
@@ -334,9 +311,6 @@ class GatherScheduler:
         """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
 
         They stay as they are: gathered, on their way, or released. ``reader`` says who asks, for errors.
-
-        Raises:
-            RankError: other ranks did not take part.
         """
         with zero3.as_it_is():
             for param in params:
@@ -378,7 +352,6 @@ class GatherScheduler:
     # ---- words ---------------------------------------------------------------------------------------------------
 
     def name(self, param_id: int) -> str:
-        """Return the name of a parameter, for errors."""
         return gathers.name_of(self.names, param_id)
 
     def activity(self, group: GatherGroup, params: list[Any], reader: str = "") -> object:

@@ -1,8 +1,7 @@
 """ZeRO-3: a parameter that is read where no hook has gathered it is unsharded for its reader (rule E1).
 
-ZeRO-3 gathers a module's parameters in hooks around its forward and backward. A parameter read elsewhere
-(``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or still in flight, or gathered by chance and
-released before the backward. Here such a read returns a tensor of its own:
+A parameter read elsewhere than in its module (``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or
+still in flight, or gathered by chance and released before the backward. Here such a read returns a tensor of its own:
 
 ==================================  ====================================================================
 who reads                           what it gets
@@ -15,13 +14,11 @@ guards, and anyone else             the parameter as it is; nothing is gathered
 ==================================  ====================================================================
 
 The tensor lives as long as something refers to it: the module's forward that read it, and autograd nodes that saved it.
-Its memory is then free, also where a backward never runs. No other reader shares it, because ranks must gather alike,
-and Python does not collect its garbage alike.
+No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
 
 A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
-guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own.
-
-The hooks themselves are not for compilers: a trace stops at each (a graph break), and runs them as they are.
+guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own. The hooks
+themselves are not for compilers: a trace stops at each (a graph break).
 """
 
 from __future__ import annotations
@@ -50,10 +47,7 @@ _Frame = tuple[nn.Module, dict[Any, Memory]]  # a module whose forward runs, and
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
 
-    Args:
-        engine: the engine.
-        scheduler: waits for a parameter in flight, and unshards one into memory of its own.
-        values: of the parameters; what a module's forward reads of them twice is gathered once.
+    What a module's forward reads of ``values`` twice is gathered once.
     """
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues) -> None:
@@ -158,8 +152,7 @@ class UnshardOnRead:
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        read: torch.Tensor = _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
-        return read
+        return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
 
     def _cache(self) -> dict[Any, Memory]:
         # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
@@ -363,8 +356,7 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
 
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
     frames, param = _by_address[placeholder.data_ptr()]
-    full: torch.Tensor = frames.scheduler.unshard(param)
-    return full
+    return frames.scheduler.unshard(param)
 
 
 torch.library.define("zerosync::unshard", "(Tensor placeholder) -> Tensor")

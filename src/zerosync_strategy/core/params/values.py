@@ -27,9 +27,7 @@ _Reader = Callable[[Any, "Memory"], torch.Tensor]  # the values of a parameter a
 class ParameterValues:
     """Gives the parameters of a ZeRO-3 engine their values while they are at rest.
 
-    Args:
-        scheduler: gathers a parameter into memory of its own.
-        class_at_rest: returns the class of a parameter at rest, from its own.
+    ``scheduler`` gathers one into memory of its own; ``class_at_rest`` returns its class at rest, from its own.
 
     Attributes:
         cache: returns what has been gathered for the present reader, by parameter; where nobody shares, an empty
@@ -139,11 +137,7 @@ class ParameterValues:
         return found
 
     def assign(self, param: Any, value: torch.Tensor) -> None:
-        """Do what ``param.data = value`` is meant to.
-
-        Raises:
-            ValueError: ``value`` has another shape, dtype or device.
-        """
+        """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
         self._check_alike(param, value)
         self.write_back(param, value.detach())
 
@@ -162,8 +156,7 @@ class ParameterValues:
     def write_back(self, param: Any, full: torch.Tensor) -> None:
         """Let ``param`` have the values ``full``: each rank takes its own part.
 
-        Raises:
-            RuntimeError: this rank's shard is not in memory, or not in this form.
+        A ``RuntimeError``: this rank's shard is not in memory, or not in this form.
         """
         with torch.no_grad(), zero3.as_it_is():
             if not record_of(param).set_values(full):
@@ -177,17 +170,13 @@ class Memory:
     """Values of a parameter, in memory that stays as long as something refers to it.
 
     Attributes:
-        param: the parameter.
         full: its values, in its shape.
         in_place: this is the parameter's own memory, which it keeps for its readers' backward.
         date: when they were its values; see :meth:`ParameterValues.date`.
     """
 
     def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
-        self._values = values
-        self.param = param
-        self.full = full
-        self.in_place = in_place
+        self._values, self.param, self.full, self.in_place = values, param, full, in_place
         self.date = values.date(param)
 
     def check(self) -> None:
