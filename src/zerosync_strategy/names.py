@@ -33,9 +33,9 @@ HOMES = {
 
 _NAMES: dict[str, dict[str, Any]] = {
     "zerosync": {},
-    **{f"zerosync_stage_{stage}": {"stage": stage} for stage in (1, 2, 3)},
-    "zerosync_stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "zerosync_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    **{f"zerosync_stage_{stage}": dict(stage=stage) for stage in (1, 2, 3)},
+    "zerosync_stage_2_offload": dict(stage=2, offload_optimizer=True),
+    "zerosync_stage_3_offload": dict(stage=3, offload_optimizer=True, offload_parameters=True),
 }
 """With their options. What they offload is what Lightning's names of DeepSpeed offload."""
 
