@@ -31,17 +31,29 @@ HOMES = {
 }
 
 
+_NAMES: dict[str, dict[str, Any]] = {
+    "zerosync": {},
+    **{f"zerosync_stage_{stage}": dict(stage=stage) for stage in (1, 2, 3)},
+    "zerosync_stage_2_offload": dict(stage=2, offload_optimizer=True),
+    "zerosync_stage_3_offload": dict(stage=3, offload_optimizer=True, offload_parameters=True),
+}
+"""With their options. What they offload is what Lightning's names of DeepSpeed offload."""
+
+
 def register() -> None:
-    """Register ``zerosync`` and ``zerosync_stage_1|2|3`` with every package of these that is loaded."""
-    for package, home in HOMES.items():
-        if package not in sys.modules:
-            continue
-        registry = getattr(import_module(f"{package}.strategies"), home.registry)
-        make = partial(_make, home)
-        registry.register("zerosync", make, description="DeepSpeed ZeRO-3 synchronised by ZeroSync", override=True)
-        for stage in (1, 2, 3):
-            description = f"DeepSpeed ZeRO-{stage} synchronised by ZeroSync"
-            registry.register(f"zerosync_stage_{stage}", make, description=description, override=True, stage=stage)
+    """Register the names with every package of these that is loaded."""
+    for package in HOMES:
+        if package in sys.modules:
+            register_with(package)
+
+
+def register_with(package: str) -> None:
+    """Register the names with one package, whose ``strategies`` are loaded."""
+    home = HOMES[package]
+    registry = getattr(import_module(f"{package}.strategies"), home.registry)
+    for name, options in _NAMES.items():
+        description = f"DeepSpeed ZeRO-{options.get('stage', 3)} synchronised by ZeroSync"
+        registry.register(name, partial(_make, home), description=description, override=True, **options)
 
 
 def _make(home: Home, **options: Any) -> Any:

@@ -189,6 +189,23 @@ def test_several_accelerators_fill_in_auto_for_themselves() -> None:
     assert run_ranks(job) == [2, 2]
 
 
+def test_what_is_filled_in_stays_when_something_else_is_prepared() -> None:
+    """TRL makes engines of the plugin's configuration for reward models, after it has prepared a loader to evaluate."""
+
+    def job() -> Any:
+        config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
+        accelerator.prepare(*_model_and_optimizer(), DataLoader(Data(4), batch_size=2))
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        filled = accelerator.deepspeed_plugin.deepspeed_config
+        before = [filled[name] for name in names]
+        accelerator.prepare(DataLoader(Data(4), batch_size=4))
+        assert [filled[name] for name in names] == before
+        return before
+
+    assert run_ranks(job) == [[2, 2, 0.0]] * WORLD
+
+
 def _model_and_optimizer() -> tuple[Any, Any]:
     model = network()
     return model, sgd(model.parameters())

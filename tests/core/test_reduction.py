@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from tests.harness import engines
@@ -311,6 +312,32 @@ def test_fp32_accumulation_of_bf16_gradients(stage: int) -> None:
 
     assert abs(run_ranks(run, "fp32")[0] - 264) < 0.5
     assert abs(run_ranks(run, "bf16")[0] - 264) > 0.5  # 8 bits of mantissa: 256 + 1 is rounded away, or up to 258
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_accumulated_in_fp32_is_reduced_in_fp32(stage: int) -> None:
+    """Unless the configuration says otherwise: 256 + 63 x 1 is 319, and 320 where the sum is rounded to bf16."""
+
+    def run(zero: dict[str, Any], ours: dict[str, Any], config: dict[str, Any]) -> tuple[float, int]:
+        net = nn.Linear(4, 4, bias=False).bfloat16()
+        with torch.no_grad():
+            net.weight.zero_()
+        types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        engine = engines.make_engine(net, optimizer, stage, zero, **types, **config)
+        zerosync = attach(engine, **ours)
+        for scale in (256.0, *[1.0] * 63):
+            engine.backward(engine(torch.eye(4).bfloat16() * scale).float().sum())
+        engine.step()
+        return float(safe_get_full_fp32_param(net.weight).min()), bytes_sent(zerosync.report)
+
+    sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    numel = 16 // 2  # that one of two ranks sends
+    held = {"param_memory_budget": "all"} if stage == 3 else {}
+    for found in run_ranks(run, sharded, held, {}):
+        assert found == (-319.0, numel * (4 + 2))
+    for found in run_ranks(run, sharded, held, {"communication_data_type": "bf16"}):
+        assert found == (-320.0, numel * (2 + 2))
 
 
 @since("0.19.7", "gradients that are not finite are stepped with in fp32, as in plain torch")

@@ -22,7 +22,7 @@ class Notes:
         self.streams = False
         self.needs_reduce = False
 
-    def begin_backward(self, last: bool, midway: bool = False) -> None:
+    def begin_backward(self, last: bool, ready: object = None) -> None:
         self.calls.append("begin" + " last" * last)
         self.needs_reduce = True
 

@@ -22,6 +22,8 @@ from zerosync_strategy.fabric import ZeroSyncFabricStrategy
 def test_names_are_registered() -> None:
     assert STRATEGY_REGISTRY.get("zerosync").stage == 3
     assert [STRATEGY_REGISTRY.get(f"zerosync_stage_{stage}").stage for stage in (1, 2, 3)] == [1, 2, 3]
+    assert STRATEGY_REGISTRY.get("zerosync_stage_2_offload").config["zero_optimization"]["offload_optimizer"]
+    assert STRATEGY_REGISTRY.get("zerosync_stage_3_offload").config["zero_optimization"]["offload_param"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

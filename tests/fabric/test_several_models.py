@@ -29,12 +29,13 @@ def judge(discriminator: nn.Module, samples: torch.Tensor, are_real: float) -> t
 
 
 @pytest.mark.extended(but=VALUES)
-@pytest.mark.parametrize("names_the_trained", [True, False])
+@pytest.mark.parametrize("as_lightnings_example", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gan(stage: int, names_the_trained: bool) -> None:
+def test_a_gan(stage: int, as_lightnings_example: bool) -> None:
     """Steps in another order than backwards; the discriminator's gradients of the generator's loss are dropped.
 
-    Which model `backward()` is told makes no difference: gradients reach whom they reach.
+    Which model `backward()` is told makes no difference: gradients reach whom they reach. Nor does it which one has
+    `zero_grad()` called, the optimizer or the module.
     """
 
     def run() -> Any:
@@ -42,12 +43,13 @@ def test_a_gan(stage: int, names_the_trained: bool) -> None:
         g, d = generator(), discriminator()
         g, of_g = fabric.setup(g, adamw(g.parameters()))
         d, of_d = fabric.setup(d, adamw(d.parameters()))
-        told = {True: (g, d), False: (d, g)}[names_the_trained]
+        told = {True: (g, d), False: (d, g)}[as_lightnings_example]
+        zeroed = {True: (g, d), False: (of_g, of_d)}[as_lightnings_example]
         for step in range(3):
-            of_g.zero_grad()
+            zeroed[0].zero_grad()
             for batch in (2 * step, 2 * step + 1):
                 fabric.backward(judge(d, g(data.batch(batch, fabric.global_rank)[0]), 1.0) / 2, model=told[0])
-            of_d.zero_grad()  # they have none of their own yet
+            zeroed[1].zero_grad()  # they have none of their own yet
             real = data.batch(step, fabric.global_rank)[0]
             loss = judge(d, real, 1.0) + judge(d, g(real).detach(), 0.0)
             fabric.backward(loss, model=told[1])

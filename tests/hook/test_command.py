@@ -144,3 +144,10 @@ def test_what_enable_has_left_says_what_to_do() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RuntimeError: 'zerosync enable' was removed in ZeroSync 0.3.0" in ended.stderr
     assert "Delete zerosync-strategy-enabled.pth, and put 'zerosync run' before the command" in ended.stderr
+
+
+def test_lightning_finds_the_strategies_by_name() -> None:
+    """As `fabric run --strategy zerosync_stage_2` does, which leaves out names that offload."""
+    code = "from lightning.fabric.cli import _get_supported_strategies as names; print(*names())"
+    names = run(sys.executable, "-c", code).stdout.split()
+    assert {"zerosync", "zerosync_stage_1", "zerosync_stage_2", "zerosync_stage_3"} <= set(names)

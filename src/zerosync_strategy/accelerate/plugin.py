@@ -140,9 +140,11 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     @contextmanager
     def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:
         """Around ``prepare(*prepared)``: decide what is left to Accelerate, where it would refuse or surprise."""
-        config = self.deepspeed_config
-        # What another Accelerator's preparation has made of "auto" is not for this one.
-        config.update({name: "auto" for name, value in self._filled.items() if config.get(name) == value})
+        config, filled = self.deepspeed_config, self._filled
+        if any(isinstance(item, torch.nn.Module) for item in prepared):
+            # What the preparation of another model has made of "auto" is not for this one.
+            config.update({name: "auto" for name, value in filled.items() if config.get(name) == value})
+            self._filled = {}
         left_open = [name for name, value in config.items() if value == "auto"]
         # Accelerate and DeepSpeed would clip to a norm of 1 where nobody has asked for it.
         if config.get("gradient_clipping", "auto") == "auto":
@@ -150,11 +152,11 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         # Of use for DeepSpeed's log alone, so not worth an error where the loaders do not say it.
         sizes = [loader.batch_size for loader in prepared if isinstance(loader, DataLoader)]
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
-            before = self._filled.get("train_micro_batch_size_per_gpu", "auto")
+            before = filled.get("train_micro_batch_size_per_gpu", "auto")
             config["train_micro_batch_size_per_gpu"] = 1 if before == "auto" else before
         with _taken_as_it_is(config, prepared):
             yield
-        self._filled = {name: config.get(name) for name in left_open}
+        self._filled = self._filled | {name: config.get(name) for name in left_open}
 
 
 @contextmanager

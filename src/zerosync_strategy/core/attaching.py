@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import ATTACHED, note, say
 from zerosync_strategy.core.attached.overrides import EngineOverrides
 from zerosync_strategy.core.attached.untrained import watch_end
+from zerosync_strategy.core.attached.zeroing import let_modules_zero
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -74,6 +75,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         require_same("attach()", {"sharding": problem or "as asked"} | _facts(engine, config), everyone)
         if problem:
             raise ValueError(f"attach() found that {problem}")
+    let_modules_zero()
     mark_used(optimizer)
     try:
         zerosync = ZeroSync(engine, config, kind.needs_whole)

@@ -12,6 +12,7 @@ from zerosync_strategy.core.announcement import note
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import ContractError
 from zerosync_strategy.core.options.config import BLOCK
+from zerosync_strategy.names import register_with
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
@@ -22,8 +23,10 @@ def loaded(name: str) -> None:
         if "RANK" in os.environ:  # a rank, not its launcher, and before it joins the others
             _prepare()
         patches.replace(patches.INITIALIZE, _initialize)
-    else:
+    elif name == "accelerate":
         _install()
+    else:
+        register_with(name.removesuffix(".strategies"))
 
 
 def _install() -> None:

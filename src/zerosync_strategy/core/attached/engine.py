@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,7 +77,7 @@ class AttachedEngine(ABC):
         self.names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(optimizer)
         self.messages, self.topology = messages_of(group, engine.device), Topology(config.node_size, group)
-        self.reducer = self.reducer_class(optimizer, config, self.names, self.messages, self.topology)
+        self.reducer = self.reducer_class(engine, config, self.names, self.messages, self.topology)
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
         self.masters = MasterWeights(self.reducer.streams)
@@ -266,6 +266,24 @@ class AttachedEngine(ABC):
         self.frozen.reset()
         self._required.reset()
         self.window.zero_grad()
+
+    def module_zeroed(self, params: Set[int]) -> None:
+        """``zero_grad()`` of a module with ``params``, by id, has removed their gradients.
+
+        Raises:
+            RuntimeError: those of some alone cannot be dropped any more.
+        """
+        own = set(map(id, self.reducer.params))
+        if own <= params:
+            self.zero_grad()
+        elif self.window.has_reduced and not own.isdisjoint(params):
+            raise RuntimeError(
+                "module.zero_grad() was called for some of the parameters that an optimizer trains, and their gradients"
+                " are in ZeRO's shards already, or in another dtype: they were to be reduced in the backward (an"
+                " announced last one, coalesce=False, grad_memory_budget) or accumulated apart (grad_accum_dtype). Call"
+                " zero_grad() of the whole model or of the optimizer, or leave these options out and set"
+                " overlap_last=False."
+            )
 
     # ---- the step ------------------------------------------------------------------------------------------------
 

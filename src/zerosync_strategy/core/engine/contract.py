@@ -147,7 +147,7 @@ ALL_STAGES = (
     """),
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
     *rows("window", "engine config", "_param_dict"),
-    *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth"),
+    *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth _grad_acc_hooks"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
     *rows("whole parameters", "optimizer", "torch_autocast_gradscaler"),
     *rows("window", "optimizer", "finalize_gradient_accumulation_boundary()", since="0.19.4"),

@@ -63,6 +63,7 @@ SHARED_MEMORY = Patch("deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']
                       "on CPU, DeepSpeed starts without a compiler")
 SCHEDULING = Patch("the process", "scheduling policy",
                    "on Linux and CPU, threads that wake take the processor from none (SCHED_BATCH)")
+ZERO_GRAD = Patch("torch.nn.Module", "zero_grad", "gradients that were reduced already are dropped, too")
 BACKEND = Patch("deepspeed.comm.comm", "cdb", "the bytes that its collectives send are counted, by a class of its own")
 MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an error")
 UPDATE_AVERAGE = Patch(_AVERAGED, "update_parameters", "the average of a ZeRO-3 model is one of full parameters")

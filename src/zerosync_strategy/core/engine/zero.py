@@ -181,14 +181,18 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype:
     return optimizer.gradient_accumulation_dtype
 
 
-def reduction_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype in which gradients are reduced."""
-    return optimizer.communication_data_type
+def reduction_dtype(engine: Any) -> torch.dtype:
+    """Return the dtype in which gradients are reduced: as configured, else none that rounds what they are summed in."""
+    optimizer = engine.optimizer
+    dtype: torch.dtype = optimizer.communication_data_type
+    if user_config(engine).get("communication_data_type") is not None:
+        return dtype
+    return torch.promote_types(dtype, accumulation_dtype(optimizer))
 
 
-def reduce_bucket_bytes(optimizer: Any) -> int:
-    """Return the bytes of a bucket: DeepSpeed's ``reduce_bucket_size``, in the dtype of the reduction."""
-    return int(optimizer.reduce_bucket_size) * reduction_dtype(optimizer).itemsize
+def reduce_bucket_numel(optimizer: Any) -> int:
+    """Return DeepSpeed's ``reduce_bucket_size``, the elements of a bucket."""
+    return int(optimizer.reduce_bucket_size)
 
 
 def accumulated_gradient(param: Any) -> torch.Tensor | None:

@@ -147,6 +147,8 @@ class FlatBucket(GradientBucket):
 
     def collect(self, param: Any) -> None:
         gradient, view = param.grad, self._views[id(param)]
+        if gradient is None and view is not None and self.local.converts:
+            view.zero_()  # a hook has dropped it
         if gradient is view or gradient is None:
             return
         source = gradient.detach() if gradient.requires_grad else gradient

@@ -21,6 +21,7 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
 from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.local import LocalGradients
@@ -64,9 +65,10 @@ class Reducer(GradientShards):
     buckets: Sequence[GradientBucket]
 
     def __init__(
-        self, optimizer: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
+        self, engine: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = optimizer = engine.optimizer
+        self._dtype = zero.reduction_dtype(engine)
         self.step_cost = config.cost_function  # by which parameters that have owners are given to them
         self.topology = topology
         self.streams = Streams()
@@ -77,7 +79,7 @@ class Reducer(GradientShards):
         for layout in self.layouts:
             layout.nodes = topology.of(layout.process_group)
         largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
-        limit = min(zero.reduce_bucket_bytes(optimizer), largest)
+        limit = min(zero.reduce_bucket_numel(optimizer) * self._dtype.itemsize, largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
@@ -93,6 +95,8 @@ class Reducer(GradientShards):
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
         self._has_hooks = False  # known from the first gradient on
+        self._hooks = GradientHooks(optimizer)
+        self._late: Any = None  # whose hooks may still run when the backward begins by it
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
         self.pipeline = ReductionPipeline(self, config.reduction == "ordered", messages)
@@ -149,19 +153,21 @@ class Reducer(GradientShards):
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool, midway: bool = False) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window; ``midway``: by a gradient of it.
+    def begin_backward(self, last: bool, ready: Any = None) -> None:
+        """A backward begins; ``last``: it is known to be the last of its window; ``ready``: by this one's gradient.
 
         A ``RuntimeError``: it is being captured into a CUDA graph.
         """
         self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
+        if self._hooks.run_last():
+            self._late = ready
         for bucket in self.buckets:
             bucket.needs_reduce = True
         self._to_stream = deque(bucket for bucket in self.buckets if last or bucket.level is not Level.WHOLE)
         self.pipeline.closes = last
         if self._to_stream:
-            self._choose_when_to_reduce(midway)
+            self._choose_when_to_reduce(midway=ready is not None)
             self.pipeline.backward_begins()
             self.streams.reductions_wait_for_caller()
 
@@ -189,6 +195,8 @@ class Reducer(GradientShards):
         if key not in self._bucket_of:
             return False
         self._has_hooks = True
+        if param is self._late:
+            return False
         bucket = self._bucket_of[key]
         bucket.collect(param)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
@@ -227,6 +235,9 @@ class Reducer(GradientShards):
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
+        if (late := self._late) is not None:
+            self._late = None
+            self.gradient_ready(late)
         self._stream(lambda bucket: True)
         with self.streams.on_reduction_stream(()):
             self.pipeline.wait()
@@ -344,6 +355,7 @@ class Reducer(GradientShards):
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
         self._has_streamed = False
+        self._late = None
         self.pipeline.drop()
         for bucket in self.buckets:
             bucket.free_gradients()

@@ -35,7 +35,7 @@ class Stage12Reducer(Reducer):
     def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
         self.groups = zero12.flat_groups(self.optimizer)
-        divisor, dtype = zero12.averaging_divisor(self.optimizer), self.optimizer.communication_data_type
+        divisor, dtype = zero12.averaging_divisor(self.optimizer), self._dtype
         return [
             FlatLayout(group.process_group, group.params, group.offsets, group.shard_numel, divisor, dtype, group.index)
             for group in self.groups

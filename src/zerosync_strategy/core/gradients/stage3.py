@@ -61,6 +61,8 @@ class UnpackedBucket(GradientBucket):
 
     def collect(self, param: Any) -> None:
         if param.grad is None:
+            if self.local.converts:
+                zero.set_accumulated_gradient(param, None)  # a hook has dropped it
             return
         if self.local.converts:
             gradient = param.grad.detach().to(self.local.dtype)
@@ -155,8 +157,7 @@ class Stage3Reducer(Reducer):
             # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
             ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
             divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
-            dtype = optimizer.communication_data_type
-            layouts.append(PerParamLayout(process_group, params, shard_numels, divisor, dtype))
+            layouts.append(PerParamLayout(process_group, params, shard_numels, divisor, self._dtype))
         return layouts
 
     def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:

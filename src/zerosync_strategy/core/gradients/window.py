@@ -204,7 +204,7 @@ class Window:
             )
         self.changes.check(but=ready)
         is_last = self._last is _Last.NEXT and self._overlap_last
-        self._reducer.begin_backward(is_last, midway=ready is not None)  # may refuse; then nothing has begun
+        self._reducer.begin_backward(is_last, ready)  # may refuse; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
@@ -224,6 +224,12 @@ class Window:
         if streamed and self._last is _Last.RUNNING:
             self._last = _Last.STREAMED
         self.changes.note()
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether gradients of this window are no longer on their parameters."""
+        is_open = self._state is not WindowState.CLOSED
+        return is_open and bool(self.reductions or self.early_reductions or not self._reducer.keeps_gradients)
 
     # ---- reduction and step --------------------------------------------------------------------------------------
 
@@ -309,8 +315,8 @@ class Window:
         if not self._zeroed and self._state is not WindowState.CLOSED:
             raise RuntimeError(
                 "optimizer.step() was called, and no optimizer.zero_grad() since the last one: PyTorch would have added"
-                " to the gradients of that step, which ZeRO has used up. Call optimizer.zero_grad() after each step, or"
-                " before the first backward of the next."
+                " to the gradients of that step, which ZeRO has used up. Call zero_grad() of the optimizer or of the"
+                " module after each step, or before the first backward of the next."
             )
 
     def abort(self, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Waits for a program to import Accelerate or DeepSpeed. Runs at the start of every Python process.
+"""Waits for a program to import Accelerate, DeepSpeed or Lightning. Runs at the start of every Python process.
 
-It imports ``sys`` alone, and nothing of ``zerosync_strategy`` before the program has imported one of the two.
+It imports ``sys`` alone, and nothing of ``zerosync_strategy`` before the program has imported one of them.
 """
 
 import sys
@@ -10,7 +10,8 @@ class _Finder:
     """The first finder of ``sys.meta_path``. It finds nothing itself."""
 
     def __init__(self):
-        self._awaited = {"accelerate", "deepspeed"}
+        lightning = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+        self._awaited = {"accelerate", "deepspeed", *(f"{package}.strategies" for package in lightning)}
         self._finding = False
 
     def find_spec(self, name, path=None, target=None):

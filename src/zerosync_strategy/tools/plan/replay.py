@@ -82,7 +82,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         handle = None if options.system == STOCK else attach(engine, **{"node_size": cluster.per_node} | in_force)
         counter = CollectiveCounter(Topology(cluster.per_node, dist.group.WORLD))
         parts = _steps(engine, batch, backwards, handle, ledger, counter)
-        reduced = zero.reduction_dtype(engine.optimizer).itemsize
+        reduced = zero.reduction_dtype(engine).itemsize
     if backwards > 1:
         parts += [parts[1]] * (workload.micro_batches - backwards)
     total: dict[str, Traffic] = {}
