@@ -62,7 +62,7 @@ def accelerate_free() -> Callable[[], None]:
     return lambda: run.accelerator.free_memory() and None
 
 
-@pytest.mark.extended(but=("lightning",))
+@pytest.mark.extended
 @pytest.mark.parametrize("train", [lightning, lightning_evaluation, fabric, accelerate_end, accelerate_free])
 def test_nothing_stays_replaced(train: Callable[[], Callable[[], None]]) -> None:
     def run() -> tuple[list[str], list[str]]:

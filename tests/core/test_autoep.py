@@ -33,6 +33,7 @@ def loss_of(model: Any, k: int, rank: int) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss / BACKWARDS
 
 
+@pytest.mark.extended
 @since("0.19.3", "AutoEP's experts have no groups under ZeRO-3")
 def test_losses_and_norms_are_those_of_one_process() -> None:
     def run() -> Any:

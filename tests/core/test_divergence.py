@@ -91,7 +91,7 @@ def errors(stage: int, seeds: range, ranks: int, promised: bool) -> list[float]:
     return found
 
 
-@pytest.mark.extended(but=("1-False", "3-False"))
+@pytest.mark.extended(but=("3-False",))
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_calls(stage: int, promised: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ CASES: list[tuple[bool, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.extended(but=("2-False",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("world", "native"), [(2, False), (2, True), (4, True)])
 def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By native collectives, nothing but their order on the one process group decides what meets what."""

@@ -89,6 +89,7 @@ def test_one_order_at_every_depth_and_the_same_losses_in_many_runs(depths: list[
     assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
 
 
+@pytest.mark.extended
 def test_reads_are_in_the_order_too() -> None:
     def repeat() -> list[Any]:
         without = run(0, stage3_max_reuse_distance=0)[1]

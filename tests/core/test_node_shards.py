@@ -151,7 +151,7 @@ def test_ranks_with_other_numbers_of_backwards_are_told_what_to_do(stage: int) -
     assert not any("param_memory_budget" in each.message for each in outcomes), outcomes
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_skips_a_step_that_overflows_on_a_rank(stage: int) -> None:
     def scaled(module: Any, k: int, of_rank: int) -> torch.Tensor:

@@ -420,6 +420,7 @@ def test_whole_numbers_of_16_bits_are_exact(nodes: int, size: int, precision: st
     run_ranks(run, world_size=ranks, env=node(size))
 
 
+@pytest.mark.extended
 def test_one_level_sends_what_it_sends_without_nodes() -> None:
     """One node, one rank on each, nodes of unlike sizes: the same calls and bytes, though node shards are asked for."""
 

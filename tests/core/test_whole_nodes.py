@@ -97,6 +97,7 @@ def test_each_byte_crosses_between_nodes_once(
     assert sent == pytest.approx(reports[0].floor_bytes, abs=300), reports
 
 
+@pytest.mark.extended
 def test_one_level_sends_what_it_sends_without_nodes() -> None:
     """One node, one rank on each, nodes of unlike sizes: the same calls and bytes, though node shards are asked for."""
 
