@@ -10,14 +10,3 @@ from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 PACKAGE = "lightning.fabric"
-
-__all__ = [
-    "PACKAGE",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "DDPStrategy",
-    "DeepSpeedPrecision",
-    "DeepSpeedStrategy",
-    "MisconfigurationException",
-    "Precision",
-]

@@ -6,14 +6,3 @@ from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 PACKAGE = "lightning_fabric"
-
-__all__ = [
-    "PACKAGE",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "DDPStrategy",
-    "DeepSpeedPrecision",
-    "DeepSpeedStrategy",
-    "MisconfigurationException",
-    "Precision",
-]

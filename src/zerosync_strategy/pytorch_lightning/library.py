@@ -24,27 +24,3 @@ WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(
     getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
 )
 """The callback that averages weights, in releases that have one."""
-
-__all__ = [
-    "PACKAGE",
-    "WEIGHT_AVERAGING",
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "Callback",
-    "DDPStrategy",
-    "DeepSpeedPrecision",
-    "DeepSpeedStrategy",
-    "GradClipAlgorithmType",
-    "GradientAccumulationScheduler",
-    "LRSchedulerConfig",
-    "LightningModule",
-    "MisconfigurationException",
-    "Precision",
-    "Steppable",
-    "StochasticWeightAveraging",
-    "Timer",
-    "Trainer",
-    "reset_seed",
-]
