@@ -444,3 +444,16 @@ def test_gloo_for_tensors_on_a_gpu_is_refused(stage: int) -> None:
 
     assert run_ranks(run) == [0.0, 0.0]
     run_ranks(run, world_size=1)
+
+
+def test_the_engine_has_its_handle() -> None:
+    """As errors tell programs that have not called attach() themselves, under `zerosync run`."""
+
+    def run() -> None:
+        engine = make_engine(2)
+        zerosync = attach(engine)
+        assert engine.zerosync is zerosync
+        zerosync.detach()
+        assert not hasattr(engine, "zerosync")
+
+    run_ranks(run, world_size=1)

@@ -135,7 +135,7 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
     if attached.shards_over_groups:
         raise ValueError(
             "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
-            " shard by shard_over(). Use full_state() of the handle that attach() returned: each group's first"
+            " shard by shard_over(). Use engine.zerosync.full_state(): each group's first"
             " rank has the group's."
         )
 

@@ -49,7 +49,12 @@ class EngineOverrides(ModeOverrides):
     """Overrides of ``DeepSpeedEngine``."""
 
     _zerosync_attached: AttachedEngine
-    _zerosync: Any  # the handle
+    _zerosync: Any
+
+    @property
+    def zerosync(self) -> Any:
+        """The handle, also where the program has not called ``attach()`` itself."""
+        return self._zerosync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.forward():

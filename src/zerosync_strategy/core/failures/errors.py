@@ -14,6 +14,12 @@ CONVERT = (
 """What to do where another number of ranks has written a checkpoint. These end without a full stop."""
 AS_MANY = "Load it on as many ranks, or its weights alone (load_optimizer_states=False)"
 OTHER_SETUP = f"Was it written with another model, ZeRO stage, optimizer or number of ranks? {CONVERT}"
+HANDLE = (
+    "zerosync is what attach() returned: engine.zerosync of the DeepSpeed engine; in Lightning,"
+    " trainer.strategy.zerosync; in Fabric, fabric.strategy.zerosync; under Accelerate,"
+    " accelerator.deepspeed_engine_wrapped.zerosync"
+)
+"""What an example in an error calls so. It ends without a full stop."""
 NOTHING_LOADED = "Nothing was loaded: every rank has what it had."
 HALF_LOADED = (
     f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"

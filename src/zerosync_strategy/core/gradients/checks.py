@@ -9,6 +9,7 @@ import torch
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import listed
+from zerosync_strategy.core.failures.errors import HANDLE
 
 
 class LocalChanges:
@@ -43,11 +44,8 @@ class LocalChanges:
                 raise RuntimeError(
                     f"The gradient of {which} was changed between backward and step. There it is this rank's own, of"
                     " which the step will take the average; or it is in ZeRO's shards already. Change it inside 'with"
-                    " zerosync.full_gradients():', with the handle that attach() returned (under Accelerate,"
-                    " accelerator.deepspeed_engine_wrapped.zerosync; in Lightning, trainer.strategy.zerosync; in"
-                    " Fabric, fabric.strategy.zerosync), where it is averaged; or inside 'with"
-                    " zerosync.local_gradients():', to change this rank's own before the"
-                    " reduction, which is right for what is linear."
+                    " zerosync.full_gradients():', where it is averaged; or inside 'with zerosync.local_gradients():',"
+                    f" to change this rank's own before the reduction, which is right for what is linear. ({HANDLE}.)"
                 )
 
     def reset(self) -> None:

@@ -192,7 +192,7 @@ class PendingGradients:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
             raise RuntimeError(
                 f"{function} reaches the averaged gradients in ZeRO's shards, and {when}. Call it between backward and"
-                " step, after reduce() of the handle that attach() returned; or use 'with zerosync.full_gradients():',"
+                " step, after engine.zerosync.reduce(); or use 'with zerosync.full_gradients():',"
                 " where param.grad is the averaged gradient, to read and to change."
             )
         if zero.offloads(self._engine.optimizer) and "set" in function:

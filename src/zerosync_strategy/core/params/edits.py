@@ -18,6 +18,7 @@ import torch
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3, zero12
+from zerosync_strategy.core.failures.errors import HANDLE
 
 PIECE_NUMEL = 2**22
 """Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
@@ -66,8 +67,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
         elif param.numel() > 0 and zero3.is_released(param):  # one in flight has its memory already
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
-                " where it would be lost. Change it inside 'with zerosync.full_parameters():', with the handle that"
-                " attach() returned (in Lightning, trainer.strategy.zerosync)."
+                f" where it would be lost. Change it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
             )
     pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
     if pairs:

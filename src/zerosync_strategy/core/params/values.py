@@ -14,12 +14,10 @@ import torch
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
-REMEDY = (
-    "Do it inside 'with zerosync.full_parameters():', with the handle that attach() returned (in Lightning,"
-    " trainer.strategy.zerosync)."
-)
+REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # in which modules that write to their own parameters through .data are found
 _Reader = Callable[[Any, "Memory"], torch.Tensor]  # the values of a parameter as a function of it, for autograd
 
