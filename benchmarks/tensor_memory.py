@@ -29,18 +29,14 @@ class TensorMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, lambda tensor: self._ledger.see(tensor, False), result)
+        tree_map_only(torch.Tensor, lambda tensor: self._ledger.see(tensor), result)
         self.most = max(self.most, self.used())
         return result
 
     def used(self) -> int:
         """Return bytes now."""
-        return sum(self._ledger.allocated.live.values())
+        return sum(self._ledger.live.values())
 
     def peak(self) -> int:
-        """Return the most at once since :meth:`restart_peak`, or ever."""
-        return sum(self._ledger.allocated.peak.values())
-
-    def restart_peak(self) -> None:
-        """Begin the peak anew."""
-        self._ledger.restart()
+        """Return the most at once, ever."""
+        return self.most
