@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.utils import prune
@@ -83,6 +84,19 @@ def load(net: Net) -> None:
     net.online[0].load_state_dict({"weight": torch.full((6, 6), 0.2), "bias": torch.ones(6)})
 
 
+def restore(net: Net) -> None:
+    """Copies of a state are of when they were made; what is not copied shows what comes later."""
+    live = net.state_dict()
+    best, moved = copy.deepcopy(live), {name: value.detach().cpu().double() for name, value in live.items()}
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(0.5)
+    mean = {name: value.clone().mul_(0.25).add_(best[name]) for name, value in live.items()}
+    net.online.load_state_dict({name: best[f"online.{name}"].clone() for name in net.online.state_dict()})
+    net.target.load_state_dict({name: moved[f"target.{name}"].float() for name in net.target.state_dict()})
+    net.words.load_state_dict({"weight": mean["words.weight"] - 0.1 * live["words.weight"]})
+
+
 def initialize(net: Net) -> None:
     torch.manual_seed(3)
     net.words.reset_parameters()  # normal_, and zero for the padding
@@ -104,7 +118,7 @@ def views(net: Net) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(net.target[2].bias) / 2, [net.target[2].bias])
 
 
-WRITES = [soft_update, lerp, foreach, mix, sync, load, initialize, views]
+WRITES = [soft_update, lerp, foreach, mix, sync, load, restore, initialize, views]
 
 
 @pytest.mark.extended(but=("3, offloaded",))
@@ -593,6 +607,44 @@ def test_pruning(stage: int, options: dict[str, Any]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_one_rank_saves_a_state_alone() -> None:
+    """And then gathers the weights with the others, as DeepSpeed-Chat and OpenRLHF do."""
+
+    def run() -> None:
+        net = Net()
+        engine = make_engine(net, sgd(net), 3, SHARDED)
+        attach(engine)
+        engine.backward(engine(data(0, rank())))
+        engine.step()
+        if rank() == 0:
+            state, file = net.state_dict(), io.BytesIO()
+            shared = list(state)[1:]
+            assert {state[name].untyped_storage().data_ptr() for name in shared} == {0}
+            copies = state | {name: state[name].clone() for name in shared}  # as PEFT for safetensors
+            others = net.online.state_dict()
+            assert copies["online.0.bias"].shape == net.online[0].bias.shape
+            with pytest.warns(UserWarning, match=r"what is written is empty.*zerosync.export\(directory\)") as warned:
+                torch.save(copy.deepcopy(state), file)
+                torch.save(others, io.BytesIO())
+                written = [
+                    safetensors.torch.load(safetensors.torch.save(of)) for of in (copies, net.online.state_dict())
+                ]
+            assert len(warned) == 1
+            file.seek(0)
+            for loaded in (torch.load(file), written[0]):
+                assert loaded.keys() == state.keys()
+                with pytest.raises(RuntimeError, match=r"size mismatch for words.weight"):
+                    Net().load_state_dict(loaded)
+        full = full_parameters(net)["words.weight"].sum(-1).tolist()
+        assert net.words.state_dict()["weight"].sum(-1).tolist() == full
+        best = net.state_dict()["words.weight"].clone()
+        engine.zerosync.detach()
+        assert best.sum(-1).tolist() == full
+        engine.destroy()
+
+    run_ranks(run)
+
+
 def test_what_cannot_be_right_is_an_error() -> None:
     def run() -> None:
         net = Net()
@@ -609,9 +661,8 @@ def test_what_cannot_be_right_is_an_error() -> None:
         engine.step()
         with pytest.raises(RuntimeError, match=r"after the parameter had changed.*zerosync.full_parameters\(\)"):
             row.zero_()
-        for state in (net.state_dict(), weight):
-            with pytest.raises(RuntimeError, match=r"to be saved while ZeRO-3 has it sharded.*full_state\(\)"):
-                torch.save(state, io.BytesIO())
+        with pytest.raises(RuntimeError, match=r"to be saved while ZeRO-3 has it sharded.*full_state\(\)"):
+            torch.save(weight, io.BytesIO())
         with pytest.raises(RuntimeError, match=r"leaf Variable|in-place|inplace"):
             weight.mul_(2)  # requires a gradient
         with pytest.raises(ValueError, match=r"new data: \(3,\) of torch.float32 on cpu, where it is \(6, 6\)"):

@@ -65,6 +65,14 @@ def gather_shards(
     return wait
 
 
+def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
+    shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
+    with replaced(param, "ds_tensor", shard):
+        ((_, full),) = gather_shards([param], shard.dtype)()
+    return full
+
+
 def unpack(
     params: Iterable[Any], columns: Sequence[int], received: torch.Tensor,
     keep: Callable[[Any, torch.Tensor], None] | None = None,

@@ -177,6 +177,11 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(shard, (0, size - shard.numel()))
 
 
+def own_shard(param: Any) -> torch.Tensor:
+    """Return this rank's shard of ``param``, flat and padded."""
+    return param.ds_tensor.data
+
+
 def has_plain_shard(param: Any) -> bool:
     """Return whether ``param`` is gathered from one shard of its values: neither quantized, on disk, nor of hpZ."""
     shard = param.ds_tensor

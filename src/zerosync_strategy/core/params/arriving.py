@@ -21,7 +21,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import Stripe
-from zerosync_strategy.core.params.intercepted import OF_ANY_VALUES
+from zerosync_strategy.core.params.tensor_functions import OF_ANY_VALUES
 
 _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
 

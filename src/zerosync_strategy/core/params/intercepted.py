@@ -12,6 +12,7 @@ reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation;
 writes (``p.mul_(2)``, ``init``)     they are gathered, changed, and written back to this rank's shard
 ``p.data``, ``p.detach()``           an :class:`Alias`, which is the same in all this
 takes a view (``p.data[0]``)         an :class:`Unsharded` tensor: the values of now; a write is written back
+``module.state_dict()``              each an :class:`Entry`, which one rank alone may copy and save
 ===================================  ==================================================================================
 
 It is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it gathered for
@@ -29,6 +30,15 @@ from torch.utils._pytree import tree_map
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.params.state_entries import Copied, StateEntry
+from zerosync_strategy.core.params.tensor_functions import (
+    CONVERSIONS,
+    GET_DATA,
+    OF_A_LEAF,
+    OF_THE_OBJECT,
+    OF_THE_SHAPE,
+    SET_DATA,
+)  # fmt: skip
 from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
 
 
@@ -37,7 +47,7 @@ class _Intercepted:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_THE_OBJECT or (func in _OF_THE_SHAPE and issubclass(cls, Unsharded)):
+        if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and issubclass(cls, Unsharded)):
             with zero3.as_it_is():
                 return func(*args, **(kwargs or {}))
         return _operate(func, args, kwargs or {})
@@ -77,6 +87,17 @@ class Alias(_Sharded, torch.Tensor):
         return self.clone()
 
 
+class Entry(StateEntry, Alias):
+    """What a ``state_dict()`` has of a sharded parameter."""
+
+    @classmethod
+    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _operate(func, args, kwargs)
+
+    def zerosync_shard(self) -> torch.Tensor | None:
+        return _values_of(self).shard(self.zerosync_param)
+
+
 class Unsharded(_Intercepted, torch.Tensor):
     """Values of a parameter that is read where no hook has gathered it, or a view of them."""
 
@@ -98,10 +119,10 @@ class Read(Unsharded):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _OF_A_LEAF:
+        if func not in OF_A_LEAF:
             return super().__torch_function__(func, types, args, kwargs)
         param = args[0].zerosync_memory.param
-        if func == _SET_DATA:
+        if func == SET_DATA:
             return _set_data(param, args[1])
         with zero3.as_it_is():
             result = func(param, *args[1:], **(kwargs or {}))
@@ -113,7 +134,7 @@ class Read(Unsharded):
         return memo[id(self)]
 
 
-for _class in (Alias, Unsharded, Read):
+for _class in (Alias, Entry, Unsharded, Read):
     compilation.leave_to_eager_code(_class)
 
 
@@ -149,9 +170,9 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if args and isinstance(args[0], _Sharded):
         if func in _OF_SHARDED and (done := _OF_SHARDED[func](*args)) is not NotImplemented:
             return done
-        if func in _OF_THE_SHAPE:
+        if func in OF_THE_SHAPE:
             return func(_without_values(args[0]), *args[1:], **kwargs)
-        if getattr(func, "__name__", "") in _CONVERSIONS:
+        if getattr(func, "__name__", "") in CONVERSIONS:
             with zero3.as_it_is():
                 if func(*args, **kwargs) is args[0]:
                     return args[0]  # of that dtype, and there, already
@@ -175,6 +196,8 @@ class _Operation:
 
     def operand(self, given: Any) -> Any:
         """Return what to compute with where ``given`` was given."""
+        if isinstance(given, Copied):
+            given.zerosync_gather()
         if not isinstance(given, _Intercepted):
             return given
         if id(given) not in self._operands:
@@ -250,42 +273,10 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
         _values_of(tensor).assign(_param_of(tensor), _Operation().operand(value))
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_SHARDED: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
-    _SET_DATA: _set_data,
+    GET_DATA: _detach,
+    SET_DATA: _set_data,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.view_as: _view_as,
 }
-_CONVERSIONS = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"}
-_SHAPE = "shape size dim ndim ndimension numel nelement stride storage_offset is_contiguous nbytes __len__"
-_OBJECT = """
-    dtype device requires_grad grad is_leaf grad_fn layout names name itemsize output_nr retains_grad grad_dtype
-    is_cuda is_cpu is_xpu is_mps is_meta is_hpu is_maia is_mtia is_vulkan is_ipu is_sparse is_sparse_csr is_quantized
-    is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks _cdata _base _grad _grad_fn
-    element_size is_floating_point is_complex is_signed is_inference is_shared is_pinned get_device is_neg is_conj
-    has_names requires_grad_ register_hook retain_grad register_post_accumulate_grad_hook
-    _is_view _is_zerotensor _has_symbolic_sizes_strides __dir__ __hash__
-"""
-_MEMORY = "data_ptr untyped_storage storage _typed_storage record_stream detach_"
-
-
-def _functions_of(names: str) -> set[Any]:
-    """Return the functions by which these members of a tensor are called, asked for, set and deleted."""
-    functions: set[Any] = set()
-    for name in names.split():
-        member: Any = getattr(torch.Tensor, name, None)  # not every torch has each of them
-        functions |= {member.__get__, member.__set__, member.__delete__} if hasattr(member, "__set__") else {member}
-    return functions
-
-
-_OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
-OF_ANY_VALUES = _functions_of(_OBJECT) | _OF_THE_SHAPE
-"""Functions of a parameter whose result does not depend on its values."""
-# What is asked of a parameter without its values, and is the same where they are not.
-_OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_MEMORY}") | {
-    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
-}
-# ... and where they are is a tensor that autograd has computed.
-_OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), _SET_DATA}

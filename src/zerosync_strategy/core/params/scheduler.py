@@ -299,6 +299,17 @@ class GatherScheduler:
                 ):
                     run[0].all_gather_coalesced(run).wait()
 
+    def shard(self, param: Any) -> torch.Tensor | None:
+        """Return this rank's shard of ``param``, which has its values; ``None`` where it is not gathered from such."""
+        if not self.gathers_plainly(param) or zero3.full_numel(param) == 0:
+            return None
+        self.wait_for(param)
+        self.streams.caller_waits_for_writes(self._gather_streams)
+        with zero3.as_it_is():
+            if zero3.is_gathered(param):
+                param._zerosync_record.carry_changes()
+            return zero3.own_shard(param)
+
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
         self.wait_for(param)

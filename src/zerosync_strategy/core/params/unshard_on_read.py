@@ -34,7 +34,7 @@ from torch import nn
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.parameter import is_in_use, record_of
 from zerosync_strategy.core.failures.errors import RankError
-from zerosync_strategy.core.params.intercepted import Read, unsharded
+from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.values import Memory, ParameterValues
 
@@ -291,7 +291,21 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
     attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
     attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    attributes["state_dict"] = _state_dict(stock)
     return type(stock.__name__, (stock,), attributes)
+
+
+def _state_dict(stock: type) -> Callable[..., Any]:
+    @functools.wraps(stock.state_dict)  # type: ignore[attr-defined]
+    def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        entries = stock.state_dict(module, *args, **kwargs)  # type: ignore[attr-defined]
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        for name in module._parameters:
+            if type(entry := entries.get(f"{prefix}{name}")) is Alias:
+                entry.__class__ = Entry
+        return entries
+
+    return state_dict
 
 
 def _gathered(module: Any, name: str) -> torch.Tensor:

@@ -134,6 +134,9 @@ class ParameterValues:
             found = cache[param] = Memory(self, param, full)
         return found
 
+    def shard(self, param: Any) -> torch.Tensor | None:
+        return self._scheduler.shard(param)
+
     def assign(self, param: Any, value: torch.Tensor) -> None:
         """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
         self._check_alike(param, value)

@@ -1,0 +1,141 @@
+"""ZeRO-3: what ``state_dict()`` has of a sharded parameter, which a rank may copy, move and save alone (N1).
+
+Other reads gather, on all ranks alike. But programs save on one rank, by ``torch.save(module.state_dict())`` or a
+library that copies what it saves. So of what a ``state_dict()`` has:
+
+===========================  ==========================================================================================
+what a program does          what happens
+===========================  ==========================================================================================
+computes with it, loads it   as with every sharded parameter: the values are gathered, on all ranks
+copies or moves it           a :class:`Copied` of this rank's shard, without communication
+computes with the copy       the values of when it was made are gathered, on all ranks; then it is a plain tensor
+pickles it, reads its bytes  it is empty, as DeepSpeed's own, so that no loader takes it for weights; a warning says so
+===========================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zerosync_strategy.core.engine import compilation, gathering, zero3
+from zerosync_strategy.core.failures.errors import HANDLE
+from zerosync_strategy.core.params.tensor_functions import (
+    CONVERSIONS,
+    GET_DATA,
+    OF_THE_BYTES,
+    OF_THE_OBJECT,
+    OF_THE_SHAPE,
+)  # fmt: skip
+
+_WITH_ITSELF = {GET_DATA, torch.Tensor.detach, torch.detach, torch.Tensor.contiguous}
+_COPIES = CONVERSIONS | {"clone"}
+
+
+class StateEntry(torch.Tensor):
+    """What a ``state_dict()`` has of ``zerosync_param``, or a copy of that: what both answer without the values.
+
+    Who has asked for its bytes, as safetensors does, is told their shape, too: they are none.
+    """
+
+    zerosync_param: Any
+    zerosync_shows_bytes = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], StateEntry):
+            return cls._compute(func, types, args, kwargs)
+        entry, *others = args
+        if func in OF_THE_BYTES:
+            entry.zerosync_shows_bytes = True
+            if func is torch.Tensor.data_ptr:
+                _warn_once()
+        if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and entry.zerosync_shows_bytes):
+            with zero3.as_it_is():
+                return func(*args, **kwargs)
+        if func in OF_THE_SHAPE:
+            shape = zero3.full_shape(entry.zerosync_param)
+            return func(torch.empty(shape, dtype=entry.dtype, device="meta"), *others, **kwargs)
+        if func in _WITH_ITSELF:
+            return entry
+        if getattr(func, "__name__", "") in _COPIES and (shard := entry.zerosync_shard()) is not None:
+            kwargs.pop("memory_format", None)  # for values in their shape
+            with zero3.as_it_is():
+                described = func(entry, *others, **kwargs)
+                return entry if described is entry else _copied(entry, described, func(shard, *others, **kwargs), shard)
+        return cls._compute(func, types, args, kwargs)
+
+    @classmethod
+    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def zerosync_shard(self) -> torch.Tensor | None:
+        """Return this rank's part of the values, flat; ``None`` where they are not gathered from such parts."""
+        raise NotImplementedError
+
+    def __copy__(self) -> StateEntry:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_once()
+        return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
+
+
+class Copied(StateEntry):
+    """A copy of a ``state_dict()``'s entry; of its dtype and on its device, with the values of when it was made."""
+
+    zerosync_copy: torch.Tensor  # of this rank's shard; nobody writes to it
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"copy of: {self.zerosync_param!r}"
+
+    def zerosync_shard(self) -> torch.Tensor:
+        return self.zerosync_copy
+
+    @classmethod
+    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tree_map_only(Copied, Copied.zerosync_gather, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def zerosync_gather(self) -> torch.Tensor:
+        """Become a plain tensor with the values. Collective."""
+        param, record = self.zerosync_param, getattr(self.zerosync_param, "_zerosync_record", None)
+        in_order = nullcontext(0) if record is None else record.owner.gathering(record.group, [param])
+        with torch.inference_mode(False), torch.no_grad(), in_order, zero3.as_it_is():
+            self.data = gathering.gather_copied(param, self.zerosync_copy).to(self.device)
+        del self.zerosync_copy, self.zerosync_param
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        return self
+
+
+for _class in (StateEntry, Copied):
+    compilation.leave_to_eager_code(_class)
+
+
+def _copied(entry: StateEntry, described: torch.Tensor, copy: torch.Tensor, shard: torch.Tensor) -> Copied:
+    described.__class__ = Copied
+    described.zerosync_param = entry.zerosync_param  # type: ignore[attr-defined]
+    described.zerosync_copy = copy.clone() if copy is shard else copy  # type: ignore[attr-defined]
+    return described  # type: ignore[return-value]
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "What state_dict() has of parameters that ZeRO-3 shards was pickled, or its bytes were read, as by torch.save()"
+        " or safetensors: what is written is empty, as with DeepSpeed alone, and no loader takes it for weights. For"
+        " weights, call zerosync.export(directory) or zerosync.full_weights() on all ranks, or save the state_dict()"
+        f" inside 'with zerosync.full_parameters():'. ({HANDLE}.)",
+        stacklevel=4,
+    )
