@@ -1,5 +1,6 @@
 """Compiled models under ZeRO-3, and parameters read where no hook has gathered them (rule E1)."""
 
+import copy
 import gc
 import os
 import re
@@ -618,3 +619,27 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
             budget == "all"
         )  # where all is held, DeepSpeed gathers for no module, before or after
         assert (sent[4] == sent[3]) == (budget == "all")  # and what was gathered to generate stays for the training
+
+
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", [2, 3], ids=["2", "3, held"])
+def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:
+    def run() -> float:
+        model = nn.Linear(WIDTH, 2)
+        copied = copy.deepcopy(model)
+        plain = Oracle(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = engines.make_engine(model, optimizer, stage, gradient_accumulation_steps=2)
+        attach(engine, param_memory_budget="all" if stage == 3 else 0)
+        xs = torch.randn(4, 2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+        for k, of_ranks in enumerate(xs):
+            loss = engine(of_ranks[int(os.environ["RANK"])]).square().mean()
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                engine.backward(loss)
+            plain.backward(lambda rank, of_ranks=of_ranks: plain.module(of_ranks[rank]).square().mean() / 2)
+            engine.step()
+            if k % 2:
+                plain.step()
+        return distance(full_parameters(model), full_parameters(plain.module))
+
+    assert run_ranks(run) == [0.0, 0.0]

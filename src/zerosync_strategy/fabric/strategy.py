@@ -287,7 +287,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if create_graph or inputs is not None:
             raise ValueError(
                 f"fabric.backward() got {'create_graph=True' if create_graph else 'inputs='}, which DeepSpeed's"
-                " backward does not take. Use torch.autograd.grad() for gradients of gradients or of some tensors."
+                " backward does not take. For gradients of gradients or of some tensors, use torch.autograd.grad()"
+                " of what model.module computes: Fabric does not let it through the model that setup() has returned."
             )
         if gradient is not None:
             tensor = (tensor * gradient).sum()

@@ -90,6 +90,7 @@ class AttachedEngine(ABC):
             self.reducer.params, self.names, self.window.gradient_ready, zero.needs_every_gradient(engine)
         )
         self.gradient_ready = self._required.gradient_ready
+        compilation.keep_out_of_graphs(self.gradient_ready)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)

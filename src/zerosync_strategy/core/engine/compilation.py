@@ -44,6 +44,17 @@ def leave_to_eager_code(tensors: Any) -> None:
     skip_code(tensors.__torch_function__.__code__)
 
 
+def keep_out_of_graphs(method: Any) -> None:
+    """Let compiled autograd, which traces hooks on gradients, call ``method`` as it is, with all that it calls.
+
+    A wrapper, as ``torch.compiler.disable`` makes one, would cost each gradient a call.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    method.__func__._torchdynamo_disable = True
+    set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 @functools.cache
 def passive_parameters() -> type:
     """Return ZeRO-3's class of a module's dictionary of parameters, but one that gathers nothing when it is read."""
