@@ -20,7 +20,7 @@ SECONDS = 900
 # Weights of two runs are the same if they differ by less than this part of what training changed.
 SAME = 0.01
 # What a step sends, over the minimum: within these, from the second step on.
-LEAST, MOST = 0.98, 1.02
+LEAST, MOST = 0.9995, 1.02
 REPORT = "ZEROSYNC_REPORT"
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 NOTES = "ZEROSYNC_RUN_NOTES"
 """Environment variable: the file in which ``zerosync run`` looks for what was attached to."""
@@ -16,12 +18,24 @@ REPORT = "ZEROSYNC_REPORT"
 _logger = logging.getLogger("zerosync_strategy")
 
 
+class _AboveProgressBars(logging.Handler):
+    """Prints to stderr, each line on its own where tqdm shows a bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm: Any = sys.modules.get("tqdm")
+            text = self.format(record)
+            print(text, file=sys.stderr, flush=True) if tqdm is None else tqdm.tqdm.write(text, file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+
 def say(text: str) -> None:
     """Log ``text`` with level INFO, which is printed unless the program has set the logger's level or handlers."""
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.INFO)
     if not _logger.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = _AboveProgressBars()
         handler.setFormatter(logging.Formatter("ZeroSync: %(message)s"))
         _logger.addHandler(handler)
     _logger.info(text)

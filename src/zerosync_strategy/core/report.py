@@ -22,7 +22,7 @@ class StepReport:
 
     Attributes:
         step: which optimizer step of this engine since attach, from 1.
-        backwards: backwards since the last step, those dropped by ``zero_grad`` included.
+        backwards: backwards since the last step whose gradients no ``zero_grad()`` has dropped.
         reductions: passes over the gradients that sent some of them; 1 when coalesced (W1).
         early_reductions: the reductions that were made while a backward ran.
         floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
@@ -101,13 +101,16 @@ class StepReport:
     def _beside(self) -> str:
         return ", ".join(f"{size_text(nbytes)} for {what}" for what, nbytes in self.apart.items())
 
-    def line(self) -> str:
-        """Return one line: the step, its backwards and reductions, bytes against the minimum, and the most memory."""
+    def line(self, engine: str = "") -> str:
+        """Return one line: the step, its backwards and reductions, bytes against the minimum, and the most memory.
+
+        It begins with the name of the ``engine``, if that is given.
+        """
         peaks = {"unreduced gradients": self.peak_unreduced_bytes, "gathered parameters": self.peak_unsharded_bytes}
         memory = "".join(f"; up to {size_text(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes)
         beside = f"; beside it {self._beside()}" if self.apart else ""
         return (
-            f"step {self.step}: {self._passes()};"
+            f"{engine and f'{engine}: '}step {self.step}: {self._passes()};"
             f" sent {size_text(self.bytes_sent)}, {self.ratio:.3f} x the minimum{beside}{memory}"
         )
 

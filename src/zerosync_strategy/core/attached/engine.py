@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
+from zerosync_strategy.core.attached.labels import label_of
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets, check_limit
 from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
@@ -41,6 +43,8 @@ from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.report import size_text
 
+_numbers = itertools.count()
+
 
 class AttachedEngine(ABC):
     """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
@@ -48,7 +52,7 @@ class AttachedEngine(ABC):
     ``ValueError`` where an option needs another stage, or a process group another backend.
 
     Attributes:
-        all: the attached engines of this process.
+        all: the attached engines of this process; ``number`` grows in the order in which they were.
         masters: what the optimizer steps.
         frozen: which parameters are not stepped.
         budgets: those that set themselves; ``None``: none does.
@@ -70,7 +74,7 @@ class AttachedEngine(ABC):
     def __init__(self, engine: Any, config: ZeroSyncConfig) -> None:
         self.check_options(engine, config)
         check_backends(zero.process_groups(engine), engine.device)
-        self.engine, self.config = engine, config
+        self.engine, self.config, self.number = engine, config, next(_numbers)
         self._patch_process()
         self._rank_status = rank_status()
         optimizer = engine.optimizer
@@ -338,7 +342,7 @@ class AttachedEngine(ABC):
             self._after_update()
             report = self.meter.step_done(None if self.budgets is None else self.budgets.choice)
             if self.reports is not None:
-                self.reports.note(report.step, report.line)
+                self.reports.note(report.step, lambda: report.line(label_of(self, self.all)))
             if self.budgets is not None:
                 self.budgets.step_ended()
 

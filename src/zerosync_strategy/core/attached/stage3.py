@@ -48,7 +48,7 @@ class Stage3Engine(AttachedEngine):
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
         self.scheduler.begun.append(self.reducer.pipeline.begun)
-        self.scheduler.count.sections.append(self.traffic.apart)
+        self.scheduler.count.counters.append(self.traffic)
         self._joint_step = _joint_step(engine)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.activity, self.traffic.apart)
@@ -92,7 +92,7 @@ class Stage3Engine(AttachedEngine):
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
         self.scheduler.begun.remove(self.reducer.pipeline.begun)
-        self.scheduler.count.sections.remove(self.traffic.apart)
+        self.scheduler.count.counters.remove(self.traffic)
         self._parameters.detach()
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:

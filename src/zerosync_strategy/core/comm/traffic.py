@@ -141,6 +141,11 @@ class EngineCounter(CollectiveCounter):
         _reset_unattributed()  # set-up counts for no engine
         return self
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else counts, so that there is nothing to tell apart."""
+        return len(self._backend._zerosync_counters) == 1
+
     def attribute(self) -> None:
         """Count for this engine what the process has sent since the last such call of any engine."""
         if not self.traffic:

@@ -73,7 +73,8 @@ class Window:
         changes: finds what a program does to local gradients.
 
     Attributes:
-        backwards: since the last optimizer step, as all counts; one that runs inside another counts with it.
+        backwards: since the last optimizer step, as all counts, or the last ``zero_grad()``; one that runs inside
+            another counts with it.
         unused: of these, those whose gradients nobody has reduced or dropped.
         reductions, early_reductions: passes over the gradients; of these, those that were made while a backward ran.
         seconds: host time in reductions.
@@ -304,7 +305,7 @@ class Window:
             return
         self._reducer.drop()
         self._enter(WindowState.OPEN)
-        self.unused = 0
+        self.backwards = self.unused = 0
 
     def check_zeroed(self) -> None:
         """Before the step of a program that is not written for DeepSpeed, whose own ``step()`` uses gradients up.

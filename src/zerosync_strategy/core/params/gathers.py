@@ -12,6 +12,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -149,11 +150,11 @@ CONTEXTS = "GatheredParameters"
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
-    ``sections`` is a context around what is not for a step, by its name.
+    ``counters`` are of the engines that gather here: of a module, or of parts of one.
     """
 
     def __init__(self) -> None:
-        self.sections: list[Callable[[str], AbstractContextManager[None]]] = []
+        self.counters: list[EngineCounter] = []
         self._is_for_step = True
         self._in_context = False
 
@@ -162,6 +163,11 @@ class GatherCount:
         if self._is_for_step:
             for param in params:
                 param._zerosync_record.gathers += 1
+
+    def issued(self) -> None:
+        """A gather was sent by the engine of this module; where it has several, their gradients tell by which."""
+        if len(self.counters) == 1 and not self.counters[0].is_alone:
+            self.counters[0].attribute()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -181,6 +187,6 @@ class GatherCount:
     def apart(self, section: str) -> Iterator[None]:
         """Around what is sent for ``section``, and not for a step."""
         with ExitStack() as stack:
-            for apart in self.sections:
-                stack.enter_context(apart(section))
+            for counter in self.counters:
+                stack.enter_context(counter.apart(section))
             yield

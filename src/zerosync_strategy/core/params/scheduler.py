@@ -253,6 +253,7 @@ class GatherScheduler:
         on_stream = gathering.gathering_on(self.coordinator, group.stream)
         with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
+        self.count.issued()
         if digest is not None and not digest.tagged and not noted:
             note_launch(group.process_group, self._device, self.activity(group, params))
 
