@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
-from zerosync_strategy.core.attached.overrides import ModeOverrides
+from zerosync_strategy.core.attached.overrides import FrozenStay, ModeOverrides
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
@@ -50,8 +50,8 @@ from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
-    "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside", "as_it_is",
-    "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
+    "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside",
+    "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
     "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
     "offloads_optimizer", "one_load", "one_save", "optimizer_problem", "part_of", "readable", "reload_master_weights",
     "restore", "restrict",

@@ -19,6 +19,8 @@ from tests.harness.problem import MICRO, WORLD, loss_of
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import bounded
 from tests.lightning.runs import Data, Module, PositionedLoader, SaveAfter, WholeLoader, make_trainer, strategy
+from zerosync_strategy import CheckpointError
+from zerosync_strategy.lightning import ZeroSyncStrategy
 
 BATCHES = 4
 
@@ -120,15 +122,55 @@ def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_that_are_added_later(stage: int) -> None:
-    class Adds(ByLayer):
+    """They are found when the training starts, or where no code of the callback says so, when they are added."""
+
+    class Trains(ByLayer):
         def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-            optimizer.add_param_group({"params": list(pl_module.backbone.parameters())})
+            self.make_trainable(pl_module.head)
+
+    class Adds(Trains):
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            getattr(optimizer, "add_param_" + "group")({"params": list(pl_module.backbone.parameters())})
 
     def run() -> None:
         data = Data(BATCHES)
-        with pytest.raises(MisconfigurationException, match=r"would add 4 of the 4 .* in configure_optimizers\(\)"):
-            make_trainer(strategy(stage), [backbone()]).fit(Tuned(backbone_is_held=False), data.loader())
+        for callback in (backbone(), ByLayer()):
+            with pytest.raises(MisconfigurationException, match=r"would add 4 of the 4 .* in configure_optimizers\(\)"):
+                make_trainer(strategy(stage), [callback]).fit(Tuned(backbone_is_held=False), data.loader())
         with pytest.raises(ValueError, match=r"add_param_group\(\) was called .* Give the optimizer all parameters"):
             make_trainer(strategy(stage), [Adds()]).fit(Tuned(backbone_is_held=False), data.loader())
+        make_trainer(strategy(stage), [Trains()]).fit(Tuned(backbone_is_held=False), data.loader())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_without_frozen_parameters(stage: int, tmp_path: Path) -> None:
+    class Adapted(Tuned):
+        """Of which only the head is trained, and saved."""
+
+        def __init__(self) -> None:
+            super().__init__(backbone_is_held=False)
+            self.backbone.requires_grad_(False)
+
+    def train(path: Path | None = None, epochs: int = 2, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        trainer = make_trainer(ZeroSyncStrategy(stage=stage, **options), [], max_epochs=epochs)
+        trainer.fit(module := Adapted(), PositionedLoader(Data(BATCHES)), ckpt_path=path)
+        return trainer, full_parameters(module)
+
+    def run() -> list[float]:
+        path, excludes = tmp_path / "saved", {"exclude_frozen_parameters": True}
+        _, whole = train()
+        saved, _ = train(epochs=1, **excludes)
+        saved.save_checkpoint(path)
+        _, resumed = train(path, **excludes)
+        tester = make_trainer(ZeroSyncStrategy(stage=stage, **excludes), [])
+        tester.test(Adapted(), Data(BATCHES).loader(), ckpt_path=path, verbose=False)
+        loss = float(tester.callback_metrics["test_loss"])
+        saved.test(saved.lightning_module, Data(BATCHES).loader(), verbose=False)
+        with pytest.raises(CheckpointError, match=r"no frozen parameters, such as 'net.0.0.*strict_loading") as error:
+            train(path)
+        assert "number of ranks" not in str(error.value)
+        return [distance(resumed, whole), abs(loss - float(saved.callback_metrics["test_loss"]))]
+
+    assert run_ranks(run) == [[0.0, 0.0], [0.0, 0.0]]
 
     run_ranks(run)

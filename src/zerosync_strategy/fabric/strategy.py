@@ -176,6 +176,8 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 prepared.stop_refusing()
             engine, zero_optimizer = self._make_engine(module, optimizer)
             self._set_deepspeed_activation_checkpointing()
+            if getattr(self, "exclude_frozen_parameters", False):  # Fabric 2.5.0 has none
+                frontend.interpose(engine, frontend.FrozenStay)
             frontend.interpose(zero_optimizer, _OptimizerOverrides)
             return engine
 
@@ -362,7 +364,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 f"fabric.save() got {' and '.join(named)}, but DeepSpeed writes the files. Leave it out, and what is"
                 " not to be saved out of the state."
             )
-        exclude_frozen = getattr(self, "exclude_frozen_parameters", False)  # Fabric 2.5.0 has none
+        exclude_frozen = getattr(self, "exclude_frozen_parameters", False)
         save(self.broadcast(path), state, self._convert_rest, exclude_frozen)
 
     def _convert_rest(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from zerosync_strategy.frontend import copy_problem, interpose, readable, restore
 
 from .library import (
     WEIGHT_AVERAGING,
-    BackboneFinetuning,
     BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
@@ -122,28 +122,36 @@ class FinetuningOverrides(CallbackOverrides):
     """It refuses DeepSpeed, where parameters cannot be added to an optimizer. They may be in it, frozen."""
 
     _restarting: bool
+    _zerosync_froze: list[Parameter]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trained = [param for param in pl_module.parameters() if param.requires_grad]
         super().setup(_without_deepspeed(trainer), pl_module, stage)  # type: ignore[misc]
+        self._zerosync_froze = [param for param in trained if not param.requires_grad]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restarting = False  # the optimizer's groups are the engine's
         super().on_fit_start(trainer, pl_module)  # type: ignore[misc]
-        if isinstance(self, BackboneFinetuning):
-            held = {
-                param
-                for optimizer in trainer.optimizers
-                for group in optimizer.param_groups
-                for param in group["params"]
-            }
-            thawed = list(self.filter_params(pl_module.backbone, self.train_bn, requires_grad=False))
-            if missing := sum(param not in held for param in thawed):
-                raise MisconfigurationException(
-                    f"BackboneFinetuning would add {missing} of the {len(thawed)} parameters of the backbone to the"
-                    " optimizer, which ZeRO cannot do once the engine is built. Give the optimizer all parameters in"
-                    " configure_optimizers(), those of the backbone as its last group. They are not stepped while they"
-                    " are frozen."
-                )
+        groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        held = {param for params in groups for param in params}
+        thaws = self._zerosync_froze if _adds_groups(self) else []
+        if missing := sum(param not in held for param in thaws):
+            raise MisconfigurationException(
+                f"{type(self).__name__.removeprefix('ZeroSync')} would add {missing} of the {len(thaws)} parameters"
+                " that it has frozen to the optimizer, which ZeRO cannot do once the engine is built. Give them all to"
+                " the optimizer in configure_optimizers(), as its last groups: while frozen, they are not stepped. What"
+                " is never thawed, freeze in the module itself."
+            )
+
+
+_ADDING = {"unfreeze_and_add_param_group", "add_param_group"}
+
+
+def _adds_groups(callback: Any) -> bool:
+    """Whether ``callback`` has code that adds what it thaws to an optimizer, and not Lightning's base class alone."""
+    classes = [each for each in type(callback).__mro__ if not issubclass(BaseFinetuning, each)]
+    codes = [code for each in classes for value in vars(each).values() if (code := getattr(value, "__code__", None))]
+    return any(not _ADDING.isdisjoint(code.co_names) for code in codes)
 
 
 class TimerOverrides(CallbackOverrides):

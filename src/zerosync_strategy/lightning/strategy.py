@@ -250,6 +250,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             if len(self._parts) > 1:
                 first = self.zerosyncs[0].engine if self.zerosyncs else engine
                 frontend.restrict(engine, self._parts[len(self.zerosyncs)], first)
+            if self._excludes_frozen:
+                frontend.interpose(engine, frontend.FrozenStay)
             return engine
 
         # The gradients are gathered for hooks on all ranks, or on none.
@@ -279,6 +281,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         finally:
             self.config = config
         _engines.setdefault(model, []).append(weakref.ref(self.model))
+        if self._excludes_frozen:
+            frontend.interpose(self.model, frontend.FrozenStay)
         if without_parameters or not self.zero_stage_3:
             frontend.interpose(self.model, frontend.ModeOverrides)
         else:
@@ -286,6 +290,10 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             frontend.gather_for_evaluation(model.parameters())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def _excludes_frozen(self) -> bool:
+        return getattr(self, "exclude_frozen_parameters", False)  # from Lightning 2.5.1
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -304,7 +312,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 zerosync.engine.save_checkpoint(
                     str(directory(filepath, index)),
                     tag=TAG,
-                    exclude_frozen_parameters=getattr(self, "exclude_frozen_parameters", False),  # from Lightning 2.5.1
+                    exclude_frozen_parameters=self._excludes_frozen,
                 )
             if self.is_global_zero:
                 remove_others(filepath, len(self.zerosyncs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.engine import checkpoint_files, zero
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import HALF_LOADED, RankError
+from zerosync_strategy.core.failures.errors import HALF_LOADED, NOTHING_LOADED, NothingReplaced, RankError
 from zerosync_strategy.core.params.export import export
 from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.version import __version__
@@ -101,7 +101,19 @@ def loading(
         return f"step {engine.global_steps}", None
 
     with attached.activity(f"the attempt to {what}"):
-        together(what, loaded, lambda: HALF_LOADED)
+        together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
+
+
+def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise a :class:`NothingReplaced` where ``state`` is that of ``module`` but for frozen parameters."""
+    missing = checkpoint_files.frozen_missing(module, state)
+    if missing and missing.keys() == module.state_dict().keys() - state.keys():
+        raise NothingReplaced(
+            f"it has no frozen parameters, such as {next(iter(missing))!r}, as if saved with"
+            " exclude_frozen_parameters=True. Give the strategy this option where you load, too, or load what is there"
+            " with strict_loading = False in the LightningModule, strict=False in Fabric, load_module_strict=False in"
+            f" DeepSpeed and Accelerate. {NOTHING_LOADED}"
+        )
 
 
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:

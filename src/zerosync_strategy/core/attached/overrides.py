@@ -17,7 +17,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
-from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import checkpoint_files, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -43,6 +43,23 @@ class ModeOverrides:
     def eval(self) -> Any:
         super().eval()  # type: ignore[misc]
         return self
+
+
+class FrozenStay:
+    """Overrides of ``DeepSpeedEngine``: frozen parameters stay as they are where a checkpoint has none."""
+
+    module: torch.nn.Module
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
+            custom_load_fn(src=src | checkpoint_files.frozen_missing(dst, src), dst=dst)
+
+        if custom_load_fn is None:
+            checkpoint["module"].update(checkpoint_files.frozen_missing(self.module, checkpoint["module"]))
+        load_fn = None if custom_load_fn is None else load
+        super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)  # type: ignore[misc]
 
 
 class EngineOverrides(ModeOverrides):
@@ -131,6 +148,13 @@ class EngineOverrides(ModeOverrides):
         else:
             checkpointing.take_client_state(self._zerosync_attached, loaded[1], states)
         return loaded
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        if strict and not isinstance(self, FrozenStay):
+            checkpointing.require_frozen(self.module, checkpoint["module"])
+        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
 
     def load_universal_checkpoint(self) -> bool:
         """Let DeepSpeed load what is by names, too, in the way of a universal checkpoint."""

@@ -8,7 +8,7 @@ first group of parameters to all groups, and one count of steps to all shards, w
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,12 @@ def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: in
         return paths
     own = dist.get_rank(zero.data_parallel_group(engine.optimizer))
     return [path.with_name(path.name.replace(f"pp_rank_{own}_", f"pp_rank_{rank}_")) for path in paths]
+
+
+def frozen_missing(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the frozen parameters of ``module`` that ``state`` lacks, as they are; under each of their names."""
+    params = module.named_parameters(remove_duplicate=False)
+    return {name: param.data for name, param in params if not param.requires_grad and name not in state}
 
 
 def is_readable(engine: Any) -> bool:

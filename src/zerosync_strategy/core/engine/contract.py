@@ -156,6 +156,7 @@ ALL_STAGES = (
         +load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                          load_module_only)
         +global_rank +global_steps +mp_world_size +checkpoint_engine load_universal_checkpoint()
+        +load_module_state_dict(checkpoint, strict)
         _copy_recovery_script(save_path) _get_ckpt_name(checkpoints_path, tag)
         _get_zero_ckpt_name(checkpoints_path, tag)
     """),

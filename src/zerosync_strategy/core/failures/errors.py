@@ -42,6 +42,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read, on any rank: all ranks get it. ``__cause__`` has this rank's error."""
 
 
+class NothingReplaced(ValueError):
+    """A checkpoint was refused before anything of it was loaded."""
+
+
 def is_communication_error(error: BaseException) -> bool:
     """Return whether ``error`` was raised because other ranks did not take part."""
     if isinstance(error, (RankError, dist.DistError)):
