@@ -13,6 +13,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import KILLED, run_ranks
 from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, strategy
+from zerosync_strategy.core.failures.verdict import FEWER_BATCHES
 from zerosync_strategy.core.gradients.window import WindowState
 
 
@@ -114,7 +115,7 @@ def test_window_open_at_the_end_of_fit(stage: int) -> None:
     def run() -> Any:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            recorder, _ = fit(Unfinished(), strategy(stage), 6)
+            recorder, _ = fit(Unfinished(), strategy(stage), 6, limit_val_batches=0)  # it would call zero_grad()
         dropped = [str(w.message) for w in caught if "ZeroSync dropped" in str(w.message)]
         plain, data = oracle(), Data(6)
         for batch in range(4):
@@ -129,3 +130,15 @@ def test_window_open_at_the_end_of_fit(stage: int) -> None:
     for dropped, error in run_ranks(run):
         assert error == 0.0
         assert len(dropped) == 1 and "2 backward(s)" in dropped[0] and "training ended" in dropped[0]
+
+
+@pytest.mark.extended(but=("2",))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_with_fewer_batches_is_an_error_on_all_that_says_so(stage: int) -> None:
+    def run() -> None:
+        options = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
+        fit(Module(), strategy(stage, timeout=timedelta(seconds=4)), 8 - 2 * int(os.environ["RANK"]), **options)
+
+    for outcome in run_ranks(run, expect="any"):
+        assert outcome.error == "RankError", outcome
+        assert "3 optimizer step(s) done" in outcome.message and FEWER_BATCHES in outcome.message, outcome

@@ -29,6 +29,11 @@ OTHER_BACKWARDS = (
     " options out, and set overlap_last=False."
 )
 """What to do about ranks that reduce in different backwards. In the text of a verdict, in place of other advice."""
+FEWER_BATCHES = (
+    "Had it fewer batches than the others? Give each rank as many (DistributedSampler, drop_last=True), or let a rank"
+    " that has nothing left run a loss times 0."
+)
+"""What may be the cause where a rank has ended, or is between two windows, and others are inside of one."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,16 @@ def report(states: Sequence[RankState]) -> list[str]:
 
 def judge(states: Sequence[RankState]) -> Verdict | None:
     """Return the verdict on the ranks of a job, or ``None`` where none of them waits, has failed or is gone."""
+    verdict = _judge(states)
+    if verdict is None or verdict.cause not in ("process ended", "elsewhere", "other call"):
+        return verdict
+    inside = [state for state in states if state.phase is not Phase.GONE and (state.backward or _is_in_step(state))]
+    if 0 < len(inside) < len(states):
+        return replace(verdict, text=f"{verdict.text}. {FEWER_BATCHES}")
+    return verdict
+
+
+def _judge(states: Sequence[RankState]) -> Verdict | None:
     states = [state.with_pending() for state in states]
     if told := next((state.verdict for state in states if state.verdict), ""):
         return Verdict("told before", (), told)

@@ -335,15 +335,16 @@ class Window:
         self._last = _Last.UNKNOWN
         self._aborted = reason
         self._reducer.reset()
-        warnings.warn(
-            f"ZeroSync dropped the gradients of {self.dropped} backward(s) since the last optimizer step: {reason}."
-            " Dropping them sent nothing to other ranks.",
-            stacklevel=2,
-        )
+        if self.dropped:  # and not by zero_grad() before
+            warnings.warn(
+                f"ZeroSync dropped the gradients of {self.dropped} backward(s) since the last optimizer step: {reason}."
+                " Dropping them sent nothing to other ranks.",
+                stacklevel=2,
+            )
 
     def warn_if_open(self, what: str) -> None:
         """Warn where ``what`` comes in mid-window: its gradients are not in the checkpoint (W5)."""
-        if self._state is not WindowState.CLOSED:
+        if self.backwards and self._state is not WindowState.CLOSED:
             warnings.warn(
                 f"{what} with {self.backwards} backward(s) since the last optimizer step. Their gradients are"
                 " not in the checkpoint: this process keeps them for its next step, but a run that resumes from the"
