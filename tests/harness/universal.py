@@ -1,8 +1,11 @@
-"""A run in three parts on two, four and three ranks, its oracle, and DeepSpeed's converter of checkpoints."""
+"""A run in parts, each on another number of ranks, its oracle, and DeepSpeed's converter of checkpoints."""
 
-from argparse import Namespace
+import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
@@ -10,7 +13,8 @@ from torch import nn
 
 from tests.harness.oracle import Oracle, full_parameters
 
-WORLDS = (2, 4, 3)  # ranks of each run; the next goes on where it has ended
+WORLDS = (2, 1, 4, 2, 3)  # ranks of each run; the next goes on where it has ended
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 STEPS = 2  # of each run
 
 
@@ -62,9 +66,10 @@ def started(net: Net) -> Net:
 
 
 def to_universal(saved: Path, universal: Path) -> None:
-    """Write the checkpoint ``saved``, the folder of a tag, as the universal checkpoint ``universal``."""
-    options = Namespace(
-        input_folder=str(saved), output_folder=str(universal), num_extract_workers=1, num_merge_workers=1,
-        keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
-    ds_to_universal.main(options)
+    """Write the checkpoint `saved`, the folder of a tag, as the universal checkpoint `universal`, as the page says."""
+    (command,) = re.findall(r"^python -m deepspeed\.checkpoint\.ds_to_universal (.+)$", PAGE.read_text(), re.MULTILINE)
+    folders = {"run/global_step100": str(saved), "run/universal": str(universal)}
+    arguments = [folders.pop(word, word) for word in shlex.split(command)]
+    assert not folders
+    with patch.object(sys, "argv", ["", *arguments, "--num_extract_workers=1", "--num_merge_workers=1"]):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
