@@ -43,6 +43,11 @@ class Stage12Engine(AttachedEngine):
                 "ZeroSync option 'param_memory_budget' holds the gathered parameters of ZeRO stage 3, found stage"
                 f" {stage}. Leave it out, or use stage 3."
             )
+        if config.unit_modules is not None:
+            raise ValueError(
+                "ZeroSync option 'unit_modules' says what ZeRO stage 3 gathers as a whole, found stage"
+                f" {stage}. Leave it out, or use stage 3."
+            )
         if any(map(zero3.has_own_group, engine.module.parameters())):
             raise ValueError(
                 f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."

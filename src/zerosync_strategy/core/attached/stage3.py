@@ -129,9 +129,14 @@ class Stage3Engine(AttachedEngine):
         nbytes, budget = size_text(self.meter.all_parameters_bytes), self.config.param_memory_budget
         if budget == "all":
             return f"{nbytes} of parameters once, holding them gathered until the step"
+        units, gathered = self._parameters.units, ""
+        if units.counts:
+            kinds = ", ".join(f"{number} {name}" for name, number in units.counts.most_common(3))
+            gathered = f", in units of up to {size_text(units.most_bytes)} ({kinds})"
         held = "none are held" if budget == 0 else f"those are held that fit into {budget!r}"
         return (
-            f"{nbytes} of parameters for each time that all are gathered (param_memory_budget: {held} until the step)"
+            f"{nbytes} of parameters for each time that all are gathered{gathered} (param_memory_budget: {held} until"
+            " the step)"
         )
 
     def version(self) -> int:

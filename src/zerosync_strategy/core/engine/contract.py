@@ -281,6 +281,12 @@ UNSHARD_ON_READ = (
     *rows("unsharding on read", _LINEAR, "zero3_linear_wrap"),
     LEFTOVERS, ORDERED_DICT,
 )  # fmt: skip
+UNITS = (
+    *rows("units", "deepspeed.utils", "+set_z3_leaf_module"),
+    *rows("units", "offload", "_remove_module_hooks() setup_zero_stage3_hooks() forward_hooks backward_hooks"),
+    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
+    *rows("units", _OFFLOAD, "ds_z3_leaf_module", named_in=_OFFLOAD),
+)  # fmt: skip
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
     *rows("several engines over one module", "offload",

@@ -9,11 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from zerosync_strategy.core.engine.contract import require, rows
 
 _MODULE = "transformers.integrations.deepspeed"
 _CONFIGURATION = "_hf_deepspeed_config_weak_ref"
-INTERNALS = rows("evaluation", _MODULE, f"{_CONFIGURATION} set_hf_deepspeed_config unset_hf_deepspeed_config()")
+INTERNALS = (
+    *rows("evaluation", _MODULE, f"{_CONFIGURATION} set_hf_deepspeed_config unset_hf_deepspeed_config()"),
+    *rows("units", "transformers.PreTrainedModel", "_no_split_modules"),
+)
+
+
+def not_split(module: torch.nn.Module) -> set[str]:
+    """Return the names of classes that models in ``module`` say not to split; not only those of transformers do."""
+    return {name for each in module.modules() for name in getattr(each, "_no_split_modules", None) or ()}
 
 
 def tell_transformers(config: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
@@ -73,6 +73,10 @@ class ZeroSyncConfig:
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
+        unit_modules: ZeRO-3: names of classes of modules that are gathered as a whole, such as
+            ``["LlamaDecoderLayer"]``. ``None``: what the model says not to split (``_no_split_modules``), or else
+            modules that stand several times in a ``ModuleList`` or ``Sequential``. A unit has at most half of
+            ``stage3_max_live_parameters``.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
             can be told without: that the save was completed, and that the files belong to it.
         node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
@@ -102,6 +106,7 @@ class ZeroSyncConfig:
     overlap_gather: bool = False
     unshard_streams: str = "per_group"
     eager_frames: bool = True
+    unit_modules: Sequence[str] | None = None
     checkpoint_checksums: bool = True
     node_size: int | str = AUTO
     report_every: int = 0
@@ -122,6 +127,13 @@ class ZeroSyncConfig:
             raise TypeError(
                 "ZeroSync option 'step_cost' takes a function of a shape and a mapping of options, or its name, as"
                 f" 'package.module:function', got {self.step_cost!r}."
+            )
+        names = self.unit_modules
+        is_list = isinstance(names, (list, tuple)) and len(names) > 0
+        if names is not None and not (is_list and all(isinstance(name, str) and name for name in names)):
+            raise TypeError(
+                "ZeroSync option 'unit_modules' takes a list of names of classes, as [\"LlamaDecoderLayer\"], got"
+                f" {names!r}."
             )
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")

@@ -18,6 +18,7 @@ from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
 from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.units import Units
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
 
@@ -25,14 +26,15 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
 
-    :attr:`unshard_on_read` is ``None`` while no engine has ``eager_frames``; :attr:`times_written` counts steps and
-    checkpoints.
+    :attr:`units` are gathered as wholes. :attr:`unshard_on_read` is ``None`` while no engine has ``eager_frames``;
+    :attr:`times_written` counts steps and checkpoints.
     """
 
     def __init__(
         self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
+        self.units = Units(engine, config.unit_modules or (), config.eager_frames)
         self._coordinator = gathering.coordinator(engine.optimizer)
         self._engines = self.times_written = 0
         self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
@@ -97,6 +99,7 @@ class ModuleParameters:
         restore(self._coordinator, CoordinatorOverrides)
         del self._coordinator._zerosync_parameters
         self.scheduler.detach()
+        self.units.detach()
 
     def written(self, by_step: bool) -> None:
         """An optimizer step or a checkpoint has written the shards, on the current stream."""

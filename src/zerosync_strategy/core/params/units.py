@@ -1,0 +1,96 @@
+"""ZeRO-3: which modules are gathered as a whole, *units*: a transformer block, and not each of its layers.
+
+DeepSpeed gathers for every module with parameters of its own. A block of nine parameters then costs the host nine turns
+of hooks, and the network nine messages, where one would do.
+
+A unit is a module with a forward, and with parameters in several modules. Which are, in this order: those that the
+option ``unit_modules`` names by their classes; those that the program has made leaf modules for DeepSpeed; those that
+the model says not to split (``_no_split_modules``, by which transformers, Accelerate and FSDP go); without such a word,
+the children of a ``ModuleList`` or ``Sequential`` that are alike. One that is too large is divided among its children.
+What is in no unit is gathered by module. PyTorch's FSDP wraps models in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from zerosync_strategy.core.engine import contract, unit_hooks, zero3
+from zerosync_strategy.core.engine.transformers import not_split
+
+
+class Units:
+    """The units of the module of ``engine``, which DeepSpeed's hooks gather as wholes until :meth:`detach`.
+
+    A ``ValueError``: the module has none of the classes ``names``.
+
+    Attributes:
+        counts: how many there are, by the name of their class.
+        most_bytes: of the largest.
+    """
+
+    def __init__(self, engine: Any, names: Collection[str], chooses: bool) -> None:
+        contract.require(contract.UNITS, engine)
+        self._engine = engine
+        module, limit = engine.module, unit_hooks.max_unit_numel(engine)
+        classes = {type(each).__name__ for each in module.modules()}
+        if unknown := [name for name in names if name not in classes]:
+            raise ValueError(
+                f"ZeroSync option 'unit_modules' got {unknown[0]!r}, and the {type(module).__name__} has no module of"
+                f" that class. It has: {', '.join(sorted(classes))}."
+            )
+        self._chosen: list[nn.Module] = []
+        if names or chooses:
+            whole = set(names) or not_split(module) & classes
+            self._chosen = list(_units(module, whole, limit, set()))
+        if self._chosen:
+            unit_hooks.gather_as_wholes(engine, self._chosen)
+        found = [each for each in module.modules() if unit_hooks.is_unit(each)]
+        self.counts = Counter(type(unit).__name__ for unit in found)
+        self.most_bytes = max(map(_nbytes, found), default=0)
+
+    def detach(self) -> None:
+        if self._chosen:
+            unit_hooks.gather_as_wholes(self._engine, self._chosen, False)
+
+
+def _units(module: nn.Module, classes: Collection[str], limit: int, alike: Collection[int]) -> Iterator[nn.Module]:
+    """Yield the units in ``module``, the outermost; ``alike``: the ids of modules that have others like them."""
+    if unit_hooks.is_unit(module):
+        return
+    is_meant = type(module).__name__ in classes if classes else id(module) in alike
+    if is_meant and _is_whole(module):
+        if _numel(module) <= limit:
+            yield module
+            return
+        classes, alike = (), set(map(id, module.children()))
+    elif not classes:
+        alike = {*alike, *_alike(module)}
+    for child in module.children():
+        yield from _units(child, classes, limit, alike)
+
+
+def _alike(module: nn.Module) -> set[int]:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return set()
+    counts = Counter(type(child) for child in module)
+    return {id(child) for child in module if counts[type(child)] > 1}
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether ``module`` is called, and has sharded parameters in several modules."""
+    if type(module).forward is nn.Module.forward:
+        return False
+    owners = [each for each in module.modules() if any(map(zero3.is_sharded, each._parameters.values()))]
+    return len(owners) > 1
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(map(zero3.full_numel, filter(zero3.is_sharded, module.parameters())))
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(map(zero3.full_bytes, filter(zero3.is_sharded, module.parameters())))
