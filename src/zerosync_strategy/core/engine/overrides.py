@@ -42,7 +42,8 @@ class CoordinatorOverrides:
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         stock = super()._PartitionedParameterCoordinator__all_gather_params  # type: ignore[misc]
-        self._zerosync_parameters.scheduler.issue(params, lambda of_group: stock(of_group, forward))
+        parameters = self._zerosync_parameters
+        parameters.scheduler.issue(parameters.units.completed(params), lambda of_group: stock(of_group, forward))
 
     def _PartitionedParameterCoordinator__release_param(self, param: Any, free_data: bool = True) -> None:
         if not free_data or not self._zerosync_parameters.cache.release(param):

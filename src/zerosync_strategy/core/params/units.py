@@ -13,7 +13,7 @@ What is in no unit is gathered by module. PyTorch's FSDP wraps models in the sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,23 @@ class Units:
         found = [each for each in module.modules() if unit_hooks.is_unit(each)]
         self.counts = Counter(type(unit).__name__ for unit in found)
         self.most_bytes = max(map(_nbytes, found), default=0)
+        self._of: dict[Any, tuple[Any, ...]] = {}  # by parameter, all of its unit, the first that has it
+        for unit in found:
+            members = tuple(filter(zero3.is_sharded, unit.parameters()))
+            self._of = dict.fromkeys(members, members) | self._of
+
+    def completed(self, params: Iterable[Any]) -> Iterable[Any]:
+        """Return ``params``, which DeepSpeed gathers or gathers ahead, with what is missing of their units.
+
+        DeepSpeed gathers ahead so many elements, in the middle of a unit if need be, which were two messages.
+        """
+        if not self._of:
+            return params
+        found = dict.fromkeys(params)
+        units = {id(members): members for param in found if (members := self._of.get(param)) and not _is_held(param)}
+        for members in units.values():
+            found.update((param, None) for param in members if zero3.is_released(param) and not _is_held(param))
+        return found
 
     def detach(self) -> None:
         if self._chosen:
@@ -86,6 +103,10 @@ def _is_whole(module: nn.Module) -> bool:
         return False
     owners = [each for each in module.modules() if any(map(zero3.is_sharded, each._parameters.values()))]
     return len(owners) > 1
+
+
+def _is_held(param: Any) -> bool:
+    return bool(param._zerosync_record.hold)  # gathered in buckets of its own (held_modules.py)
 
 
 def _numel(module: nn.Module) -> int:
