@@ -213,6 +213,7 @@ def test_a_plan_has_rows_along_the_scale_of_node_shards() -> None:
     given = ({"param_memory_budget": "all"}, {"param_memory_budget": 0.5}, in_shards, {"grad_memory_budget": 0})
     workload = dataclasses.replace(WORKLOAD, model=f"{__name__}:recomputing", micro_batches=5, dtype="bf16")
     made = plan(workload, cluster, [OptionSet(ZEROSYNC, 3, options) for options in given])
+    assert made.units == {"Sequential": 2} and made.unit_bytes > 0, made.units
     whole, half, nodes, sharded = made.outcomes
     assert half.options.options["param_memory_budget"] == made.parameters  # half of two bytes each
     assert whole.sent.bytes < half.sent.bytes < sharded.sent.bytes

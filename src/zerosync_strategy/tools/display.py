@@ -71,6 +71,10 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     out.print(table)
     if plan.left_out:
         out.print(f"left out, for {work.optimizer} needs whole parameters: {'; '.join(plan.left_out)}", markup=False)
+    if plan.units:
+        units = ", ".join(f"{number} {name}" for name, number in plan.units.items())
+        largest = f"{plan.unit_bytes / 1e9:.3g} GB"
+        out.print(f"ZeRO-3 gathers as wholes: {units}, of up to {largest} (unit_modules)", markup=False)
     of_what = "between nodes" if plan.floor_between else "sent"
     out.print(f"/ least: {of_what}, over the least that must be", markup=False)
     if best is None:

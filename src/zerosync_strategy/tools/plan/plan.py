@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerosync_strategy.core.comm.traffic import Traffic
@@ -64,6 +64,8 @@ class Plan:
         floor: bytes that a mean rank must send in a step: each gradient once, and each parameter that is trained.
         floor_between: of these to other nodes, each byte to a node once.
         left_out: names of stock's option sets, if its flat shards do not train under the optimizer.
+        units: how many modules ZeRO-3 gathers as wholes, by class.
+        unit_bytes: of the largest of them.
     """
 
     workload: Workload
@@ -73,6 +75,8 @@ class Plan:
     floor_between: float
     outcomes: tuple[Outcome, ...]
     left_out: tuple[str, ...] = ()
+    units: Mapping[str, int] = field(default_factory=dict)
+    unit_bytes: int = 0
 
     def fits(self, outcome: Outcome) -> int | None:
         """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
@@ -128,7 +132,11 @@ def plan(
     first, nodes = replayed[0][1], cluster.ranks // cluster.per_node
     once = first["nbytes_once"] / cluster.ranks
     floor, floor_between = once * (cluster.ranks - 1), once * (nodes - 1)
-    return Plan(workload, cluster, first["parameters"], floor, floor_between, tuple(outcomes), left_out)
+    whole: dict[str, Any] = next((each for _, each in replayed if each.get("units")), {"units": {}, "unit_bytes": 0})
+    return Plan(
+        workload, cluster, first["parameters"], floor, floor_between, tuple(outcomes), left_out, whole["units"],
+        whole["unit_bytes"],
+    )  # fmt: skip
 
 
 def _replay(

@@ -95,7 +95,14 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         "parameters": sum(numel for numel, _, _ in params),
         "nbytes_once": sum(nbytes + reduced * numel for numel, nbytes, is_trained in params if is_trained),
         "options": in_force,
+        **_units(handle),
     }
+
+
+def _units(handle: ZeroSync | None) -> dict[str, Any]:
+    """Return what ZeRO-3 gathers as a whole: how many modules by class, and the bytes of the largest."""
+    parameters: Any = getattr(getattr(handle, "_attached", None), "_parameters", None)
+    return {} if parameters is None else {"units": parameters.units.counts, "unit_bytes": parameters.units.most_bytes}
 
 
 def _join(cluster: Cluster) -> None:
