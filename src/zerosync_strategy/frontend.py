@@ -47,12 +47,13 @@ from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_p
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
     "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside",
     "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
-    "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
+    "in_full", "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
     "offloads_optimizer", "one_load", "one_save", "optimizer_problem", "part_of", "readable", "reload_master_weights",
     "restore", "restrict",
 ]  # fmt: skip

@@ -41,9 +41,11 @@ class Model(nn.Module):
 
 def train(stage: int, between: Callable[[Any, Any, int], None], steps: int = 5, **options: Any) -> list[StepReport]:
     """Steps of two backwards; ``between(engine, zerosync, step)`` comes before each step's first forward."""
-    zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0} | options.pop("zero", {})
+    sharded = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+    zero = (sharded if stage == 3 else {}) | options.pop("zero", {})
     model = Model()
-    engine = make_engine(model, torch.optim.SGD(trained(model), lr=1e-4), stage, zero if stage == 3 else {})
+    optimizer = options.pop("optimizer", torch.optim.SGD)(trained(model), lr=1e-4)
+    engine = make_engine(model, optimizer, stage, zero)
     zerosync = attach(engine, **options)
     reports = []
     for step in range(steps):
@@ -159,6 +161,14 @@ def test_what_is_sent_beside_steps_is_counted_apart_and_named(budget: Any, tmp_p
                 assert all(apart[step] == {name: ALL} for step in range(2, len(reports))), apart
             elif budget == 0:  # else they are held, for the step
                 assert apart == {3: {name: ALL}} and f"{ALL / 1e3:.4g} kB for {name}" in reports[3].line()
+
+
+def test_what_the_step_after_a_save_sends_for_it_is_the_checkpoints(tmp_path: Path) -> None:
+    """On stages 1 and 2 a step begins in DeepSpeed's layout then."""
+    small = {"optimizer": torch.optim.AdamW, "zero": {"reduce_bucket_size": WIDTH * WIDTH}}  # several stripes
+    for reports in run_ranks(train, 2, saves(tmp_path), **small):
+        assert all(1.0 <= report.ratio <= 1.02 for report in reports), reports
+        assert reports[2].apart["checkpoints"] > 1000
 
 
 def test_every_nth_report_is_printed_by_the_first_rank(tmp_path: Path) -> None:

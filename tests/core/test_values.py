@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import safetensors.torch
 import torch
@@ -635,6 +636,22 @@ def test_one_rank_saves_a_state_alone() -> None:
                 assert loaded.keys() == state.keys()
                 with pytest.raises(RuntimeError, match=r"size mismatch for words.weight"):
                     Net().load_state_dict(loaded)
+        with torch.no_grad():
+            engine(data(1, rank()))  # leaves some gathered, as DeepSpeed does: they are saved as they are
+        released = {name for name, param in net.named_parameters() if param.ds_status.name == "NOT_AVAILABLE"}
+        found = {}
+        for name, param in net.named_parameters():
+            with deepspeed.zero.GatheredParameters([param] if name in released else []):
+                found[name] = param.data.cpu()
+        files = io.BytesIO(), io.BytesIO()
+        for file, written in zip(files, (found, net.state_dict()), strict=True):
+            torch.save(
+                {name: value for name, value in written.items() if file is files[0] or name not in released}, file
+            )
+            file.seek(0)
+        whole, partial, expected = torch.load(files[0]), torch.load(files[1]), full_parameters(net)
+        assert partial and distance(whole, expected) == 0.0
+        assert distance(partial, {name: expected[name] for name in partial}) == 0.0
         full = full_parameters(net)["words.weight"].sum(-1).tolist()
         assert net.words.state_dict()["weight"].sum(-1).tolist() == full
         best = net.state_dict()["words.weight"].clone()

@@ -5,6 +5,7 @@ own, in which every name is that of the package ``lightning_fabric``.
 """
 
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException

@@ -33,6 +33,7 @@ from .library import (
     DeepSpeedStrategy,
     MisconfigurationException,
     Precision,
+    TorchCheckpointIO,
 )
 from .prepared import PreparedModule, allow_later_optimizers, unwrap_prepared
 
@@ -357,13 +358,21 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save models, each with its optimizer, and what else is in ``state``; see ``checkpoints.py``."""
+        """Save models, each with its optimizer, and what else is in ``state``; see ``checkpoints.py``.
+
+        Of tensors alone, as ``model.state_dict()``, the first rank writes a file, in full on every stage.
+        """
         given = {"storage_options": storage_options, "filter": filter}
         if named := [f"{name}=" for name, value in given.items() if value is not None]:
             raise TypeError(
                 f"fabric.save() got {' and '.join(named)}, but DeepSpeed writes the files. Leave it out, and what is"
                 " not to be saved out of the state."
             )
+        if state and all(isinstance(value, Tensor) for value in state.values()):  # a state_dict()
+            whole = {name: frontend.in_full(value) for name, value in state.items()}
+            if self.is_global_zero:
+                TorchCheckpointIO().save_checkpoint(whole, path)
+            return
         exclude_frozen = getattr(self, "exclude_frozen_parameters", False)
         save(self.broadcast(path), state, self._convert_rest, exclude_frozen)
 

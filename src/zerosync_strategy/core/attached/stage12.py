@@ -90,7 +90,8 @@ class Stage12Engine(AttachedEngine):
             yield
 
     def _before_update(self) -> None:
-        self.states.to_stripes()
+        with self.traffic.apart("checkpoints"):  # which have left them in DeepSpeed's layout
+            self.states.to_stripes()
         self.adopt_edits()
 
     @contextmanager

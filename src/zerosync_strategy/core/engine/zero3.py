@@ -177,6 +177,12 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(shard, (0, size - shard.numel()))
 
 
+def is_empty(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor``, of which a shape may say otherwise, has no memory."""
+    with as_it_is():
+        return tensor.numel() == 0
+
+
 def own_shard(param: Any) -> torch.Tensor:
     """Return this rank's shard of ``param``, flat and padded."""
     return param.ds_tensor.data

@@ -59,7 +59,7 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
     verdict = _judge(states)
     if verdict is None or verdict.cause not in ("process ended", "elsewhere", "other call"):
         return verdict
-    inside = [state for state in states if state.phase is not Phase.GONE and (state.backward or _is_in_step(state))]
+    inside = [state for state in states if state.phase is not Phase.GONE and state.backward]
     if 0 < len(inside) < len(states):
         return replace(verdict, text=f"{verdict.text}. {FEWER_BATCHES}")
     return verdict

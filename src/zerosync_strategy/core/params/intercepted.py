@@ -86,9 +86,21 @@ class Alias(_Sharded, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.clone()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        param = self.zerosync_param
+        if not zero3.is_gathered(param):
+            return super().__reduce_ex__(protocol)
+        record_of(param).owner.join((param,))  # as after an evaluation, until the next forward
+        with zero3.as_it_is():
+            return param.data.__reduce_ex__(protocol)
+
 
 class Entry(StateEntry, Alias):
     """What a ``state_dict()`` has of a sharded parameter."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_gathered = zero3.is_gathered(self.zerosync_param)
+        return (Alias if is_gathered else StateEntry).__reduce_ex__(self, protocol)
 
     @classmethod
     def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ what a program does          what happens
 computes with it, loads it   as with every sharded parameter: the values are gathered, on all ranks
 copies or moves it           a :class:`Copied` of this rank's shard, without communication
 computes with the copy       the values of when it was made are gathered, on all ranks; then it is a plain tensor
-pickles it, reads its bytes  it is empty, as DeepSpeed's own, so that no loader takes it for weights; a warning says so
+pickles it, reads its bytes  it is empty, as DeepSpeed's own, so that no loader takes it for weights; a warning says so.
+                             Not where the parameter is gathered at the time: its values
 ===========================  ==========================================================================================
 """
 
@@ -54,7 +55,7 @@ class StateEntry(torch.Tensor):
         entry, *others = args
         if func in OF_THE_BYTES:
             entry.zerosync_shows_bytes = True
-            if func is torch.Tensor.data_ptr:
+            if func is torch.Tensor.data_ptr and zero3.is_empty(entry):
                 _warn_once()
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and entry.zerosync_shows_bytes):
             with zero3.as_it_is():
@@ -90,6 +91,11 @@ class StateEntry(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _warn_once()
         return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
+
+
+def in_full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or the values of what a ``state_dict()`` has of a sharded parameter. Collective."""
+    return tensor.add(0) if isinstance(tensor, StateEntry) else tensor
 
 
 class Copied(StateEntry):
