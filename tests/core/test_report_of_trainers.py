@@ -92,13 +92,18 @@ def reads(engine: Any, *_: Any) -> None:
     engine.module.reads = True
 
 
-def refers_to_another(engine: Any, *_: Any) -> None:
+def refers_to_another(engine: Any, *_: Any, of: Callable[[Any], Any] = lambda reference: reference) -> None:
     """As DPO to a model of its own, and GRPO to one of rewards: an engine that nothing trains."""
     if not hasattr(engine, "reference"):
         zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
         engine.reference = make_engine(Model(), None, 3, zero)
     with torch.no_grad():
-        engine.reference(torch.ones(1, WIDTH))
+        of(engine.reference)(torch.ones(1, WIDTH))
+
+
+def refers_to_a_module_of_another(engine: Any, *_: Any) -> None:
+    """As TRL's PPO to the backbone of its reward model, past the engine."""
+    refers_to_another(engine, of=lambda reference: reference.module)
 
 
 def generates(engine: Any, zerosync: Any, step: int) -> None:
@@ -149,11 +154,12 @@ def test_what_is_sent_beside_steps_is_counted_apart_and_named(budget: Any, tmp_p
     others = "engines without ZeroSync"
     sections = {
         saves(tmp_path): "full weights", evaluates: "forwards without gradients", generates: "GatheredParameters",
-        refers_to_another: others,
+        refers_to_another: others, refers_to_a_module_of_another: others,
     }  # fmt: skip
     for between, name in sections.items():
         for reports in run_ranks(train, 3, between, param_memory_budget=budget):
             assert all(1.0 <= report.ratio <= 1.02 for report in reports[1:]), reports
+            assert budget == 0 or reports[0].ratio < 1.02  # also where an engine is built before the first step
             apart = {report.step - 1: report.apart for report in reports if report.apart}
             if name == "full weights":
                 assert apart[3].keys() == {name} and f"for {name}" in str(reports[3])

@@ -17,6 +17,7 @@ from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend, use_current_names
 
+_OURS = {"_zerosync_attached", "_zerosync_parameters"}  # attributes of attached engines, and of what gathers for them
 OTHERS = "engines without ZeroSync"
 """The section of what their forwards gather."""
 
@@ -137,7 +138,9 @@ class EngineCounter(CollectiveCounter):
 
     def start(self) -> EngineCounter:
         super().start()
-        patches.replace(patches.FORWARD, _forward)
+        patches.replace(patches.BUILD, _build)
+        patches.replace(patches.FORWARD, _of_others)
+        patches.replace(patches.FETCH, _of_others)
         _reset_unattributed()  # set-up counts for no engine
         return self
 
@@ -195,19 +198,32 @@ def _engine_counters() -> list[EngineCounter]:
     return [counter for counter in counters if isinstance(counter, EngineCounter)]
 
 
-def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of any engine: what one sends that is not attached, as a reference model's, is for no step here."""
+def _build(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def build(engine: Any, *args: Any, **kwargs: Any) -> None:
+        before = {counter: dict(counter.traffic) for counter in _engine_counters()}
+        try:
+            stock(engine, *args, **kwargs)
+        finally:
+            for counter, traffic in before.items():
+                counter.traffic = traffic
+
+    return build
+
+
+def _of_others(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """What an engine sends that is not attached, as a reference model's, or its modules, is for no step here."""
 
     @functools.wraps(stock)
-    def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_zerosync_attached" in vars(engine):
-            return stock(engine, *args, **kwargs)
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _OURS.isdisjoint(vars(owner)):
+            return stock(owner, *args, **kwargs)
         with ExitStack() as stack:
             for counter in _engine_counters():
                 stack.enter_context(counter.apart(OTHERS))
-            return stock(engine, *args, **kwargs)
+            return stock(owner, *args, **kwargs)
 
-    return forward
+    return method
 
 
 class _CountingBackend:

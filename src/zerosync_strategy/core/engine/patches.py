@@ -31,6 +31,7 @@ class Patch:
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _LINEAR = "deepspeed.runtime.zero.linear"
@@ -44,7 +45,9 @@ _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
 # fmt: off
 BROADCAST_MODEL = Patch(_ENGINE, "_broadcast_model", "parameters without dimensions are broadcast")
 CONFIGURE_MODEL = Patch(_ENGINE, "_configure_distributed_model", "parameters may be in any memory layout")
+BUILD = Patch(_ENGINE, "__init__", "what the building of an engine sends counts for no other one")
 FORWARD = Patch(_ENGINE, "forward", "what engines without ZeroSync gather in forwards is counted apart")
+FETCH = Patch(_COORDINATOR, "fetch_sub_module", "so is what their modules gather where they are called themselves")
 SHARD = Patch(f"{_PARTITION}.Init", "_zero_init_param",
               "parameters without dimensions, and in any memory layout, are sharded")
 ENTER_INIT = Patch(f"{_PARTITION}.Init", "__enter__", "a zero.Init inside another one, over other ranks, is an error")
