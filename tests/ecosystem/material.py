@@ -2,6 +2,7 @@
 
 model/            a Llama of two layers with random weights, and its tokenizer
 reward/           the same with one output, for reward models
+teacher/          the same with other weights
 adapter/          LoRA that adds nothing, if there is PEFT, for trainers that draw their own before they take a seed
 NAME/train.jsonl  conversations, preferences, judged answers and prompts, of unequal lengths, but for the answers of
                   "even"; conversations have test.jsonl, too
@@ -80,9 +81,10 @@ def make(folder: Path) -> None:
     kinds: tuple[tuple[str, Any, dict[str, int]], ...] = (
         ("model", LlamaForCausalLM, {}),
         ("reward", LlamaForSequenceClassification, {"num_labels": 1}),  # which says to ms-swift what a model is for
+        ("teacher", LlamaForCausalLM, {}),
     )
     for name, cls, outputs in kinds:
-        torch.manual_seed(0)
+        torch.manual_seed(name == "teacher")
         model = cls(
             LlamaConfig(
                 vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,

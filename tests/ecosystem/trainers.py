@@ -92,6 +92,28 @@ def trl(method: str, data: str, model: str = "model", adapter: bool = False, **o
     return Program(f"trl {method}{', LoRA' * adapter}", command)
 
 
+def distillation() -> Program:
+    def command(case: Case) -> list[str]:
+        settings: dict[str, object] = {
+            "model": case.material / "model", "conversations": case.material / "conversations",
+            "teacher_model_name_or_path": case.material / "teacher", "output_dir": case.out, "max_steps": STEPS,
+            "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATION, "learning_rate": RATE,
+            "bf16": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "max_new_tokens": 8,
+            "lmbda": 0.5,
+        }  # fmt: skip
+        settings |= {} if case.stage else {"use_cpu": True}
+        given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        # Each rank generates from its own prompts, so one process would be another program.
+        started = (
+            ["accelerate", "launch", "--config_file", launch(case)]
+            if case.stage
+            else ["torchrun", "--nproc_per_node=2"]
+        )
+        return [*started, str(SCRIPTS / "distillation.py"), *given]
+
+    return Program("accelerate launch distillation.py", command)
+
+
 TRL = Row(
     "TRL",
     ("trl==1.16.0", "peft==0.21.2"),
@@ -103,6 +125,7 @@ TRL = Row(
         trl("kto", "judged"),
         trl("reward", "preferences", "reward"),
         trl("grpo", "prompts", num_generations=2, max_completion_length=8, beta=0.1),
+        distillation(),
     ),
     shown=("trl", "peft", "deepspeed", "accelerate", "transformers"),
 )

@@ -34,8 +34,8 @@ def judge(discriminator: nn.Module, samples: torch.Tensor, are_real: float) -> t
 def test_a_gan(stage: int, as_lightnings_example: bool) -> None:
     """Steps in another order than backwards; the discriminator's gradients of the generator's loss are dropped.
 
-    Which model `backward()` is told makes no difference: gradients reach whom they reach. Nor does it which one has
-    `zero_grad()` called, the optimizer or the module.
+    Which model `backward()` is told, if any, makes no difference: gradients reach whom they reach. Nor does it which
+    one has `zero_grad()` called, the optimizer or the module.
     """
 
     def run() -> Any:
@@ -43,7 +43,7 @@ def test_a_gan(stage: int, as_lightnings_example: bool) -> None:
         g, d = generator(), discriminator()
         g, of_g = fabric.setup(g, adamw(g.parameters()))
         d, of_d = fabric.setup(d, adamw(d.parameters()))
-        told = {True: (g, d), False: (d, g)}[as_lightnings_example]
+        told = {True: (None, None), False: (d, g)}[as_lightnings_example]
         zeroed = {True: (g, d), False: (of_g, of_d)}[as_lightnings_example]
         for step in range(3):
             zeroed[0].zero_grad()

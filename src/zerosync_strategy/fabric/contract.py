@@ -21,6 +21,8 @@ INTERNALS = (
     """),
     *rows("later optimizers", f"{_FABRIC}.Fabric", "_validate_setup_optimizers(optimizers) _validate_launched()"),
     *rows("later optimizers", f"{_FABRIC}.Fabric", "_strategy", named_in=_FABRIC),
+    *rows("backward", f"{_FABRIC}.Fabric", "_models_setup _forward_module", named_in=_FABRIC),
+    *rows("backward", f"{_FABRIC}.Fabric", "+backward(tensor, args, model)"),
     # Fabric looks for the first where a program accumulates, and sets the third to the engine of the coming backward.
     *rows("accumulation", _STRATEGY, "_backward_sync_control", named_in=_FABRIC),
     *rows("accumulation", f"{_BASE}._BackwardSyncControl", "no_backward_sync(module, enabled)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -73,8 +74,32 @@ def allow_later_optimizers(package: str, strategy: type) -> None:
 
         return validate
 
-    (patch,) = (each for each in (patches.FABRIC, patches.OTHER_FABRIC) if each.owner == f"{package}.Fabric")
-    patches.replace(patch, replacement)
+    patches.replace(_of(package, patches.FABRIC, patches.OTHER_FABRIC), replacement)
+
+
+def find_model_of_backward(package: str, strategy: type) -> None:
+    """Let ``fabric.backward(loss)`` of several models name none, as without DeepSpeed: gradients reach whom they reach.
+
+    In fp16 it has to: each model scales its loss.
+    """
+
+    def replacement(stock: Callable[..., None]) -> Callable[..., None]:
+        @wraps(stock)
+        def backward(self: Any, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            if model is None and self._models_setup > 1 and isinstance(self._strategy, strategy):
+                engines: list[Any] = [zerosync.engine for zerosync in self._strategy.zerosyncs]  # type: ignore[attr-defined]
+                if engines and not any(engine.fp16_enabled() for engine in engines):
+                    model = SimpleNamespace(_forward_module=engines[0])
+            stock(self, tensor, *args, model=model, **kwargs)
+
+        return backward
+
+    patches.replace(_of(package, patches.FABRIC_BACKWARD, patches.OTHER_FABRIC_BACKWARD), replacement)
+
+
+def _of(package: str, *found: patches.Patch) -> patches.Patch:
+    (patch,) = (each for each in found if each.owner == f"{package}.Fabric")
+    return patch
 
 
 def _refuse_gradient(param: Tensor) -> None:

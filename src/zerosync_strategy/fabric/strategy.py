@@ -35,7 +35,7 @@ from .library import (
     Precision,
     TorchCheckpointIO,
 )
-from .prepared import PreparedModule, allow_later_optimizers, unwrap_prepared
+from .prepared import PreparedModule, allow_later_optimizers, find_model_of_backward, unwrap_prepared
 
 _ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
@@ -116,6 +116,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         """Replace what has to be so before there is an engine; until the last is detached, and before the next."""
         frontend.prepare_process()
         allow_later_optimizers(PACKAGE, ZeroSyncFabricStrategy)
+        find_model_of_backward(PACKAGE, ZeroSyncFabricStrategy)
 
     @override
     def setup_environment(self) -> None:

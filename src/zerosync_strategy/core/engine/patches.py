@@ -40,6 +40,7 @@ _COUNT = "the hook that counts which parameters a backward will reach costs less
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
 _BLOCK = 'a configuration with a "zerosync" block trains with ZeroSync'
 _IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
+_UNNAMED = "fabric.backward(loss) of several models need not name one"
 _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
 
 # fmt: off
@@ -72,6 +73,8 @@ MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an 
 UPDATE_AVERAGE = Patch(_AVERAGED, "update_parameters", "the average of a ZeRO-3 model is one of full parameters")
 FABRIC = Patch("lightning.fabric.Fabric", "_validate_setup_optimizers", _LATER)
 OTHER_FABRIC = Patch("lightning_fabric.Fabric", "_validate_setup_optimizers", _LATER)
+FABRIC_BACKWARD = Patch("lightning.fabric.Fabric", "backward", _UNNAMED)
+OTHER_FABRIC_BACKWARD = Patch("lightning_fabric.Fabric", "backward", _UNNAMED)
 DEEPSPEED_INIT = Patch("transformers.integrations.deepspeed", "deepspeed_init",
                        "the optimizer and scheduler that a Trainer was given are used, and train() may be called again")
 ACCELERATE_PLUGIN = Patch("accelerate.utils.DeepSpeedPlugin", "__post_init__", _BLOCK, stays=_IMPORTED)
