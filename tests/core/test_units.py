@@ -174,7 +174,7 @@ def test_which_modules_are_units() -> None:
         assert named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, {}) == []
         set_z3_leaf_modules(net := Net(), [nn.Embedding])
         assert named(net, {"unit_modules": ("Block",)}, {}) == ["words", *blocks]
-        assert named(Net(), {"eager_frames": False}, {}) == []
+        assert named(Net(), {"eager_frames": False}, {}) == named(Net(), {"unit_modules": ["Linear"]}, {}) == []
         engine = make_engine(net := Net(), sgd(net), 3, SHARDED)
         with pytest.raises(ValueError, match=r"'unit_modules' got 'Blok', and the Net has no .* Block, Embedding"):
             attach(engine, unit_modules=["Blok"])
