@@ -145,7 +145,7 @@ def test_a_unit_is_one_message() -> None:
         return calls
 
     for calls in run_ranks(run):
-        assert calls == [6, 6, 15]
+        assert calls == [6, 5, 15]
 
 
 class Says(Net):
