@@ -46,12 +46,21 @@ class Pair(nn.Module):
         return self.d(self.g(x[:, :8]).detach()).mean() - self.d(x).tanh().mean()
 
 
+class PairOfBlocks(Pair):
+    """With a discriminator of blocks, which are gathered as wholes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)) for _ in range(2)]
+        self.d = nn.Sequential(*blocks, nn.Linear(16, 1))
+
+
 class Gan(Module):
     """Two discriminator steps, of two backwards each, for one generator step of four."""
 
-    def __init__(self, freezes: str) -> None:
+    def __init__(self, freezes: str, pair: type[Pair] = Pair) -> None:
         super().__init__()
-        self.net = Pair()
+        self.net = pair()
         self.freezes = freezes
         self.automatic_optimization = False
 
@@ -127,6 +136,19 @@ def test_gan(stage: int, freezes: str) -> None:
             sent = sum(traffic.bytes for kind, traffic in report.collectives.items() if kind != "all_reduce")
             more = sent - (1 if stage == 3 else 2) * numel * 4 / 2
             assert more > -16 and (stage == 3 or more < 16), report
+
+
+def test_blocks_are_gathered_as_wholes() -> None:
+    """The hooks are on the module that runs, and not on the part of it that each engine has."""
+
+    def run() -> tuple[float, int]:
+        module = Gan("nothing", PairOfBlocks)
+        recorder, trainer = fit(module, several(3), BATCHES, limit_val_batches=0)
+        report = trainer.strategy.zerosyncs[1].report
+        return distance(recorder.parameters, plain_gan(False, PairOfBlocks())), report.collectives["isend"].calls
+
+    (error, calls), _ = run_ranks(run)
+    assert error == 0.0 and calls < 10, calls  # without the hooks, each read gathers for itself: 77
 
 
 @pytest.mark.extended(but=("1",))

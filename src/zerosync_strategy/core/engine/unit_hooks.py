@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine.compilation import modules_running
+from zerosync_strategy.core.engine.interpose import replaced
 
 
 def is_unit(module: torch.nn.Module) -> bool:
@@ -34,5 +35,6 @@ def gather_as_wholes(engine: Any, modules: Iterable[torch.nn.Module], flag: bool
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
     offload.backward_hooks.clear()
-    offload.setup_zero_stage3_hooks()
+    with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
+        offload.setup_zero_stage3_hooks()
     modules_running().pop()  # the model, which is there already

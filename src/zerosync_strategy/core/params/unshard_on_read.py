@@ -300,7 +300,7 @@ def _state_dict(stock: type) -> Callable[..., Any]:
     def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         entries = stock.state_dict(module, *args, **kwargs)  # type: ignore[attr-defined]
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name in module._parameters:
+        for name in module._parameters if isinstance(entries, dict) else ():
             if type(entry := entries.get(f"{prefix}{name}")) is Alias:
                 entry.__class__ = Entry
         return entries
