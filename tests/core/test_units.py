@@ -169,8 +169,11 @@ def test_which_modules_are_units() -> None:
         assert named(nn.Sequential(Net(), nn.Linear(2, 2)), {"unit_modules": ["Net"]}, {}) == ["0"]
         assert named(Net(), {}, {"stage3_max_live_parameters": 500}) == []  # the layers of a block are alone
         nested = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
-        assert named(copy.deepcopy(nested), {}, {}) == ["0", "1"]
-        assert named(copy.deepcopy(nested), {}, {"stage3_max_live_parameters": 800}) == ["0.0", "0.1", "1.0", "1.1"]
+        inner = ["0.0", "0.1", "1.0", "1.1"]
+        assert named(copy.deepcopy(nested), {}, {}) == inner
+        assert named(copy.deepcopy(nested), {}, {"stage3_prefetch_bucket_size": 1000}) == ["0", "1"]
+        small = {"stage3_prefetch_bucket_size": 1000, "stage3_max_live_parameters": 800}
+        assert named(copy.deepcopy(nested), {}, small) == inner
         assert named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, {}) == []
         set_z3_leaf_modules(net := Net(), [nn.Embedding])
         assert named(net, {"unit_modules": ("Block",)}, {}) == ["words", *blocks]

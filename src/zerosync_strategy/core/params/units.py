@@ -6,8 +6,9 @@ of hooks, and the network nine messages, where one would do.
 A unit is a module with a forward, and with parameters in several modules. Which are, in this order: those that the
 option ``unit_modules`` names by their classes; those that the program has made leaf modules for DeepSpeed; those that
 the model says not to split (``_no_split_modules``, by which transformers, Accelerate and FSDP go); without such a word,
-the children of a ``ModuleList`` or ``Sequential`` that are alike. One that is too large is divided among its children.
-What is in no unit is gathered by module. PyTorch's FSDP wraps models in the same way.
+the children of a ``ModuleList`` or ``Sequential`` that are alike; where such have others in them, as two towers of
+blocks, the inner ones, unless the outer are small. A unit that is too large is divided among its children. What is in
+no unit is gathered by module. PyTorch's FSDP wraps models in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from zerosync_strategy.core.engine import contract, unit_hooks, zero3
+from zerosync_strategy.core.engine import contract, gathering, unit_hooks, zero3
 from zerosync_strategy.core.engine.transformers import not_split
 
 
@@ -45,7 +46,7 @@ class Units:
         self._chosen: list[nn.Module] = []
         if names or chooses:
             whole = set(names) or not_split(module) & classes
-            self._chosen = list(_units(module, whole, limit, set()))
+            self._chosen = list(_units(module, whole, limit, gathering.prefetched_numel(engine), set()))
         if self._chosen:
             unit_hooks.gather_as_wholes(engine, self._chosen)
         found = [each for each in module.modules() if unit_hooks.is_unit(each)]
@@ -74,11 +75,18 @@ class Units:
             unit_hooks.gather_as_wholes(self._engine, self._chosen, False)
 
 
-def _units(module: nn.Module, classes: Collection[str], limit: int, alike: Collection[int]) -> Iterator[nn.Module]:
-    """Yield the units in ``module``, the outermost; ``alike``: the ids of modules that have others like them."""
+def _units(
+    module: nn.Module, classes: Collection[str], limit: int, small: int, alike: Collection[int]
+) -> Iterator[nn.Module]:
+    """Yield the units in ``module``; ``alike``: the ids of modules that have others like them.
+
+    Units have at most ``limit`` elements; up to ``small`` ones, those that are alike may have alike ones in them.
+    """
     if unit_hooks.is_unit(module):
         return
     is_meant = type(module).__name__ in classes if classes else id(module) in alike
+    if is_meant and not classes and _numel(module) > small and _has_alike(module):
+        is_meant = False
     if is_meant and _is_whole(module):
         if _numel(module) <= limit:
             yield module
@@ -87,7 +95,7 @@ def _units(module: nn.Module, classes: Collection[str], limit: int, alike: Colle
     elif not classes:
         alike = {*alike, *_alike(module)}
     for child in module.children():
-        yield from _units(child, classes, limit, alike)
+        yield from _units(child, classes, limit, small, alike)
 
 
 def _alike(module: nn.Module) -> set[int]:
@@ -95,6 +103,12 @@ def _alike(module: nn.Module) -> set[int]:
         return set()
     counts = Counter(type(child) for child in module)
     return {id(child) for child in module if counts[type(child)] > 1}
+
+
+def _has_alike(module: nn.Module) -> bool:
+    """Whether ``module`` has units in it that are alike."""
+    alike = {each for outer in module.modules() for each in _alike(outer)}
+    return any(id(each) in alike and _is_whole(each) for each in module.modules())
 
 
 def _is_whole(module: nn.Module) -> bool:
