@@ -42,6 +42,7 @@ from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.verdict import END_OF_TRAINING
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_problem
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -51,8 +52,8 @@ from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
-    "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync", "accumulate_outside",
-    "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
+    "END_OF_TRAINING", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
+    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
     "in_full", "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
     "offloads_optimizer", "one_load", "one_save", "optimizer_problem", "part_of", "readable", "reload_master_weights",
     "restore", "restrict",

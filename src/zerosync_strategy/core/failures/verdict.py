@@ -34,6 +34,8 @@ FEWER_BATCHES = (
     " that has nothing left run a loss times 0."
 )
 """What may be the cause where a rank has ended, or is between two windows, and others are inside of one."""
+END_OF_TRAINING = "the end of the training"
+"""The activity in which a frontend lets the ranks meet there."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
     if verdict is None or verdict.cause not in ("process ended", "elsewhere", "other call"):
         return verdict
     inside = [state for state in states if state.phase is not Phase.GONE and state.backward]
-    if 0 < len(inside) < len(states):
+    ended = [state for state in states if state.activity == END_OF_TRAINING]
+    if 0 < len(inside) < len(states) or 0 < len(ended) < len(states):
         return replace(verdict, text=f"{verdict.text}. {FEWER_BATCHES}")
     return verdict
 
