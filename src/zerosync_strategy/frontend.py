@@ -53,10 +53,10 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
     "END_OF_TRAINING", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape", "gather_for_evaluation", "has_own_group",
-    "in_full", "in_full_shapes", "interpose", "leave_sharded", "loading_without_optimizer", "loads_universal",
-    "offloads_optimizer", "one_load", "one_save", "optimizer_problem", "part_of", "readable", "reload_master_weights",
-    "restore", "restrict",
+    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape",
+    "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
+    "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
+    "optimizer_problem", "part_of", "readable", "reload_master_weights", "restore", "restrict",
 ]  # fmt: skip
 
 
