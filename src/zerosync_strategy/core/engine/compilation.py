@@ -113,9 +113,7 @@ def unwrap_compiled(engine: Any) -> None:
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    offload._remove_module_hooks()
-    offload.forward_hooks.clear()
-    offload.backward_hooks.clear()
+    remove_module_hooks(offload)
     for parent in list(engine.module.modules()):
         for name, child in vars(parent)["_modules"].items():
             if child is not None:
@@ -133,6 +131,13 @@ def unwrap_compiled(engine: Any) -> None:
     engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
     engine.module_forward_post_hook = engine._create_module_forward_post_hook()
     offload.setup_zero_stage3_hooks()
+
+
+def remove_module_hooks(offload: Any) -> None:
+    """Take away DeepSpeed's hooks around modules, so that they can be made anew."""
+    offload._remove_module_hooks()
+    offload.forward_hooks.clear()
+    offload.backward_hooks.clear()
 
 
 def _gather_when_read(module: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine.compilation import modules_running
+from zerosync_strategy.core.engine.compilation import modules_running, remove_module_hooks
 from zerosync_strategy.core.engine.interpose import replaced
 
 
@@ -32,9 +32,7 @@ def gather_as_wholes(engine: Any, modules: Iterable[torch.nn.Module], flag: bool
         for param in [] if flag else module.parameters():
             vars(param).pop("ds_z3_leaf_module", None)
     offload = engine.optimizer.parameter_offload
-    offload._remove_module_hooks()
-    offload.forward_hooks.clear()
-    offload.backward_hooks.clear()
+    remove_module_hooks(offload)
     with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
         offload.setup_zero_stage3_hooks()
     modules_running().pop()  # the model, which is there already

@@ -177,6 +177,11 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(shard, (0, size - shard.numel()))
 
 
+def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the full shape of ``param``, of ``dtype``, without memory."""
+    return torch.empty(full_shape(param), dtype=dtype, device="meta")
+
+
 def is_empty(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor``, of which a shape may say otherwise, has no memory."""
     with as_it_is():

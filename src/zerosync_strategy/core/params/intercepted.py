@@ -183,7 +183,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _OF_SHARDED and (done := _OF_SHARDED[func](*args)) is not NotImplemented:
             return done
         if func in OF_THE_SHAPE:
-            return func(_without_values(args[0]), *args[1:], **kwargs)
+            return func(zero3.without_values(param := _param_of(args[0]), param.dtype), *args[1:], **kwargs)
         if getattr(func, "__name__", "") in CONVERSIONS:
             with zero3.as_it_is():
                 if func(*args, **kwargs) is args[0]:
@@ -256,10 +256,6 @@ class _Operation:
             if storage == memory.full.untyped_storage()._cdata:
                 return unsharded(computed, memory)
         return computed
-
-
-def _without_values(tensor: Any) -> torch.Tensor:
-    return torch.empty(zero3.full_shape(_param_of(tensor)), dtype=tensor.dtype, device="meta")
 
 
 def _alias(tensor: Any, alias: torch.Tensor) -> Any:

@@ -61,8 +61,7 @@ class StateEntry(torch.Tensor):
             with zero3.as_it_is():
                 return func(*args, **kwargs)
         if func in OF_THE_SHAPE:
-            shape = zero3.full_shape(entry.zerosync_param)
-            return func(torch.empty(shape, dtype=entry.dtype, device="meta"), *others, **kwargs)
+            return func(zero3.without_values(entry.zerosync_param, entry.dtype), *others, **kwargs)
         if func in _WITH_ITSELF:
             return entry
         if getattr(func, "__name__", "") in _COPIES and (shard := entry.zerosync_shard()) is not None:

@@ -21,7 +21,7 @@ _OBJECT = """
 _BYTES = "data_ptr untyped_storage storage _typed_storage"
 
 
-def functions_of(names: str) -> set[Any]:
+def _functions_of(names: str) -> set[Any]:
     """Return the functions by which these members of a tensor are called, asked for, set and deleted."""
     functions: set[Any] = set()
     for name in names.split():
@@ -30,14 +30,14 @@ def functions_of(names: str) -> set[Any]:
     return functions
 
 
-OF_THE_SHAPE = functions_of(_SHAPE) | {torch.numel}
-OF_THE_BYTES = functions_of(_BYTES)
+OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
+OF_THE_BYTES = _functions_of(_BYTES)
 """They find where the values lie."""
-OF_ANY_VALUES = functions_of(_OBJECT) | OF_THE_SHAPE
+OF_ANY_VALUES = _functions_of(_OBJECT) | OF_THE_SHAPE
 """Functions of a parameter whose result does not depend on its values."""
 # What is asked of a parameter without its values, and is the same where they are not.
-OF_THE_OBJECT = functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
+OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
 # ... and where they are is a tensor that autograd has computed.
-OF_A_LEAF = {*functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), SET_DATA}
+OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), SET_DATA}

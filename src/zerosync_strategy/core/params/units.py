@@ -55,7 +55,8 @@ class Units:
         self._of: dict[Any, tuple[Any, ...]] = {}  # by parameter, all of its unit, the first that has it
         for unit in found:
             members = tuple(filter(zero3.is_sharded, unit.parameters()))
-            self._of = dict.fromkeys(members, members) | self._of
+            for param in members:
+                self._of.setdefault(param, members)
 
     def completed(self, params: Iterable[Any]) -> Iterable[Any]:
         """Return ``params``, which DeepSpeed gathers or gathers ahead, with what is missing of their units.
