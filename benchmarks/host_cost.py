@@ -24,6 +24,7 @@ import pstats
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -154,8 +155,14 @@ def _operators() -> Any:
     class Operators(TorchDispatchMode):
         count = 0
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.collectives: Counter[str] = Counter()
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += 1
+            if function.namespace == "c10d":
+                self.collectives[function.__name__] += 1
             return function(*args, **(kwargs or {}))
 
     return Operators()

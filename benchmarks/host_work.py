@@ -25,7 +25,7 @@ from typing import Any
 
 from host_cost import OPTIONS, _collectives, _operators, _steps_uncut
 
-SYSTEMS = ("torch", "stock-2", "zerosync-2", "stock-3", "zerosync-3", "zerosync-3-held")
+SYSTEMS = ("torch", "fsdp2", "stock-2", "zerosync-2", "stock-3", "zerosync-3", "zerosync-3-held")
 PARAMETERS = 6_738_415_616  # of Llama-2-7B
 PEAK, UTILIZATION, LINK = 989e12, 0.4, 50e9  # of an H100 or H200 in bf16, FLOP/s; 400 Gbit/s for each GPU, bytes/s
 REPEATS = 5
@@ -53,7 +53,16 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
     optimizer: Any = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
     engine: Any = None
     kind, *option = system.split("-")
-    if kind != "torch":
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        mesh = dist.init_device_mesh("cpu", (world_size,))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    elif kind != "torch":
         import deepspeed
 
         from zerosync_strategy import attach, prepare_cpu
@@ -80,6 +89,8 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
 
     def step() -> None:
         for k in range(backwards):
+            if kind == "fsdp2":
+                model.set_requires_gradient_sync(k == backwards - 1)
             loss = (engine or model)(input_ids=tokens, labels=tokens).loss
             if engine is None:
                 loss.backward()
@@ -110,7 +121,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
     return {
         "system": system, "backwards": backwards, "world_size": world_size, "modules": modules,
         "tensors": len(parameters), "microseconds": 1e6 * min(times), "operators": operators.count,
-        "collectives": {name: traffic.calls for name, traffic in collectives.items()},
+        "collectives": {name: traffic.calls for name, traffic in collectives.items()} or operators.collectives,
         "python_calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
     }  # fmt: skip
 
@@ -125,6 +136,7 @@ def link_seconds(system: str, backwards: int, world_size: int) -> float:
     kind, *option = system.split("-")
     if kind == "torch":
         return 0.0
+    option = option or ["3"]  # FSDP2 gathers alike
     share = (world_size - 1) / world_size
     once = 2 * PARAMETERS * share / LINK
     if option[0] == "2":  # stock reduces by an all-reduce, for each micro-batch

@@ -28,11 +28,11 @@ from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, gathering, patches, zero
-from zerosync_strategy.core.engine.autograd_functions import drop_functions
 from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
+from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
@@ -44,7 +44,12 @@ from zerosync_strategy.core.failures.errors import RankError, is_communication_e
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.failures.verdict import END_OF_TRAINING
 from zerosync_strategy.core.handle import ZeroSync
-from zerosync_strategy.core.optimizer.problems import dtype_problem, optimizer_problem
+from zerosync_strategy.core.optimizer.problems import (
+    drop_empty_groups,
+    dtype_problem,
+    optimizer_problem,
+    warn_of_empty_groups,
+)
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
@@ -53,7 +58,7 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
     "END_OF_TRAINING", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "dtype_problem", "full_shape",
+    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
     "optimizer_problem", "part_of", "readable", "reload_master_weights", "restore", "restrict",
@@ -145,6 +150,8 @@ def set_up(
     require_same(call, {"optimizer": problem or "as asked"} | dict(facts or {}) | model_facts(module))
     if problem:
         raise ValueError(f"{call} found that {problem}")
+    for optimizer in optimizers:
+        warn_of_empty_groups(call, optimizer)
     groups = [] if shown is None else [list(group["params"]) for group in shown.param_groups if group["params"]]
     drop_functions(module)  # of an engine that has evaluated or trained it
     with building_engine():

@@ -20,6 +20,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
+from zerosync_strategy.frontend import drop_empty_groups
 
 BATCHES, EVERY = 10, 4
 
@@ -287,6 +288,48 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
             scheduler.step()
     for parameters in run_ranks(job, env=launched(stage)):
         assert distance(parameters, full_parameters(module)) == 0.0
+
+
+class WithAnEmptyGroup(InOrder):
+    """As Trainers of LoRA before transformers 5, and LLaVA's: DeepSpeed takes such a group away."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.SGD(_groups(self.model), lr=0.5)
+        return self.optimizer
+
+
+def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": [first], "lr": 0.1}, {"params": []}, {"params": others, "lr": 0.05}]
+
+
+def test_a_scheduler_goes_without_empty_groups() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(_groups(model), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 0.5, lambda _: 0.0, lambda _: 0.25])
+    drop_empty_groups(optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.0125] == scheduler.get_last_lr()
+
+
+def test_a_group_without_parameters(tmp_path: Path) -> None:
+    def job() -> Any:
+        trainer = WithAnEmptyGroup(model := Model(), arguments(tmp_path), train_dataset=Rows(4))
+        trainer.train()
+        with pytest.warns(UserWarning, match="group 1 of the optimizer has no parameters"):
+            Accelerator().prepare(other := Model(), torch.optim.SGD(_groups(other), lr=0.5))
+        return full_parameters(model)
+
+    model, data = Model(), Data(4)
+    expected = Oracle(model, torch.optim.SGD(_groups(model), lr=0.5), WORLD)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: (4 - step) / 4)
+    for batch in range(4):
+        expected.backward(lambda rank, batch=batch: loss_of(model.net, data.batch(batch, rank)))
+        expected.step()
+        scheduler.step()
+    for parameters in run_ranks(job, env=launched(2)):
+        assert distance(parameters, full_parameters(model)) == 0.0
 
 
 class SavesTheModule(InOrder):

@@ -53,9 +53,10 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
     (result,) = run_ranks(run, world_size=1)
     between, after, listed = result
     # ZeRO-3's own, as long as the process lives.
-    assert set(after) <= {"torch.nn.functional.linear"}
+    of_zero3 = {"torch.nn.functional.linear", "torch.nn.functional.linear.__code__"}
+    assert set(after) <= of_zero3
     unlisted = [name for name in between if not any(is_same(name, patch) for patch in listed)]
-    assert set(unlisted) <= {"torch.nn.functional.linear"} and len(between) > 12
+    assert set(unlisted) <= of_zero3 and len(between) > 12
     assert "the process.scheduling" in between
 
 

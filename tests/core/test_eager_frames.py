@@ -28,7 +28,7 @@ from tests.harness.reads import BACKWARDS, WIDTH, WORDS, Block, LowRank, Model, 
 from tests.harness.releases import since
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine import compilation, contract
+from zerosync_strategy.core.engine.contract import is_before
 from zerosync_strategy.core.params import scheduler
 
 
@@ -440,12 +440,10 @@ def test_an_exception_releases_what_hooks_have_gathered() -> None:
         inner.scale = nn.Parameter(torch.ones(WIDTH))
         engine = make_engine(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner))
         attach(engine)
-        running = len(compilation.modules_running())
         for _ in range(3):
             with pytest.raises(KeyError):
                 engine(torch.ones(2, WIDTH))
             assert gathered(engine) == []
-        assert len(compilation.modules_running()) == running
 
     run_ranks(run)
 
@@ -473,7 +471,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
         zerosync, kept = attach(engine), []
         unsharded = attached_of(zerosync).scheduler.unsharded
         free_with = unsharded.free_with
-        if until_the_end:  # the other policy: what was gathered stays until the end of the backward
+        if until_the_end:  # the other policy: what was read stays until the end of the backward
             unsharded.free_with = lambda full, size: (free_with(full, size), kept.append(full))
         if backend:
             engine.compile(backend=backend)
@@ -487,12 +485,10 @@ def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
 
     # Weights that autograd has saved for their readers' backward, and what runs: a reader with its table, or a layer.
     claims = 4 * WEIGHT + max(TABLE, WEIGHT)
-    everything = 4 * (WEIGHT + TABLE + WEIGHT)
+    everything = 4 * (WEIGHT + TABLE)
     for within, beyond in zip(run_ranks(run, False), run_ranks(run, True), strict=True):
-        assert min(within) <= claims, (
-            within,
-            beyond,
-        )  # in some steps gloo holds what it has gathered last for a moment
+        # In some steps gloo holds what it has gathered last for a moment.
+        assert min(within) <= claims, (within, beyond)
         assert max(within) < everything <= min(beyond), (within, beyond)
 
 
@@ -583,13 +579,10 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
                 assert weight.ds_status.name == "AVAILABLE" and weight.ds_numel == weight.numel()
             return self.layers[1](F.linear(F.linear(x, weight), self.layers[0].weight)).square().mean()
 
-    def run() -> tuple[float, list[int], int]:
+    def run() -> tuple[float, list[int]]:
         model, plain = Twice(), Twice()
         engine, mirror, x = make_engine(model), Oracle(plain, adamw(plain)), torch.ones(2, WIDTH)
-        zerosync, sent, fetched = attach(engine, param_memory_budget=budget), [], []
-        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        fetch = coordinator.fetch_sub_module
-        coordinator.fetch_sub_module = lambda *args, **kwargs: (fetched.append(args), fetch(*args, **kwargs))
+        zerosync, sent = attach(engine, param_memory_budget=budget), []
         for k in range(8):
             if k == 4:
                 offload = engine.optimizer.parameter_offload
@@ -607,17 +600,13 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
             mirror.backward(lambda _: plain(x))
             mirror.step()
             sent.append(zerosync.report.bytes_sent)
-        del coordinator.fetch_sub_module
         zerosync.detach()
-        if contract.has(contract.LEFTOVERS):  # else DeepSpeed by itself never releases a module fed without a gradient
+        if not is_before(deepspeed.__version__, "0.19.3"):  # it never releases a module fed without a gradient
             engine.backward(engine.module.layers[1](x).sum())
-        return distance(full_parameters(model), full_parameters(plain)), sent, len(fetched)
+        return distance(full_parameters(model), full_parameters(plain)), sent
 
-    for error, sent, fetched in run_ranks(run):
+    for error, sent in run_ranks(run):
         assert error == 0.0 and sent[3] == sent[7]  # what a forward reads twice is gathered once
-        assert (fetched == 0) == (
-            budget == "all"
-        )  # where all is held, DeepSpeed gathers for no module, before or after
         assert (sent[4] == sent[3]) == (budget == "all")  # and what was gathered to generate stays for the training
 
 

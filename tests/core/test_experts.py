@@ -19,7 +19,8 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import buckets, reducer
-from zerosync_strategy.core.params import gather_groups, module_order
+from zerosync_strategy.core.params import gather_groups, unit_order
+from zerosync_strategy.core.params.units import Unit
 
 WIDTH, EXPERTS, LAYERS, TOKENS, STEPS = 8, 4, 2, 4, 3
 ZERO = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 300}
@@ -108,11 +109,12 @@ def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeyp
 
 
 def test_forwards_without_a_backward_are_not_noted_down_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_order, "LONGEST", 10)
-    order, layer = module_order.ModuleOrder(lambda module: list(module.parameters())), nn.Linear(1, 1)
+    monkeypatch.setattr(unit_order, "LONGEST", 10)
+    layer = nn.Linear(1, 1)
+    order, unit = unit_order.UnitOrder(), Unit(layer, layer.parameters(), False)
     for _ in range(95):
-        order.begins(layer)
-        order.ends(layer)
-    assert len(order._ended[layer]) == 5
+        order.begins(unit)
+        order.ends(unit)
+    assert len(order._ended[unit]) == 5
     order.backward_begins()
-    assert order.comes_to(layer) == 5 and order.first_uses() == {id(param): 1 for param in layer.parameters()}
+    assert order.comes_to(unit) == 5 and order.first_uses() == {id(param): 1 for param in layer.parameters()}

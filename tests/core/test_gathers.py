@@ -85,8 +85,6 @@ def test_one_order_at_every_depth_and_the_same_losses_in_many_runs(depths: list[
         kinds = [[(len(group), group[-1] - group[0], size) for group, size, _ in issued] for issued in by_rank]
         assert all(kind == kinds[0] for kind in kinds)
         assert len(Counter(group for group, *_ in by_rank[0])) == 3
-    numbers = [len(issued) for _, issued in ranks[0]]
-    assert numbers[0] > numbers[-1], numbers  # prefetched parameters of a group share a gather
 
 
 @pytest.mark.extended

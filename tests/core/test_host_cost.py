@@ -38,12 +38,12 @@ def test_three_times_the_python_calls_of_torch(stage: int) -> None:
 
 @since("0.19.8", "stock costs something else")
 def test_python_calls_beside_stock() -> None:
-    """As one of two ranks, of whom stock costs least: held stage 3 in all, stage 2 above what torch itself calls."""
-    torch, held, stock_3, ours, stock_2 = (
+    """As one of two ranks, of whom stock costs least: stage 3 in all, stage 2 above what torch itself calls."""
+    torch, held, sharded, stock_3, ours, stock_2 = (
         measured(system, 2, layers=50, width=8, backwards=4)["python_calls"]
-        for system in ("torch", "zerosync-3-held", "stock-3", "zerosync-2", "stock-2")
+        for system in ("torch", "zerosync-3-held", "zerosync-3", "stock-3", "zerosync-2", "stock-2")
     )
-    assert held <= 0.15 * stock_3
+    assert held <= 0.11 * stock_3 and sharded <= 0.25 * stock_3
     assert ours - torch <= 0.4 * (stock_2 - torch)
 
 

@@ -19,7 +19,6 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.attached.overrides import EngineOverrides
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import CoordinatorOverrides
 from zerosync_strategy.core.engine.several import part_of, restrict
 
 T = TypeVar("T")
@@ -133,11 +132,11 @@ def test_what_engines_share_goes_with_the_last() -> None:
         step(0)
         handles[0].detach()
         # The second still holds, orders and unshards; the first is DeepSpeed's again.
-        assert isinstance(coordinator, CoordinatorOverrides)
+        assert "_zerosync_parameters" in vars(coordinator) and not engines[0].optimizer.parameter_offload.forward_hooks
         assert type(engines[0]) is deepspeed.DeepSpeedEngine and type(module.first) is not nn.Linear
         step(1)
         handles[1].detach()
-        assert type(coordinator).__bases__ == (object,) and type(module.first) is nn.Linear
+        assert type(module.first) is nn.Linear
         assert not [name for name in vars(coordinator) if "zerosync" in name]
         with torch.no_grad():  # stock gathers and releases as it did
             errors.append(excess(engines[0](data(2, 0)), of_trained(plain, lambda: plain(data(2, 0)))))

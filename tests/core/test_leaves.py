@@ -1,7 +1,4 @@
-"""Inside of a forward a parameter is itself: the leaf that autograd and torch.func see. Against plain torch.
-
-Where ZeRO-3 holds nothing, DeepSpeed's hooks and its linear function do not let it be; these are expected to fail.
-"""
+"""Inside of a forward a parameter is itself: the leaf that autograd and torch.func see. Against plain torch."""
 
 import copy
 import functools
@@ -120,7 +117,6 @@ PROGRAMS: list[Backward] = [
     backward_of_inputs, grad_of_parameters, grad_of_some_unused, weight_detached_in_a_function, gradient_penalty,
     selective_checkpoint, perturbed_parameters, torch_func_grad, torch_func_vmap,
 ]  # fmt: skip
-GATHER_UNDER_A_TRANSFORM: list[Backward] = [torch_func_grad, torch_func_vmap]
 HELD = {"param_memory_budget": "all"}
 
 
@@ -170,18 +166,9 @@ def test_on_stage_2() -> None:
 
 
 def test_where_all_is_held() -> None:
-    assert (
-        max(errors_of([each for each in PROGRAMS if each not in GATHER_UNDER_A_TRANSFORM], 3, **HELD).values()) < 1e-5
-    )
+    assert max(errors_of(PROGRAMS, 3, **HELD).values()) < 1e-5
 
 
-@pytest.mark.xfail(strict=True, reason="a gather under a transform of torch.func")
-@pytest.mark.parametrize("backward", GATHER_UNDER_A_TRANSFORM)
-def test_where_a_transform_gathers_what_will_be_held(backward: Backward) -> None:
-    assert max(errors_of([backward], 3, **HELD).values()) < 1e-5
-
-
-@pytest.mark.xfail(strict=True, reason="DeepSpeed's hooks and linear function")
 @pytest.mark.parametrize("backward", PROGRAMS)
 def test_where_nothing_is_held(backward: Backward) -> None:
     assert max(errors_of([backward], 3).values()) < 1e-5

@@ -1,20 +1,21 @@
 """Units: modules that ZeRO-3 gathers as a whole. Which are chosen, and that any program trains as in plain torch."""
 
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine.unit_hooks import is_unit
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 WIDTH = 8
@@ -106,7 +107,7 @@ def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None
         oracle = Oracle(plain, sgd(plain))
         engine = make_engine(net, sgd(net), 3, SHARDED | zero)
         zerosync = attach(engine, **options)
-        assert [is_unit(module) for module in net.modules()].count(True) == 5
+        assert attached_of(zerosync)._parameters.units.counts.total() == 5
         for step, how in enumerate(PROGRAM):
             for _ in range(2):
                 engine.backward(engine(words(step, rank()), *how))
@@ -119,7 +120,7 @@ def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None
         left = [name for name, param in net.named_parameters() if param.ds_status.name == "AVAILABLE"]
         error = distance(full_parameters(net), full_parameters(plain))
         zerosync.detach()
-        assert not any(is_unit(module) for module in net.modules())
+        assert engine.optimizer.parameter_offload.forward_hooks
         if recomputed != "blocks, reentrant":  # where stock reduces what two blocks share twice, and fails
             engine.backward(engine(words(8, rank()), *PROGRAM[0]))
             engine.step()
@@ -130,11 +131,11 @@ def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None
 
 
 def test_a_unit_is_one_message() -> None:
-    """Also where DeepSpeed gathers ahead fewer elements than a unit has."""
+    """Also where fewer elements are gathered ahead than a unit has; "Linear" is none, so that layers are alone."""
 
     def run() -> list[int]:
         calls = []
-        for ahead, options in ((0, {}), (50, {}), (0, {"eager_frames": False})):  # the last has no units by itself
+        for ahead, options in ((0, {}), (50, {}), (0, {"unit_modules": ["Linear"]})):
             engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_prefetch_bucket_size": ahead})
             zerosync = attach(engine, **options)
             for step in range(4):
@@ -148,15 +149,177 @@ def test_a_unit_is_one_message() -> None:
         assert calls == [6, 5, 15]
 
 
+def test_memory_goes_between_forward_and_backward() -> None:
+    """What autograd has saved of a weight, itself or a view of it, has no bytes in between."""
+
+    def run() -> list[list[int]]:
+        zero = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | zero)
+        attach(engine)
+        memory, in_backward = [], []
+
+        def note(module: Any, _: Any, output: torch.Tensor) -> None:
+            memory.append(module.weight.t().untyped_storage())
+            output.register_hook(lambda _: in_backward.append([each.nbytes() for each in memory]))
+
+        for block in (net.blocks[0], net.blocks[3]):
+            block.narrow.register_forward_hook(note)
+        loss = engine(words(0, rank()), (0, 3), False)
+        between = [each.nbytes() for each in memory]
+        engine.backward(loss)
+        after = [each.nbytes() for each in memory]
+        engine.step()
+        return [between, *in_backward, after]
+
+    size = 4 * 2 * WIDTH * WIDTH
+    assert run_ranks(run) == [[[0, 0], [0, size], [size, 0], [0, 0]]] * 2
+
+
+def repeat_all(function: Any, x: torch.Tensor) -> Any:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(function, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "outer", [lambda block, x: block(x), recompute(False), repeat_all, recompute(True)],
+    ids=["nothing", "blocks", "all of blocks", "reentrant"],
+)  # fmt: skip
+def test_a_rank_has_two_units_at_most(outer: Callable[..., Any]) -> None:
+    """The one that runs, and the next, on its way."""
+
+    def run() -> list[int]:
+        net = nn.Sequential(*(Block() for _ in range(6)))
+        net.forward = lambda x: functools.reduce(lambda x, block: outer(block, x), net, x).square().mean()
+        zero = {"stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 0}
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), 3, SHARDED | zero)
+        zerosync, peaks = attach(engine), []
+        for _ in range(4):
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, WIDTH, requires_grad=True)))
+            engine.step()
+            peaks.append(zerosync.report.peak_unsharded_bytes)
+        return peaks
+
+    size = 4 * sum(param.numel() for param in Block().parameters())
+    for first, *others in run_ranks(run):  # before it is known what follows
+        assert first <= 2 * size and others == [2 * size] * 3
+
+
+def test_a_backward_that_begins_inside_of_a_unit() -> None:
+    """It finds no values, and says so; where they are held, it does."""
+
+    def run() -> None:
+        for options in ({}, {"param_memory_budget": "all"}, {"unit_modules": ["Embedding"]}):
+            engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_max_reuse_distance": 0})
+            attach(engine, **options)
+            inside: list[torch.Tensor] = []
+            net.blocks[0].narrow.register_forward_hook(lambda _, args, output, inside=inside: inside.append(output))
+            engine(words(0, rank()), (0, 3), False)
+            if options:
+                engine.backward(inside[0].square().mean())
+            else:
+                with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace.*unit_modules"):
+                    engine.backward(inside[0].square().mean())
+            engine.backward(engine(words(1, rank()), (0, 3), False))
+            engine.step()
+            engine.destroy()
+
+    run_ranks(run)
+
+
+def test_what_comes_otherwise_than_before() -> None:
+    """What was gathered ahead of what does not come, or of another order, does not stay."""
+
+    def run() -> None:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_prefetch_bucket_size": 10**6})
+        attach(engine)
+        for order in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 4), (3, 1), (0, 1), (0, 1, 2, 3, 4)):
+            with torch.no_grad():
+                engine(words(0, rank()), order, False)
+            assert {param.ds_status.name for param in net.parameters()} == {"NOT_AVAILABLE"}, order
+
+    run_ranks(run)
+
+
+class Weight(nn.Module):
+    """Returns its parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class Hidden(nn.Module):
+    """Hides what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(x=self.inner(x) * self.scale)
+
+
+class Odd(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.hidden = Weight(), nn.ModuleList(Hidden() for _ in range(2))
+
+    def forward(self, words: torch.Tensor, order: tuple[int, ...], in_parts: bool) -> torch.Tensor:
+        x = self.words(words) @ self.weight().t()
+        for each in self.hidden:
+            x = each(x).x
+        return (self.blocks[0](x) - 1.0).square().mean()
+
+
+def test_what_a_unit_returns() -> None:
+    """Its parameter itself, on which no hook may stay; an object in which nobody finds the tensor."""
+
+    def run() -> tuple[float, int]:
+        net, plain = Odd(), Odd()
+        oracle, engine = Oracle(plain, sgd(plain)), make_engine(net, sgd(net), 3, SHARDED)
+        attach(engine)
+        hooks = len(net.weight.weight._backward_hooks or ())
+        for step in range(6):
+            engine.backward(engine(words(step, rank()), (), False))
+            oracle.backward(lambda r, step=step: plain(words(step, r), (), False))
+            assert {param.ds_status.name for param in net.parameters()} == {"NOT_AVAILABLE"}
+            if step % 2:
+                engine.step()
+                oracle.step()
+        grown = len(net.weight.weight._backward_hooks or ()) - hooks
+        return distance(full_parameters(net), full_parameters(plain)), grown
+
+    assert run_ranks(run) == [(0.0, 0)] * 2
+
+
+def test_a_copy_of_the_module_gathers_nothing() -> None:
+    def run() -> None:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED)
+        zerosync = attach(engine)
+        with zerosync.full_parameters():
+            copied = copy.deepcopy(net)
+        with torch.no_grad():
+            expected = engine(words(0, rank()), (0, 1), False)
+            if rank() == 0:
+                assert torch.equal(copied(words(0, 0), (0, 1), False), expected)
+
+    run_ranks(run)
+
+
 class Says(Net):
     _no_split_modules = ("Block", "Other")
 
 
 def named(net: nn.Module, options: dict[str, Any], zero: dict[str, Any]) -> list[str]:
     engine = make_engine(net, sgd(net), 3, SHARDED | zero)
-    parameters = attached_of(attach(engine, **options))._parameters
-    assert sum(parameters.units.counts.values()) == sum(map(is_unit, net.modules()))
-    found = [name for name, module in net.named_modules() if is_unit(module)]
+    units = attached_of(attach(engine, **options))._parameters.units
+    found = [name for name, module in net.named_modules() if module in units.wholes]
+    assert units.counts.total() == len(found)
     engine.destroy()
     return found
 
@@ -177,7 +340,8 @@ def test_which_modules_are_units() -> None:
         assert named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, {}) == []
         set_z3_leaf_modules(net := Net(), [nn.Embedding])
         assert named(net, {"unit_modules": ("Block",)}, {}) == ["words", *blocks]
-        assert named(Net(), {"eager_frames": False}, {}) == named(Net(), {"unit_modules": ["Linear"]}, {}) == []
+        assert named(Net(), {"eager_frames": False}, {}) == blocks
+        assert named(Net(), {"unit_modules": ["Linear"]}, {}) == []
         engine = make_engine(net := Net(), sgd(net), 3, SHARDED)
         with pytest.raises(ValueError, match=r"'unit_modules' got 'Blok', and the Net has no .* Block, Embedding"):
             attach(engine, unit_modules=["Blok"])

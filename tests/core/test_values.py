@@ -608,6 +608,19 @@ def test_pruning(stage: int, options: dict[str, Any]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_a_state_dict_of_what_an_engine_has_left_sharded() -> None:
+    """As a program that saves after ``accelerator.end_training()``."""
+
+    def run() -> None:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED)
+        attach(engine)
+        engine.destroy()
+        with pytest.warns(UserWarning, match=r"engine of the Net was destroyed.*'words.weight', is empty"):
+            assert net.state_dict()["words.weight"].numel() == 0
+
+    run_ranks(run)
+
+
 def test_one_rank_saves_a_state_alone() -> None:
     """And then gathers the weights with the others, as DeepSpeed-Chat and OpenRLHF do."""
 
@@ -637,21 +650,19 @@ def test_one_rank_saves_a_state_alone() -> None:
                 with pytest.raises(RuntimeError, match=r"size mismatch for words.weight"):
                     Net().load_state_dict(loaded)
         with torch.no_grad():
-            engine(data(1, rank()))  # leaves some gathered, as DeepSpeed does: they are saved as they are
-        released = {name for name, param in net.named_parameters() if param.ds_status.name == "NOT_AVAILABLE"}
-        found = {}
+            engine(data(1, rank()))
+        assert all(param.ds_status.name == "NOT_AVAILABLE" for param in net.parameters())
+        found, files, expected = {}, (io.BytesIO(), io.BytesIO()), full_parameters(net)
         for name, param in net.named_parameters():
-            with deepspeed.zero.GatheredParameters([param] if name in released else []):
+            with deepspeed.zero.GatheredParameters([param]):
                 found[name] = param.data.cpu()
-        files = io.BytesIO(), io.BytesIO()
-        for file, written in zip(files, (found, net.state_dict()), strict=True):
-            torch.save(
-                {name: value for name, value in written.items() if file is files[0] or name not in released}, file
-            )
+                if param is net.words.weight:  # saved as it is
+                    torch.save({name: net.state_dict()[name]}, files[1])
+        torch.save(found, files[0])
+        for file in files:
             file.seek(0)
-        whole, partial, expected = torch.load(files[0]), torch.load(files[1]), full_parameters(net)
-        assert partial and distance(whole, expected) == 0.0
-        assert distance(partial, {name: expected[name] for name in partial}) == 0.0
+        assert distance(torch.load(files[0]), expected) == 0.0
+        assert distance(torch.load(files[1]), {"words.weight": expected["words.weight"]}) == 0.0
         full = full_parameters(net)["words.weight"].sum(-1).tolist()
         assert net.words.state_dict()["weight"].sum(-1).tolist() == full
         best = net.state_dict()["words.weight"].clone()

@@ -90,7 +90,7 @@ def trained(
 ) -> tuple[dict[str, list[int]], int]:
     """What rank 0 of two that really train sends in the last of four steps, and the most that it holds."""
     ledger, is_stock, backwards = Ledger(), options.system == STOCK, WORKLOAD.micro_batches
-    with Computed(ledger.see):
+    with Computed(ledger.see), ledger.following_resizes():
         module, batch = models.build(WORKLOAD)
         engine = make_engine(
             module, make(module), options.stage, ZERO,

@@ -99,10 +99,11 @@ def replaces(engine: Any, streams: list[Stream], mine: Stream) -> None:
     def halve(module: nn.Linear, _: Any) -> None:
         module.weight.data = module.weight.data * 0.5
 
-    with layer.register_forward_pre_hook(halve):
-        engine.backward(engine(torch.randn(2, WIDTH)))
-    engine.step()
+    engine.backward(engine(torch.randn(2, WIDTH)))
+    with layer.register_forward_pre_hook(halve), torch.no_grad():  # else autograd keeps that memory for the backward
+        engine(torch.randn(2, WIDTH))
     allocate_on([*streams, get_accelerator().current_stream()])
+    engine.step()
 
 
 @pytest.mark.extended(

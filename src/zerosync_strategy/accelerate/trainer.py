@@ -14,7 +14,7 @@ from typing import Any
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import in_full_shapes
+from zerosync_strategy.frontend import drop_empty_groups, in_full_shapes
 
 _TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
 _SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # not the state that transformers has gathered for them
@@ -111,6 +111,9 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             trainer.optimizer = made = optimizer
             if made_scheduler is not None:
                 made_scheduler.optimizer = made
-        return made, made_scheduler if scheduler is None else scheduler
+        used = made_scheduler if scheduler is None else scheduler
+        if hasattr(made, "param_groups"):  # before transformers 5, LoRA has one for what decays not
+            drop_empty_groups(made, used)
+        return made, used
 
     return deepspeed_init

@@ -82,6 +82,7 @@ class Recorder(ABC):
         _running = self
         try:
             self._begin()
+            self._follow_resizing()
             for mode in (self._nodes(), Operators(self)):
                 put_below(mode)
                 self._undo.append(partial(take_out, mode))
@@ -190,6 +191,21 @@ class Recorder(ABC):
         with self._lock:
             self.block(tensor).recorded.append(timeline)
 
+    def _follow_resizing(self) -> None:
+        """Memory of a storage that loses all its bytes is freed, and what gets some again is allocated."""
+        stock = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            with self._lock:
+                if (had := storage.nbytes()) and not nbytes and storage._cdata in self._blocks:
+                    self._free(storage._cdata, None)
+                elif nbytes and not had:
+                    block = self.checker.allocate(self.current_timeline, nbytes)
+                    self._blocks[storage._cdata] = block, weakref.ref(storage, partial(self._free, storage._cdata))
+            return stock(storage, nbytes)
+
+        self.replace(torch.UntypedStorage, "resize_", resize_)
+
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -284,6 +300,7 @@ class Operators(TorchDispatchMode):
     """Passes every operator to a recorder. The threads of a backward inherit this mode."""
 
     supports_higher_order_operators = True
+    sees_zerosync = True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

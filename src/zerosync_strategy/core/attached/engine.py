@@ -104,6 +104,8 @@ class AttachedEngine(ABC):
         self._infers = False  # in gathered_for_inference()
         self._mode = ""  # the last that :meth:`switch` was called for, of weights that were not loaded since
 
+    is_preparing = False  # DeepSpeed is, a forward
+
     # ---- attaching -----------------------------------------------------------------------------------------------
 
     @classmethod

@@ -89,6 +89,19 @@ class EngineOverrides(ModeOverrides):
         self._zerosync_attached.backward_begins()
         super()._backward_prologue()  # type: ignore[misc]
 
+    # On ZeRO-3, DeepSpeed goes through all modules before and after a forward, for hooks that are not there.
+
+    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached, "is_preparing", True):
+            return super()._forward_prologue(*args, **kwargs)  # type: ignore[misc]
+
+    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached, "is_preparing", True):
+            return super()._forward_epilogue(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return not self._zerosync_attached.is_preparing and super().zero_optimization_partition_weights()  # type: ignore[misc]
+
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
 
@@ -321,8 +334,7 @@ class Stage3Overrides(OptimizerOverrides):
             super()._optimizer_step(sub_group_id)  # type: ignore[misc]
 
     def _partition_all_parameters(self) -> None:
-        if not self._zerosync_attached.release_parameters():
-            super()._partition_all_parameters()  # type: ignore[misc]
+        self._zerosync_attached.release_parameters()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_attached.reducer.norm()]

@@ -11,8 +11,8 @@ import torch
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import Stage3Meter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets
-from zerosync_strategy.core.engine import contract, gathering, zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.autograd_functions import drop_functions
+from zerosync_strategy.core.engine import contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import Claim, record_of
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
@@ -26,7 +26,15 @@ from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.state_entries import warn_of_what_is_left
 from zerosync_strategy.core.report import size_text
+
+_MODIFIED = "modified by an inplace operation"  # torch, of what autograd has saved
+_BEGINS_INSIDE = (
+    "If nothing was: under ZeRO-3, a backward also meets this that begins inside of a unit, with a loss of what a hook"
+    " has caught there or the module has kept, and not with what the unit returns: its parameters are not gathered."
+    " Choose smaller units (unit_modules), or hold the parameters (param_memory_budget='all')."
+)
 
 
 class Stage3Engine(AttachedEngine):
@@ -42,7 +50,9 @@ class Stage3Engine(AttachedEngine):
         self._parameters = ModuleParameters.of(
             engine, config, self.reducer.streams, self.messages, self.topology, _is_constant
         )
-        self.scheduler, self.cache = self._parameters.scheduler, self._parameters.cache
+        self.scheduler, self.cache, self.hooks = (
+            self._parameters.scheduler, self._parameters.cache, self._parameters.hooks
+        )  # fmt: skip
         self.values = self._parameters.values
         self.unshard_on_read = self._parameters.unshard_on_read if config.eager_frames else None
         self.reducer.first_uses = self._first_uses
@@ -88,6 +98,7 @@ class Stage3Engine(AttachedEngine):
     def destroyed(self) -> None:
         super().destroyed()
         drop_functions(self.engine.module)
+        warn_of_what_is_left(self.engine.module)
 
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
@@ -151,27 +162,31 @@ class Stage3Engine(AttachedEngine):
         self.window.forward_begins()
         if self.window.interrupted:  # at another place on each rank: they would compare the modules until there
             self.window.interrupted = False
-            gathering.release_all(self.engine.optimizer, self.engine.module, self.cache.holds)
+            self._parameters.recover()
         if self.window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by whatever the program has called since the step
-        renewed = self.cache.renew_hooks()
-        unsharding = self.unshard_on_read.forward(self.cache.holds) if self.unshard_on_read else nullcontext()
+        self._parameters.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.count.without_gradients()
-        with self.activity("the forward"), self.scheduler.order.forward(), apart, unsharding:
-            if renewed:
-                self.cache.skip_backward_hooks()
+        with self.activity("the forward"), self.scheduler.order.forward(), apart, self._recovering():
             yield
 
     @contextmanager
     def backward(self, is_boundary: bool) -> Iterator[None]:
+        with self._recovering(), super().backward(is_boundary):
+            yield
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Around a forward or a backward. An exception releases what it has gathered."""
         try:
-            with super().backward(is_boundary):
-                yield
+            yield
         except RankError:
             raise  # what is in flight will not arrive
-        except BaseException:
-            if self.unshard_on_read is not None:
-                self.unshard_on_read.release(self.cache.holds)
+        except BaseException as error:
+            if torch._C._current_graph_task_id() == -1:  # else perhaps a checkpoint that has repeated what it needs
+                self._parameters.recover()
+            if isinstance(error, RuntimeError) and _MODIFIED in str(error):
+                raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
             raise
 
     def _trains(self) -> bool:
@@ -200,9 +215,9 @@ class Stage3Engine(AttachedEngine):
     def _updating(self) -> AbstractContextManager[None]:
         return self.cache.stepping()
 
-    def release_parameters(self) -> bool:
-        """Release what a step changes, before it; return whether that is all that is to be released now."""
-        return self.cache.release_for_step()
+    def release_parameters(self) -> None:
+        """Release the optimizer's parameters, before a step or a checkpoint."""
+        self._parameters.release(self.engine.optimizer.module)
 
     def _after_update(self) -> None:
         self.masters.stepped(zero3_optimizer.weights(self.engine.optimizer))

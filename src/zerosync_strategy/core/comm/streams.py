@@ -24,8 +24,9 @@ to the gradient shards there. The rules, each with its method:
   memory they may be given.
 - **S3** :meth:`Streams.caller_waits_for`: what modules have found out of their parameters on several streams is read by
   the caller's after each of these.
-- **L3** :meth:`Streams.share_unshard`: DeepSpeed keeps the memory of a parameter for the stream that releases it. Where
-  several streams use one parameter, it is kept for each.
+- **L3** :meth:`Streams.share_unshard`: the memory of a parameter belongs to the stream that first waits for its gather.
+  Where several streams use it, it is kept for each. :meth:`Streams.record_landing`: what a gather receives belongs to
+  its own stream, and returns to it after it was taken out.
 - **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter, on whatever stream, starts after its gather,
   and waits for no other.
 - **W4** :class:`HostCopy`: the host reads an answer after its copy, and waits for nothing else.
@@ -193,6 +194,16 @@ class Streams:
         event.record(gather_stream)
         return event
 
+    def record_landing(self, gather_stream: Any) -> Any:
+        """Return the event after the current stream has taken a gather's values out of the memory of ``gather_stream``.
+
+        That memory goes back to where it comes from, after the event (L3).
+        """
+        event = self._accelerator.Event()
+        event.record(self._accelerator.current_stream())
+        gather_stream.wait_event(event)
+        return event
+
     def wait_for_unshard(self, event: Any) -> None:
         """Let the caller's stream wait for one gather (U2)."""
         self._accelerator.current_stream().wait_event(event)
@@ -200,17 +211,15 @@ class Streams:
     def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Let the caller's stream wait for one gather, if it is none of its ``users`` yet (U2).
 
-        Where they are several, ``memory`` that one of them releases is kept until all have used it (L3).
+        The first is that to which ``memory`` belongs; for the others it is kept until they have used it (L3).
         """
         current = self._accelerator.current_stream()
         if current in users:
             return
         self.wait_for_unshard(event)
         users.append(current)
-        if len(users) > 1:
-            for tensor in memory():
-                for user in users if len(users) == 2 else users[-1:]:
-                    tensor.record_stream(user)
+        for tensor in memory():
+            tensor.record_stream(current)
 
     def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
         """Keep the memory of a parameter, which may be the program's own, until a gather stream has read it (L3)."""

@@ -98,12 +98,7 @@ def rows(
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 GRADIENT_SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-RELEASES = f"{_COORDINATOR}params_to_release"
-ALL_GATHER_PARAMS = f"{_COORDINATOR}all_gather_params"
 GATHER_STREAM = f"{_COORDINATOR}allgather_stream"
-IN_FLIGHT = f"{_COORDINATOR}inflight_param_registry"
-GATHERED_NUMEL = f"{_COORDINATOR}n_available_params"
-RELEASE_PARAM = f"{_COORDINATOR}release_param"
 OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 
 _ENGINE = "deepspeed.runtime.engine"
@@ -118,7 +113,6 @@ _LINEAR = "deepspeed.runtime.zero.linear"
 CLEAR_BACKWARD = Internal("window", "optimizer", "clear_backward_seen_flag", (), since="0.18.5")
 SEQUENTIAL_GATHERS = Internal("gathers", "zero config", "allgather_sequential", public=True, since="0.18.5")
 COMPILE_BACKEND = Internal("DeepCompile", "engine", "get_deepcompile_backend", since="0.18.9")
-LEFTOVERS = Internal("unsharding on read", "coordinator", "release_backward_leftovers", (), since="0.19.3")
 ORDERED_DICT = Internal("unsharding on read", _OFFLOAD, "ensure_zero_ordered_dict", since="0.19.1")
 PARAM_GROUP = Internal("shard_over()", "optimizer", "_get_param_partition_group", ("param",), since="0.19.3")
 AVERAGED_RANKS = Internal(
@@ -234,11 +228,7 @@ STAGE_3 = (
     *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
     *rows("gathers", "zero config", "use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size"),
     *rows("gathers", "offload", "get_param_coordinator()"),
-    *rows("gathers", "coordinator", f"""
-        {ALL_GATHER_PARAMS}(params, forward) {GATHER_STREAM} {IN_FLIGHT} {GATHERED_NUMEL} release_sub_module(submodule)
-        reset_step() fetch_sub_module(current_submodule, forward) release_and_reset_all(module)
-        {RELEASE_PARAM}(param, free_data) _invalidate_trace() {RELEASES}
-    """),
+    *rows("gathers", "coordinator", f"{GATHER_STREAM} fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """
         ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
         +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)
@@ -246,14 +236,19 @@ STAGE_3 = (
     *rows("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION),
     *rows("gathers", _PARTITION, """
         get_allgather_dtype(param, param_ds_tensor) ZeroParamStatus +GatheredParameters(params)
-        _dist_allgather_fn(input_tensor, output_tensor, group) free_param(param)
+        _dist_allgather_fn(input_tensor, output_tensor, group)
     """),
     *rows("gathers", f"{_PARTITION}.GatheredParameters", "+enabled +params +src_rank", named_in=_PARTITION),
-    *rows("held parameters", "engine", "module_forward_pre_hook module_forward_post_hook"),
-    *rows("held parameters", "offload", "forward_hooks backward_hooks fwd_pre_hook"),
-    *rows("held parameters", _LINEAR, "LinearFunctionForZeroStage3"),
-    *rows("held parameters", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
-    *rows("held parameters", _COORDINATING, "iter_params(module, recurse) z3_leaf_module(model)"),
+    *rows("units", "engine", """
+        module_forward_pre_hook module_forward_post_hook _forward_prologue(inputs, kwargs) _forward_epilogue()
+        zero_optimization_partition_weights()
+    """),
+    *rows("units", "offload", "forward_hooks backward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
+    *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
+    *rows("units", "zero config", "+max_live_parameters +max_reuse_distance"),
+    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
+    *rows("units", _LINEAR, "zero3_linear_wrap"),
+    *rows("units", _COORDINATING, "iter_params(module, recurse) z3_leaf_module(model)"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
@@ -274,18 +269,8 @@ UNSHARD_ON_READ = (
     *rows("unsharding on read", "engine", """
         param_names _create_module_forward_pre_hook() _create_module_forward_post_hook()
     """),
-    *rows("unsharding on read", "offload", "_remove_module_hooks() setup_zero_stage3_hooks()"),
-    *rows("unsharding on read", "coordinator", "is_invalid_trace()"),
-    *rows("unsharding on read", _OFFLOAD, "ZeROOrderedDict FWD_MODULE_STACK"),
-    *rows("unsharding on read", f"{_OFFLOAD}.ZeROOrderedDict", "_in_forward", named_in=_OFFLOAD),
-    *rows("unsharding on read", _LINEAR, "zero3_linear_wrap"),
-    LEFTOVERS, ORDERED_DICT,
-)  # fmt: skip
-UNITS = (
-    *rows("units", "deepspeed.utils", "+set_z3_leaf_module"),
-    *rows("units", "offload", "_remove_module_hooks() setup_zero_stage3_hooks() forward_hooks backward_hooks"),
-    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
-    *rows("units", _OFFLOAD, "ds_z3_leaf_module", named_in=_OFFLOAD),
+    *rows("unsharding on read", _OFFLOAD, "ZeROOrderedDict"),
+    ORDERED_DICT,
 )  # fmt: skip
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),

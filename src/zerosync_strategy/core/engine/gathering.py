@@ -1,10 +1,10 @@
-"""What gathers and releases the parameters of ZeRO-3: DeepSpeed's coordinator, and gathers of our own."""
+"""Gathers of ZeRO-3 parameters: from their shards, into memory of the caller's or of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from zerosync_strategy.core.engine import contract, zero3
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import Claim, record_of
+from zerosync_strategy.core.engine.parameter import arrive, record_of
 
 
 def coordinator(optimizer: Any) -> Any:
-    """Return what gathers and releases the parameters of a ZeRO-3 optimizer."""
+    """Return what gathers and releases the parameters of a ZeRO-3 optimizer where it is not attached."""
     return optimizer.parameter_offload.get_param_coordinator()
 
 
@@ -26,19 +26,41 @@ def gather_stream(coordinator: Any) -> Any:
     return getattr(coordinator, contract.GATHER_STREAM)
 
 
-def gathering_on(coordinator: Any, stream: Any) -> AbstractContextManager[None]:
-    """While active, DeepSpeed gathers and waits for gathers on ``stream``."""
-    return replaced(coordinator, contract.GATHER_STREAM, stream)
+class Arrival(NamedTuple):
+    """Values of ``params`` on their way into ``received``, whose last dimension has so many ``columns`` of each.
 
+    Row by row, the columns of a parameter are its values, flat and padded. ``wait`` is called once, before they are.
+    """
 
-Arrival = Callable[[], list[tuple[Any, torch.Tensor]]]
-"""Waits for a gather, and returns each parameter with its values in its own shape and dtype, the caller's to keep."""
+    params: Sequence[Any]
+    columns: Sequence[int]
+    received: torch.Tensor
+    wait: Callable[[], object]
+
+    def values(self) -> list[tuple[Any, torch.Tensor]]:
+        """Return each parameter with its values in its own shape and dtype, the caller's to keep."""
+        values = []
+        for param, shards in zip(self.params, self.received.split(list(self.columns), -1), strict=True):
+            # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
+            full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+            values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
+        return values
+
+    @for_training
+    @torch.no_grad()
+    def land(self) -> None:
+        """Give the parameters their values, in memory of the current stream."""
+        received, records = self.received, [param._zerosync_record for param in self.params]
+        if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
+            received = received.to(dtype)
+        leading = received.shape[:-1]
+        rows = [record.rows((*leading, width)) for record, width in zip(records, self.columns, strict=True)]
+        torch.split_with_sizes_copy(received, list(self.columns), -1, out=rows)
+        arrive(records)
 
 
 @for_training
-def gather_shards(
-    params: Sequence[Any], dtype: torch.dtype, keep: Callable[[Any, torch.Tensor], None] | None = None
-) -> Arrival:
+def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Arrival:
     """Gather all shards of several parameters of one process group by one message, sent in ``dtype``.
 
     DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
@@ -46,7 +68,6 @@ def gather_shards(
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
-        keep: is given each parameter with the shards of all ranks, padding included, one per row.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -57,69 +78,55 @@ def gather_shards(
     own = received[dist.get_rank(group)]
     torch._foreach_copy_(own.split(columns), shards, non_blocking=True)  # from the host, too
     work = partition_parameters._dist_allgather_fn(own, received.view(-1), group)
-
-    def wait() -> list[tuple[Any, torch.Tensor]]:
-        work.wait()  # in no generator, which would hide from errors who waits
-        return unpack(params, columns, received, keep)
-
-    return wait
+    return Arrival(params, columns, received, work.wait)
 
 
 def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
     """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        ((_, full),) = gather_shards([param], shard.dtype)()
+        arrival = gather_shards([param], shard.dtype)
+    arrival.wait()
+    ((_, full),) = arrival.values()
     return full
 
 
-def unpack(
-    params: Iterable[Any], columns: Sequence[int], received: torch.Tensor,
-    keep: Callable[[Any, torch.Tensor], None] | None = None,
-) -> list[tuple[Any, torch.Tensor]]:  # fmt: skip
-    """Return ``params`` with their values, each so many columns, the last dimension of ``received``."""
-    values, begin = [], 0
-    for param, width in zip(params, columns, strict=True):
-        shards = received.narrow(-1, begin, width)
-        if keep is not None:
-            keep(param, shards)
-        # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
-        full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
-        values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
-        begin += width
-    return values
-
-
-def unshard(params: Iterable[Any], wait: Arrival) -> Callable[[], None]:
-    """``wait`` is the arrival of ``params``, released so far; return what waits and gives them their values."""
-    for param in params:
-        param._zerosync_record.unshard()
-
-    @for_training
-    def arrive() -> None:
-        for param, full in wait():
-            param._zerosync_record.arrive(full)
-
-    return arrive
-
-
 @for_training
-def unshard_from_host(values: Mapping[Any, list[torch.Tensor]]) -> Callable[[], None]:
-    """As :func:`unshard`, of parameters that this rank has in full elsewhere: nothing is sent.
+def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
+    """Return the arrival of parameters that this rank has in full elsewhere: nothing is sent.
 
     ``values``, in full, flat and in parts, by sharded parameter, are copied on the current stream.
     """
-    copies = {}
-    for param, parts in values.items():
-        copies[param] = full = torch.empty(param.ds_shape, dtype=parts[0].dtype, device=param.device)
-        torch._foreach_copy_(full.view(-1).split([part.numel() for part in parts]), parts, non_blocking=True)
-        param._zerosync_record.unshard()
+    params = list(values)
+    columns = [dist.get_world_size(param.ds_process_group) * zero3.shard_numel(param) for param in params]
+    received = torch.empty(1, sum(columns), dtype=zero3.shard_dtype(params[0]), device=params[0].device)
+    for place, parts in zip(received[0].split(columns), values.values(), strict=True):
+        sizes = [part.numel() for part in parts]
+        torch._foreach_copy_(place[: sum(sizes)].split(sizes), parts, non_blocking=True)
+    return Arrival(params, columns, received, lambda: None)
 
-    def arrive() -> None:
-        for param, copy in copies.items():
-            param._zerosync_record.arrive(copy)
 
-    return arrive
+@for_training
+def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], None]:
+    """Gather ``params``, of one process group, as DeepSpeed does; return what waits and gives them their values.
+
+    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :meth:`Record.free`.
+    """
+    handle = params[0].all_gather_coalesced(list(params))
+
+    @for_training
+    @torch.no_grad()
+    def land() -> None:
+        handle.wait()
+        for param in params:
+            record, values = record_of(param), param.data
+            if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # a group of one rank has them in its shard
+                record.rows((-1,))
+                assert record.full is not None
+                param.data = record.full.copy_(values)
+            record.returned()
+
+    return land
 
 
 def gather_empty(param: Any) -> bool:
@@ -138,44 +145,19 @@ def gathers_plainly(engine: Any) -> bool:
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
-def count_gathered(coordinator: Any, params: Iterable[Any], sign: int = 1) -> None:
-    """Count ``params`` among those that DeepSpeed has gathered and has to release: more of them, or fewer."""
-    numel = getattr(coordinator, contract.GATHERED_NUMEL)
-    setattr(coordinator, contract.GATHERED_NUMEL, numel + sign * sum(param.ds_numel for param in params))
-
-
-def fetch(coordinator: Any, params: list[Any]) -> list[Any]:
-    """Gather released ``params`` as DeepSpeed's coordinator does, but return the handles: it will not release them."""
-    getattr(coordinator, contract.ALL_GATHER_PARAMS)(params, True)
-    count_gathered(coordinator, params, -1)
-    found = [handle for handle, _ in handles(coordinator, params)]
-    for param in params:
-        del in_flight(coordinator)[param]
-    return found
-
-
-def release(coordinator: Any, param: Any) -> bool:
-    """Release ``param`` if it is gathered and nothing uses it, as DeepSpeed's coordinator does, in fewer calls.
-
-    Return whether that was all: not where the shard is on disk, quantized or of hpZ.
-    """
-    if param.ds_status._name_ != "AVAILABLE" or param.ds_active_sub_modules:
-        return True
-    record = record_of(param)
-    if not record.plain:
-        return False
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return release(coordinator, param)
-    record.reshard()
-    numel = getattr(coordinator, contract.GATHERED_NUMEL)
-    setattr(coordinator, contract.GATHERED_NUMEL, numel - param.ds_numel)
-    return True
-
-
 def prefetched_numel(engine: Any) -> int:
     """Return the elements that DeepSpeed gathers ahead of their use."""
     return int(engine._config.zero_config.prefetch_bucket_size)
+
+
+def max_live_numel(engine: Any) -> int:
+    """Return how many elements may be gathered at once where DeepSpeed gathers ahead."""
+    return int(engine._config.zero_config.max_live_parameters)
+
+
+def max_reuse_numel(engine: Any) -> int:
+    """Return within how many other elements DeepSpeed keeps what is used again."""
+    return int(engine._config.zero_config.max_reuse_distance)
 
 
 def gathering_by(all_gather: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -193,92 +175,18 @@ def gathers_by_all_reduce(engine: Any) -> bool:
     return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
 
 
-def in_flight(coordinator: Any) -> dict[Any, Any]:
-    """Return DeepSpeed's handles of the gathers that nobody has waited for yet, by parameter."""
-    return getattr(coordinator, contract.IN_FLIGHT).data  # past the checks of its __setitem__
-
-
-def handles(coordinator: Any, params: Iterable[Any]) -> Iterable[tuple[Any, list[Any]]]:
-    """Return each handle of gathers in flight that ``params`` have, with those of them that it gathers."""
-    by_id: dict[int, tuple[Any, list[Any]]] = {}
-    for param in params:
-        handle = in_flight(coordinator)[param]
-        by_id.setdefault(id(handle), (handle, []))[1].append(param)
-    return by_id.values()
-
-
-def release_cache(coordinator: Any) -> Any:
-    """Return the ``lru_cache`` of what is released after which module, below DeepSpeed's decorators."""
-    function = getattr(type(coordinator), contract.RELEASES)
-    while not hasattr(function, "cache_clear"):
-        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        function = next((found for found in inner if callable(found)), None)
-        if function is None:
-            raise contract.changed("held parameters", f"{contract.RELEASES} is not cached")
-    return function
-
-
-def release_leftovers(coordinator: Any) -> None:
-    """Let DeepSpeed release what the modules of a backward that raised have left gathered, where it knows them."""
-    if contract.has(contract.LEFTOVERS):
-        coordinator.release_backward_leftovers()
-
-
-def parameters_of(module: Any) -> list[Any]:
-    """Return the parameters that are gathered for ``module``: its own; of a leaf to ZeRO-3, also those below it."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
-
-    return list(iter_params(module, recurse=z3_leaf_module(module)))
-
-
-def modules_of(module: Any) -> Iterable[Any]:
-    """Return the modules whose own parameters :func:`parameters_of` returns."""
+def is_leaf(module: Any) -> bool:
+    """Return whether a program has made ``module`` one that DeepSpeed gathers as a whole."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
 
-    return module.modules() if z3_leaf_module(module) else (module,)
+    return bool(z3_leaf_module(module))
 
 
-def forget_order(optimizer: Any) -> None:
-    """Let DeepSpeed record anew in which order modules run, and release what it has prefetched."""
-    found = coordinator(optimizer)
-    if not found.is_invalid_trace():
-        found._invalidate_trace()
+def parameters_of(module: Any, is_whole: bool) -> list[Any]:
+    """Return the parameters that ``module`` has itself, and in a whole also those below it; and registered ones."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
-
-def release_but(coordinator: Any, module: torch.nn.Module, kept: Collection[Any]) -> None:
-    """Release all parameters of ``module`` but for ``kept``, as before an optimizer step."""
-    in_flight_now = in_flight(coordinator)
-    param: Any
-    for param in module.parameters():
-        if zero3.is_sharded(param) and param not in kept:
-            if (handle := in_flight_now.pop(param, None)) is not None:
-                handle.wait()
-            param.ds_active_sub_modules.clear()
-            release_param(coordinator, param)
-
-
-def release_param(coordinator: Any, param: Any) -> None:
-    """Release ``param`` as the coordinator does."""
-    getattr(coordinator, contract.RELEASE_PARAM)(param)
-
-
-def release_all(optimizer: Any, module: torch.nn.Module, keeps: Callable[[Any], bool]) -> None:
-    """After an exception: release what is gathered of ``module``, but not what persists, a context has or ``keeps``."""
-    forget_order(optimizer)
-    release_leftovers(coordinator(optimizer))
-    for submodule in module.modules():
-        if hasattr(submodule._parameters, "_in_forward"):
-            submodule._parameters._in_forward = False
-    for param in module.parameters():
-        _release(param, keeps)
-
-
-def _release(param: Any, keeps: Callable[[Any], bool]) -> None:
-    if not zero3.is_sharded(param) or not zero3.is_gathered(param):
-        return
-    param.ds_active_sub_modules.clear()
-    if not (param.ds_persist or keeps(param) or Claim.CONTEXT in record_of(param).claims):
-        param.partition()
+    return list(dict.fromkeys(iter_params(module, recurse=is_whole)))
 
 
 def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:

@@ -37,15 +37,17 @@ def intercept(param: Any) -> None:
     stock = param.all_gather, param.partition, param.all_gather_coalesced
 
     @for_training
-    def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any:
+    def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
         # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
         with zero3.as_it_is():
-            handle = stock[2](*args, **kwargs)
+            handle = stock[2](params, *args, **kwargs)
         wait = for_training(handle.wait)
 
         def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
             with zero3.as_it_is():
                 wait(*args, **kwargs)
+                for record in _records(params):
+                    record.returned()
 
         handle.wait = wait_as_it_is
         return handle
@@ -59,6 +61,7 @@ def intercept(param: Any) -> None:
             handles = _gather_all(stock[0], params, async_op, hierarchy)
         for gathered in params:
             if zero3.is_gathered(gathered) and (record := getattr(gathered, "_zerosync_record", None)) is not None:
+                record.returned()
                 gathered.__class__ = record.own_class
         return handles
 
@@ -66,7 +69,6 @@ def intercept(param: Any) -> None:
     def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
         params = [param] if param_list is None else param_list
         with zero3.as_it_is():
-            forget_leftover_users(params)
             of_ours = _records(params)
             staying = set()
             for record in of_ours:
@@ -80,6 +82,8 @@ def intercept(param: Any) -> None:
                 if has_been_updated:
                     record.write()
                     record.forget_changes()
+                if zero3.is_released(record.param):
+                    record.free()
                 record.settle()
 
     param.__dict__[_STOCK] = stock
@@ -116,19 +120,6 @@ def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarch
     for part in [[each] for each in params] if one_by_one else [params]:
         handles = stock(part, async_op, hierarchy)
     return handles
-
-
-def forget_leftover_users(params: Iterable[Any]) -> None:
-    """Outside of forwards and backwards no module uses ``params``.
-
-    Releases before ``LEFTOVERS`` take a module that is fed without a gradient for one in its backward until the step,
-    and refuse to release its parameters.
-    """
-    if contract.has(contract.LEFTOVERS) or torch._C._current_graph_task_id() != -1:
-        return
-    for param in params:
-        if not getattr(param._z3_optimizer.module._parameters, "_in_forward", False):
-            param.ds_active_sub_modules.clear()
 
 
 # ---- contexts ----------------------------------------------------------------------------------------------------

@@ -17,16 +17,21 @@ A claim says why the values stay. Who reshards in spite of one, as a step or a c
 values are then unsharded again before the next use. An unclaimed parameter has its *class at rest*, by which the values
 are gathered for whoever reads it; one with a claim and its values has its own class. On a device with streams, that
 begins when the host sees that the gather is complete: until then, a reader's stream has to wait (U2).
+
+Between a forward and its backward, the memory of the values stays the same and has no bytes. So what autograd has saved
+of a parameter in the forward, itself or a view of it, has the values again when they are back. What uses it while they
+are gone gets torch's own error of a tensor that was modified: the version of the parameter is then another. The idea is
+that of PyTorch's FSDP, but for the version.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.engine import zero3
 
@@ -44,7 +49,7 @@ class Claim(enum.Flag):
 
     bit: int
 
-    MODULE = enum.auto()  # a module runs with it, or its backward will
+    MODULE = enum.auto()  # its unit runs, forward or backward, or a graph will need it
     PERSISTENT = enum.auto()  # DeepSpeed shards it for the step alone
     CONTEXT = enum.auto()  # a GatheredParameters context of the program
     WINDOW = enum.auto()  # it is held until the optimizer step
@@ -95,24 +100,22 @@ for _event, _rows in TRANSITIONS.items():
     _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
 for _claim in Claim:
     _claim.bit = _claim.value
-WINDOW, STEPS, _CONTEXT = Claim.WINDOW.value, Claim.STEPS.value, Claim.CONTEXT.value  # bits, for the hot paths
+MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value  # bits, for the hot paths
 _HELD = (Claim.WINDOW | Claim.PHASE).value
+_BRIEF = (Claim.MODULE | Claim.CONTEXT).value
 _statuses: dict[str, Any] = {}  # DeepSpeed's, by name
 
 
 class _Modules(set[Any]):
-    """DeepSpeed's set of the modules that use a parameter: the claim ``MODULE``."""
+    """The modules of engines that are not attached which use a parameter, a set of DeepSpeed's."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.param.ds_active_sub_modules)
         self.record = record
 
     def add(self, module: Any) -> None:
-        record = self.record
-        if record.watched and not self:
-            record.writes_at_use = record.writes
         set.add(self, module)
-        record.param.__class__ = record.own_class
+        self.record.param.__class__ = self.record.own_class
 
     def discard(self, module: Any) -> None:
         set.discard(self, module)
@@ -127,11 +130,12 @@ class Record:
     """What ZeroSync knows of one parameter. It is the parameter's attribute ``_zerosync_record``.
 
     Attributes:
-        owner: has ``shards_written()``, called when the current stream writes the shards, and ``arrive(param)``, which
-            ends a gather that is under way.
+        owner: has ``shards_written()``, called when the current stream writes the shards, ``arrive(param)``, which
+            ends a gather that is under way, and ``unsharded``, which counts bytes.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: in which it is gathered among others (U1).
         bits: the claims that are set here; :attr:`claims` has all.
+        users: how many units use it, each with the claim ``MODULE``; ``runs``: forwards of these that run.
         gather: the last that was issued (``comm/collectives.py``); ``None``: none was.
         writes: how often the shards were written, by steps, checkpoints and programs: alike on all ranks.
         found: how often this rank has found out that a module had written to the gathered values.
@@ -141,7 +145,9 @@ class Record:
         gathers: how often it was gathered for a module of a step since the last step.
         hold: keep it from its first use in a window to the step.
         constant: no optimizer step changes it.
-        linear_is_plain: held in every window, so that a linear layer may save it for its backward.
+        full: the values in their memory, in the shape of the parameter; ``None`` before the first gather.
+        is_in_own_memory: the values are there, and no context of the program has put them elsewhere.
+        nbytes: of the values, but for persistent ones; ``counted``: those that are counted as unsharded.
         values: sees what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the same without ``values``.
         placeholders: which stand for it in graphs, by whether they have a gradient.
@@ -150,12 +156,21 @@ class Record:
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.writes = self.found = self.gathers = 0
+        self.bits = self.users = self.runs = self.writes = self.found = self.gathers = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False
         self.plain = not zero3.has_secondary_shard(param) and zero3.has_plain_shard(param)
-        self.hold = self.constant = self.linear_is_plain = False
+        self.hold = self.constant = False
+        self.full: torch.Tensor | None = None
+        self.counted = 0
+        self._rows: torch.Tensor | None = None  # the memory, padding included, as a gather fills it
+        self._memory: torch.UntypedStorage | None = None
+        self._nbytes = 0
+        self.is_in_own_memory = False
+        self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
+        self._none = param.data.new_empty(0)
+        self._gone: tuple[int, int] | None = None  # version and writes when the values went
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
         self.version = self.writes_at_use = -1  # of the tensor when the shards had its values, and when modules began
@@ -170,9 +185,7 @@ class Record:
 
     @property
     def claims(self) -> Claim:
-        claims = Claim(self.bits)
-        if self.param.ds_active_sub_modules:
-            claims |= Claim.MODULE
+        claims = Claim(self.bits | (MODULE if self.param.ds_active_sub_modules else 0))
         return claims | Claim.PERSISTENT if self.param.ds_persist else claims
 
     @property
@@ -188,12 +201,7 @@ class Record:
     # ---- transitions ---------------------------------------------------------------------------------------------
 
     def _enter(self, event: Event) -> None:
-        param = self.param
-        try:
-            target = event.legal[param.ds_status._name_]
-        except KeyError:
-            raise self._illegal(event, str(TRANSITIONS[event][self.state])) from None
-        param.ds_status = _statuses[target]
+        _enter((self,), event)
 
     def _illegal(self, event: Event, remedy: str) -> RuntimeError:
         return RuntimeError(
@@ -202,12 +210,33 @@ class Record:
 
     def unshard(self) -> None:
         """A gather is issued."""
-        self._enter(Event.UNSHARD)
+        unshard((self,))
+
+    def rows(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the memory of the values, padding included, in the ``shape`` in which a gather fills it."""
+        param = self.param
+        if self._rows is None or self._memory is None:
+            with torch.inference_mode(False):
+                numel = dist.get_world_size(param.ds_process_group) * zero3.shard_numel(param)
+                self._rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
+                self._memory, self._nbytes = self._rows.untyped_storage(), self._rows.nbytes
+                self.full = self._rows[: param.ds_numel].view(param.ds_shape)
+        else:
+            self._memory.resize_(self._nbytes)
+        self.is_in_own_memory = True
+        if self._rows.shape != shape:
+            self._rows = self._rows.view(shape)
+        return self._rows
 
     def arrive(self, values: torch.Tensor) -> None:
         """The gather has ended; ``values`` is the parameter's memory from here on."""
         self._enter(Event.ARRIVE)
         self.param.data = values
+        self.returned()
+
+    def returned(self) -> None:
+        """The values are there again, as whoever has saved them knows them unless the shards were written."""
+        _return((self,))
 
     def claim(self, claim: Claim) -> None:
         """Keep the values, which are here or on their way."""
@@ -220,16 +249,16 @@ class Record:
         self.bits &= ~claim.bit
         self.settle()
 
-    def reshard(self) -> None:
-        """Free the values; what was written to them goes to the shards."""
-        param = self.param
-        if param.ds_active_sub_modules:
-            raise self._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
-        with zero3.as_it_is():
-            self.carry_changes()
-            self._enter(Event.RESHARD)
-            _free_param()(param)
-        param.__class__ = self.class_at_rest
+    def reshard(self, returns: bool = False) -> None:
+        """Free the values; what was written to them goes to the shards. For ``returns`` see :meth:`free`."""
+        reshard((self,), returns)
+
+    def free(self, returns: bool = False) -> None:
+        """The parameter has no values from here on, whoever has resharded it.
+
+        With ``returns`` they will be back in the same memory. Else that, if they are in it, is whoever's who has it.
+        """
+        _free((self,), returns)
 
     def write(self) -> None:
         """The current stream is about to write the shards, or has just done so."""
@@ -253,21 +282,9 @@ class Record:
         self.param.ds_active_sub_modules = set(self.param.ds_active_sub_modules)
         self.param.__class__ = self.own_class
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the values are here, and stay for a claim."""
-        param = self.param
-        has_claim = self.bits or param.ds_persist or param.ds_active_sub_modules
-        return bool(has_claim and param.ds_status._name_ == "AVAILABLE")
-
     def settle(self) -> None:
         """Give the parameter the class that is right for its state and claims."""
-        param, gather = self.param, self.gather
-        if param.ds_active_sub_modules:
-            return  # the first of them has given it its own
-        is_there = (self.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
-        is_complete = gather is None or gather.event is None or gather.is_complete
-        param.__class__ = self.own_class if is_there and is_complete else self.class_at_rest
+        settle((self,))
 
     def use(self) -> None:
         """Until :meth:`settle`, code sees the own class: the current stream has waited for the values."""
@@ -332,6 +349,96 @@ class Record:
         return True
 
 
+# ---- transitions of several, in as few calls as of one -----------------------------------------------------------
+
+
+def unshard(records: Iterable[Record]) -> None:
+    """Gathers are issued."""
+    _enter(records, Event.UNSHARD)
+
+
+def arrive(records: Collection[Record]) -> None:
+    """The gathers have ended, into :meth:`Record.rows`."""
+    _enter(records, Event.ARRIVE)
+    for record in records:
+        record.param.data = record.full
+    _return(records)
+
+
+def reshard(records: Collection[Record], returns: bool) -> None:
+    """Free the values; what was written to them goes to the shards. For ``returns`` see :meth:`Record.free`."""
+    with zero3.as_it_is():
+        for record in records:
+            param, bits = record.param, record.bits
+            if bits & MODULE:
+                raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
+            if record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
+                record.carry_changes()
+        _enter(records, Event.RESHARD)
+        _free(records, returns)
+        for record in records:
+            record.param.__class__ = record.class_at_rest
+
+
+def settle(records: Iterable[Record]) -> None:
+    """Give the parameters the classes that are right for their states and claims."""
+    for record in records:
+        param, gather = record.param, record.gather
+        if record.bits & MODULE or param.ds_active_sub_modules:
+            continue  # the first of them has given it its own
+        is_there = (record.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
+        is_complete = gather is None or gather.event is None or gather.is_complete
+        param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
+
+
+def unclaimed(records: Iterable[Record]) -> list[Record]:
+    """Return those of ``records`` that have no claim."""
+    return [each for each in records if not (each.bits or each.param.ds_persist or each.param.ds_active_sub_modules)]
+
+
+def _enter(records: Iterable[Record], event: Event) -> None:
+    legal = event.legal
+    for record in records:
+        param = record.param
+        try:
+            target = legal[param.ds_status._name_]
+        except KeyError:
+            raise record._illegal(event, str(TRANSITIONS[event][record.state])) from None
+        param.ds_status = _statuses[target]
+
+
+def _return(records: Iterable[Record]) -> None:
+    back = [record for record in records if record._gone is not None]
+    for record in back:
+        version, writes = record._gone  # type: ignore[misc]
+        record._gone, record.version = None, version + record.writes - writes
+    _set_versions(back, [record.version for record in back])
+
+
+def _free(records: Collection[Record], returns: bool) -> None:
+    gone = [record for record in records if record._gone is None]
+    for record in gone:
+        record._gone = record.param._version, record.writes
+    _set_versions(gone, [record._gone[0] + 1 for record in gone if record._gone is not None])
+    freed = 0
+    for record in records:
+        record.param.data = record._none
+        freed += record.counted
+        record.counted = 0
+        if record.is_in_own_memory and record._memory is not None:
+            record.is_in_own_memory = False
+            if returns:
+                record._memory.resize_(0)
+            else:
+                record._rows = record._memory = record.full = None
+    if freed:
+        next(iter(records)).owner.unsharded.add(-freed)
+
+
+def _set_versions(records: Iterable[Record], versions: list[int]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple([record.param for record in records]), tuple(versions))
+
+
 def record_of(param: Any) -> Record:
     """Return the record of a parameter of an attached ZeRO-3 engine."""
     return param._zerosync_record
@@ -340,9 +447,9 @@ def record_of(param: Any) -> Record:
 def is_in_use(param: Any) -> bool:
     """Return whether ``param`` has its values, and keeps them for a reader's backward.
 
-    So do a module's own parameters while its forward or backward runs, held and persistent ones; where no backward
-    follows, those of a user's ``GatheredParameters`` context, too. Others may be there by chance, prefetched or not yet
-    released, and gone by then.
+    So do the parameters of a unit while its forward runs, held and persistent ones; where no backward follows, those of
+    a unit that a backward needs, and of a user's ``GatheredParameters`` context, too. Others may be there by
+    chance, gathered ahead or not yet resharded, and gone by then.
     """
     try:
         record, status = param._zerosync_record, param.ds_status
@@ -351,18 +458,10 @@ def is_in_use(param: Any) -> bool:
     return bool(
         status._name_ == "AVAILABLE"
         and (
-            param.ds_active_sub_modules
-            or param.ds_persist
+            record.runs
             or record.bits & _HELD
-            or (record.bits & _CONTEXT and not torch.is_grad_enabled())
+            or param.ds_persist
+            or param.ds_active_sub_modules
+            or (record.bits & _BRIEF and not torch.is_grad_enabled())
         )
     )
-
-
-@functools.cache
-def _free_param() -> Callable[[Any], None]:
-    """Return DeepSpeed's function without the range in NVTX profiles, which costs the host more than the rest of it."""
-    from deepspeed.runtime.zero.partition_parameters import free_param
-
-    inside = [cell.cell_contents for cell in free_param.__closure__ or ()]
-    return next((each for each in inside if getattr(each, "__name__", "") == "free_param"), free_param)

@@ -34,7 +34,6 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
-_LINEAR = "deepspeed.runtime.zero.linear"
 _AVERAGED = "torch.optim.swa_utils.AveragedModel"
 _COUNT = "the hook that counts which parameters a backward will reach costs less"
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
@@ -58,8 +57,7 @@ LEAVE_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__exit__",
 OUTPUTS = Patch("deepspeed.runtime.zero.parameter_offload", "vars", "modules may return what has no attributes")
 COUNT_STAGE_1_2 = Patch(_STAGE12, "count_used_parameters_in_backward", _COUNT)
 COUNT_STAGE_3 = Patch("deepspeed.runtime.zero.stage3", "count_used_parameters_in_backward", _COUNT)
-LINEAR = Patch(f"{_LINEAR}.LinearFunctionForZeroStage3", "apply",
-               "a linear layer whose weight is held is torch's own, and others cost less")
+LINEAR = Patch("deepspeed.runtime.zero.linear.zero3_linear_wrap", "__code__", "a linear layer of ZeRO-3 is torch's own")
 FULL_GRADIENT = Patch("deepspeed.utils.tensor_fragment.safe_get_full_grad", "__code__",
                       "before DeepSpeed 0.19.8, it looks for a window's gradient, too")
 RANGES = Patch("deepspeed.utils.nvtx", "enable_nvtx", "on CPU, no ranges for profilers, which have none there")
@@ -91,8 +89,6 @@ SHARD_GATHER = Patch(_PARTITION, "_dist_allgather_fn", "DeepSpeed's own gathers 
                      stays="it lasts as long as a gather")
 SCHEDULE = Patch("deepspeed.compile.backend", "remaining_schedule", "DeepCompile runs one more pass",
                  stays="compiled graphs stay")
-COMPILERS = Patch(_LINEAR, "zero3_linear_wrap", "compilers take ZeRO-3's linear layers as they are",
-                  stays="it is torch's mark on a function, not another function")
 ACCELERATOR = Patch("deepspeed.accelerator", "set_accelerator()", "prepare_cpu() has chosen the CPU",
                     stays="engines that were made go on with it")
 EXIT = Patch("the process", "exit", "on CPU, a pause of 0.1 s, in which gloo's threads end",

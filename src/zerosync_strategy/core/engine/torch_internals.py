@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
 from zerosync_strategy.core.engine.contract import rows
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -12,9 +17,10 @@ _DYNAMO = "torch._dynamo.eval_frame"
 TRAINING = (
     *rows("training", "torch._C", """
         _current_graph_task_id _will_engine_execute_node +DisableTorchFunctionSubclass _storage_Use_Count
-        _are_functorch_transforms_active
+        _are_functorch_transforms_active _DisableFuncTorch _len_torch_dispatch_stack
     """),
     *rows("training", "torch._C", "_host_emptyCache", optional=True),  # of builds for a GPU
+    *rows("training", "torch._C._autograd", "_unsafe_set_version_counter"),
     *rows("training", "torch._C._nn", "+linear"),
     *rows("training", "torch._C._FunctionBase", "_set_sequence_nr"),
     *rows("training", "torch", "_chunk_cat _foreach_copy_"),
@@ -22,8 +28,11 @@ TRAINING = (
     *rows("training", "torch.autograd.Variable", "_execution_engine"),
     *rows("training", "torch.Tensor", "_version _is_view _backward_hooks _post_accumulate_grad_hooks"),
     *rows("training", "torch.UntypedStorage", "_cdata"),
-    *rows("training", "torch.utils._pytree", "+tree_map"),
-    *rows("training", _DISPATCH, "+is_traceable_wrapper_subclass _disable_current_modes() +TorchDispatchMode"),
+    *rows("training", "torch._C._functorch", "+is_functorch_wrapped_tensor"),
+    *rows("training", "torch.utils._pytree", "+tree_map +tree_leaves"),
+    *rows("training", _DISPATCH, """
+        +is_traceable_wrapper_subclass _disable_current_modes() _get_current_dispatch_mode_stack() +TorchDispatchMode
+    """),
     *rows("training", "torch.nn.Module", "_call_impl _compiled_call_impl"),
     *rows("training", "torch.nn.Module", "_parameters _modules _forward_pre_hooks", named_in="torch.nn.modules.module"),
     *rows("steps by part", "torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
@@ -56,3 +65,21 @@ PLAN = (
     *rows("plan", "torch._ops.OpOverload", "_schema", named_in="torch._ops"),
 )
 EVERY_TABLE = (TRAINING, COMPILATION, PLAN)
+
+
+def plain_torch() -> AbstractContextManager[object]:
+    """Around operators of our own inside of a program's: no dispatch mode and no transform of torch.func sees them.
+
+    But for modes with the attribute ``sees_zerosync``.
+    """
+    transforms = torch._C._are_functorch_transforms_active()
+    if not transforms and torch._C._len_torch_dispatch_stack() == 0:
+        return nullcontext()
+    stack = ExitStack()
+    watching = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "sees_zerosync", False)]
+    stack.enter_context(_disable_current_modes())
+    for mode in watching:
+        stack.enter_context(mode)
+    if transforms:
+        stack.enter_context(torch._C._DisableFuncTorch())
+    return stack

@@ -75,6 +75,11 @@ def is_gathered(param: Any) -> bool:
         return True
 
 
+def is_left_sharded(param: Any) -> bool:
+    """Return whether no attached engine gives ``param`` its values, and it has none."""
+    return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
+
+
 def all_gathered(params: Iterable[Any]) -> bool:
     """Return whether all ``params``, of ZeRO-3, have their values."""
     for param in params:  # noqa: SIM110  # no calls: this runs for every module
@@ -86,6 +91,21 @@ def all_gathered(params: Iterable[Any]) -> bool:
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor on its way."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
+
+
+def released(params: Iterable[Any]) -> list[Any]:
+    """Return those of ``params`` that are neither gathered nor on their way."""
+    return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
+
+
+def gathered(records: Iterable[Any]) -> list[Any]:
+    """Return those of ``records`` whose parameters have their values."""
+    return [record for record in records if record.param.ds_status._name_ == "AVAILABLE"]
+
+
+def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
+    """Return the numbers of ``params``, of ZeRO-3."""
+    return tuple([param.ds_id for param in params])
 
 
 @contextmanager

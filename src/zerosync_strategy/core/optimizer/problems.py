@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -241,3 +242,28 @@ def _words(name: str) -> set[str]:
     """Return the words of a class name, and what neighbouring ones make together, in lower case."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
     return {text.lower() for first in range(len(words)) for text in accumulate(words[first:])}
+
+
+def warn_of_empty_groups(call: str, optimizer: Any) -> None:
+    """Warn of groups without parameters, which DeepSpeed takes away, where a scheduler may have been made before."""
+    groups = getattr(optimizer, "param_groups", ())  # DeepSpeed is to make some
+    if empty := [str(index) for index, group in enumerate(groups) if not group["params"]]:
+        warnings.warn(
+            f"{call} found that group {', '.join(empty)} of the optimizer has no parameters. DeepSpeed takes it away,"
+            " and a learning-rate scheduler made before has more rates than there are groups: its step() raises, or"
+            " gives groups the rates of others. Leave the empty group out, or make the scheduler afterwards.",
+            stacklevel=2,
+        )
+
+
+def drop_empty_groups(optimizer: Any, scheduler: Any) -> None:
+    """Take groups without parameters, as DeepSpeed does, from an optimizer and the ``scheduler`` of its rates."""
+    kept = [index for index, group in enumerate(optimizer.param_groups) if group["params"]]
+    number = len(optimizer.param_groups)
+    if len(kept) == number:
+        return
+    optimizer.param_groups[:] = [optimizer.param_groups[index] for index in kept]
+    for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and len(values) == number:
+            setattr(scheduler, name, [values[index] for index in kept])

@@ -15,12 +15,13 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.parameter import settle
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.host_cache import HostCache
 
 
 class UnshardedBytes:
-    """Counts memory from when it is asked for until nothing refers to it, whoever did, and the most at once.
+    """Counts bytes of unsharded parameters, and of values for readers until nothing refers to them; the most at once.
 
     ``watch`` is called before bytes are added.
     """
@@ -38,8 +39,8 @@ class UnshardedBytes:
         return self._now
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are being gathered."""
-        if self.watch is not None:
+        """Count bytes that are being gathered; fewer than none: that are resharded."""
+        if self.watch is not None and nbytes > 0:
             self.watch()
         self._now = self.now + nbytes
         self.peak = max(self.peak, self._now)
@@ -55,12 +56,15 @@ class UnshardedBytes:
 class ParameterGather(InFlight):
     """A gather of parameters of one process group. Who waits for it is ordered after it alone (U2).
 
+    The first stream that waits gives the parameters their values, in memory of its own.
+
     Args:
-        arrive: waits for the message, and gives the parameters their values.
+        wait: waits for the message, on the stream that gathers.
+        land: gives the parameters their values, on the stream that waits first.
         params: of ZeRO-3; each record refers to this, as its last gather.
         stream: that gathers; ``None`` on a device without streams.
         activity: what a rank does that waits.
-        unsharded: counts the bytes until the memory, which may come with the gather, is free.
+        unsharded: counts the bytes until they are resharded.
         host: keeps copies of the parameters once they are there; ``None``: nothing does.
 
     Attributes:
@@ -68,19 +72,21 @@ class ParameterGather(InFlight):
     """
 
     def __init__(
-        self, arrive: Callable[[], None], params: list[Any], streams: Streams, stream: Any, activity: object,
-        unsharded: UnshardedBytes | None, host: HostCache | None = None,
+        self, wait: Callable[[], object], land: Callable[[], None], params: Sequence[Any], streams: Streams,
+        stream: Any, activity: object, unsharded: UnshardedBytes | None, host: HostCache | None = None,
     ) -> None:  # fmt: skip
-        super().__init__((), arrive)
+        super().__init__((), wait)
         self.wait_on(streams, stream)
-        self._gather_streams = streams
-        self._params, self._activity, self._unsharded, self._host = params, activity, unsharded, host
+        self._gather_streams, self._land = streams, land
+        self._params, self._activity, self._host = params, activity, host
         self.users: list[Any] = []
-        self._counted = [(param, zero3.full_bytes(param)) for param in params if not zero3.is_persistent(param)]
+        records = [param._zerosync_record for param in params]
         if unsharded is not None:
-            unsharded.add(sum(nbytes for _, nbytes in self._counted))
-        for param in params:
-            param._zerosync_record.gather = self
+            for record in records:
+                record.counted = record.nbytes
+            unsharded.add(sum([record.nbytes for record in records]))
+        for record in records:
+            record.gather = self
 
     def wait(self, *_: Any, **__: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
@@ -93,19 +99,26 @@ class ParameterGather(InFlight):
             return
         with rank_status().activity(self._activity), zero3.as_it_is():
             super().wait()
+            self._land()
+            if self._stream is not None:
+                self.users.append(self._gather_streams.caller)
+                self.event = self._gather_streams.record_landing(self._stream)
+            self._land = _nothing
             if self._host is not None:
-                with self._on_stream():  # behind the event: none waits for the copies but who may write what they read
-                    self._host.keep(self._params)
-                if self.event is not None and any(param._zerosync_record.watched for param in self._params):
-                    self.event = self._gather_streams.record_unshard(self._stream)
-            if self._unsharded is not None:
-                for param, nbytes in self._counted:
-                    self._unsharded.free_with(param.data, nbytes)
-        for param in self._params:
-            param._zerosync_record.settle()
+                self._keep(self._host)
+        settle([param._zerosync_record for param in self._params])
 
-    def _on_stream(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._stream is None else self._gather_streams.on_gather_stream(self._stream)
+    def _keep(self, host: HostCache) -> None:
+        """Let ``host`` copy the values behind the event: none waits for that but who may write what it reads."""
+        if self._stream is None:
+            host.keep(self._params)
+            return
+        for param in self._params:
+            self._gather_streams.record_stream_for_gathers(param.data, self._stream)
+        with self._gather_streams.on_gather_stream(self._stream):
+            host.keep(self._params)
+            if any(param._zerosync_record.watched for param in self._params):
+                self.event = self._gather_streams.record_unshard(self._stream)
 
     def join(self) -> None:
         """The current stream is one of those that use the parameters, which are there (U2, L3)."""
@@ -115,6 +128,10 @@ class ParameterGather(InFlight):
     def _memory(self) -> list[torch.Tensor]:
         with zero3.as_it_is():
             return [param.data for param in self._params if zero3.is_gathered(param)]
+
+
+def _nothing() -> None:
+    pass
 
 
 class GatherActivity(NamedTuple):

@@ -26,7 +26,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
@@ -50,6 +51,8 @@ class _Intercepted:
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and issubclass(cls, Unsharded)):
             with zero3.as_it_is():
                 return func(*args, **(kwargs or {}))
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(func, args, kwargs or {})
         return _operate(func, args, kwargs or {})
 
 
@@ -174,6 +177,21 @@ def _values_of(tensor: Any) -> ParameterValues:
     return record_of(_param_of(tensor)).values
 
 
+def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do what looks for tensors in a graph, which are there as themselves."""
+    given = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, _Intercepted)}
+    classes: list[tuple[Any, type]] = [(each, type(each)) for each in given.values()]
+    for each, cls in classes:
+        each.__class__ = record_of(each).own_class if issubclass(cls, _AtRest) else torch.Tensor
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for each, cls in classes:
+            each.__class__ = cls
+            if issubclass(cls, _AtRest):
+                record_of(each).settle()
+
+
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +265,7 @@ class _Operation:
 
     def result(self, computed: Any) -> Any:
         """Return what to give the program where the operation has returned ``computed``."""
-        if type(computed) is not torch.Tensor or computed.layout is not torch.strided:
+        if type(computed) is not torch.Tensor or computed.layout is not torch.strided or is_transformed(computed):
             return computed
         storage = computed.untyped_storage()._cdata
         for given, plain, memory, _ in self._operands.values():

@@ -46,11 +46,13 @@ class NodeShards(Copies[torch.Tensor]):
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=param.device)
 
-    def keep(self, param: Any, rows: torch.Tensor) -> None:
-        """``param`` was just gathered, on the current stream, from ``rows``: all ranks' shards, padding included."""
-        nodes = self._nodes(param)
-        if nodes is not None and (values := self.to_fill(param)) is not None:
-            values.copy_(nodes.rows_of_place(rows))
+    def keep(self, arrival: gathering.Arrival) -> None:
+        """Wait for all ranks' shards of parameters, a row each, on the current stream, and keep those of the node."""
+        arrival.wait()
+        for param, rows in zip(arrival.params, arrival.received.split(list(arrival.columns), -1), strict=True):
+            nodes = self._nodes(param)
+            if nodes is not None and (values := self.to_fill(param)) is not None:
+                values.copy_(nodes.rows_of_place(rows))
 
     def renew(self, param: Any) -> None:
         """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
@@ -72,10 +74,4 @@ def gather_node_shards(nodes: Nodes, shards: Mapping[Any, torch.Tensor], tag: in
     first = next(iter(shards.values()))
     rows = nodes.empty_rows(sum(columns), first.dtype, first.device)
     torch._foreach_copy_(list(nodes.own_rows(rows).split(columns, 1)), list(shards.values()))
-    gather = nodes.gather_within(rows, tag, label)
-
-    def wait() -> list[tuple[Any, torch.Tensor]]:
-        gather.wait()
-        return gathering.unpack(shards, columns, rows)
-
-    return wait
+    return gathering.Arrival(list(shards), columns, rows, nodes.gather_within(rows, tag, label).wait)

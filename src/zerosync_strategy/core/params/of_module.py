@@ -8,9 +8,7 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import compilation, gathering
-from zerosync_strategy.core.engine.interpose import interpose, restore
-from zerosync_strategy.core.engine.overrides import CoordinatorOverrides
+from zerosync_strategy.core.engine import gathering, module_hooks, zero3
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.held import HoldPlan
@@ -18,6 +16,7 @@ from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
 from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unit_hooks import UnitHooks
 from zerosync_strategy.core.params.units import Units
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
 from zerosync_strategy.core.params.values import ParameterValues
@@ -26,16 +25,17 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
 
-    :attr:`units` are gathered as wholes. :attr:`unshard_on_read` is ``None`` while no engine has ``eager_frames``;
-    :attr:`times_written` counts steps and checkpoints.
+    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` while no engine has
+    ``eager_frames``; :attr:`times_written` counts steps and checkpoints.
     """
 
     def __init__(
         self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
-        self.units = Units(engine, config.unit_modules or (), config.eager_frames)
+        self.units = Units(engine, config.unit_modules or ())
         self._coordinator = gathering.coordinator(engine.optimizer)
+        self._engine = engine
         self._engines = self.times_written = 0
         self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
@@ -53,12 +53,14 @@ class ModuleParameters:
             self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
             self.scheduler.gathers_plainly, is_constant,
         )  # fmt: skip
-        self.cache = ParameterCache(engine, self.scheduler, plan, config.eager_frames)
+        for unit in self.units.every:
+            unit.records = [param._zerosync_record for param in unit.params]
+        self.cache = ParameterCache(self.units.every, self.scheduler, plan)
         self.values = ParameterValues(self.scheduler, class_at_rest)
         self.unshard_on_read: UnshardOnRead | None = None
+        module_hooks.remove(engine)
+        self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self._coordinator._zerosync_parameters = self
-        interpose(self._coordinator, CoordinatorOverrides)
-        self.cache.release_memo.cache_clear()  # of forwards before this
 
     @classmethod
     def of(
@@ -70,7 +72,7 @@ class ModuleParameters:
         A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
         if config.eager_frames:
-            compilation.unwrap_compiled(engine)  # which makes the modules' hooks anew
+            module_hooks.unwrap_compiled(engine)
         found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
         if found is None:
             _require_one_coordinator(engine)
@@ -83,8 +85,9 @@ class ModuleParameters:
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
         if config.eager_frames and found.unshard_on_read is None:
-            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values)
-        found.cache.skip_backward_hooks()
+            found.unshard_on_read = UnshardOnRead(
+                engine, found.scheduler, found.values, found.hooks, found.units.every
+            )  # fmt: skip
         return found
 
     def detach(self) -> None:
@@ -92,14 +95,31 @@ class ModuleParameters:
         self._engines -= 1
         if self._engines:
             return
+        self.hooks.remove()
         if self.unshard_on_read is not None:
             self.unshard_on_read.detach()
         self.values.detach()
         self.cache.detach()
-        restore(self._coordinator, CoordinatorOverrides)
         del self._coordinator._zerosync_parameters
         self.scheduler.detach()
-        self.units.detach()
+        module_hooks.make_anew(self._engine)
+
+    def forward_begins(self) -> None:
+        """A forward of the model begins."""
+        if module_hooks.made_again(self._engine):
+            module_hooks.remove(self._engine)
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.forward_begins()
+
+    def recover(self) -> None:
+        """After an exception: release what is gathered, but for what is held, persistent, or in a context."""
+        self.hooks.recover()
+        self.cache.recover()
+
+    def release(self, module: Any) -> None:
+        """Reshard what is gathered of ``module``, before a step or a checkpoint; see :meth:`ParameterCache.release`."""
+        self.hooks.let_go()
+        self.cache.release(filter(zero3.is_sharded, module.parameters()))
 
     def written(self, by_step: bool) -> None:
         """An optimizer step or a checkpoint has written the shards, on the current stream."""

@@ -5,13 +5,12 @@ set yields them: another one on each rank, which on NCCL can be a deadlock. Here
 gathered in the order of (ranks of the process group, id), each group by itself (U1; ``docs/rules.md`` has the proof).
 A parameter that is read where no hook gathers it (E1) is a turn of its own.
 
-Handles of gathers in flight are DeepSpeed's, wrapped: whoever waits for one is ordered after that gather alone (U2),
-and its error says what each rank was gathering.
+Whoever waits for a gather is ordered after that gather alone (U2), and its error says what each rank was gathering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -26,7 +25,8 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.parameter import Record, unshard
+from zerosync_strategy.core.engine.torch_internals import plain_torch
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
@@ -34,8 +34,11 @@ from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
 from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.module_order import ModuleOrder
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
+from zerosync_strategy.core.params.unit_order import UnitOrder
+
+REMEMBERED = 10_000
+"""Sets of parameters that were gathered in one turn."""
 
 
 class GatherScheduler:
@@ -51,8 +54,9 @@ class GatherScheduler:
         groups: by process group, in the order of gathers.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
         before_read: called before a parameter is read that no hook has gathered.
+        order: of the calls of units in forwards.
         begun: what the engines have sent that gather here, to compare where one has aborted it.
-        in_backward: called when a backward comes to a module, with what is behind it (:meth:`ModuleOrder.comes_to`), on
+        in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
             every rank before the same gathers.
         count: of what modules and readers gather for steps.
         host: has parameters that need not be gathered again; ``None``: there are none.
@@ -61,7 +65,6 @@ class GatherScheduler:
 
     def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages, topology: Topology) -> None:
         self._messages = messages
-        self.coordinator = gathering.coordinator(engine.optimizer)
         self.streams = streams
         self.unsharded = UnshardedBytes()
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
@@ -71,15 +74,20 @@ class GatherScheduler:
         self.groups = gather_groups(engine, topology, streams)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        self._gather_streams = streams.make_gather_streams(count, gathering.gather_stream(self.coordinator))
+        self._gather_streams = streams.make_gather_streams(
+            count, gathering.gather_stream(gathering.coordinator(engine.optimizer))
+        )
         for group in self.groups.values() if self._gather_streams else ():
             group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
         ]
+        self._turns: dict[tuple[int, ...], list[tuple[GatherGroup, list[Any]]]] = {}
+        self._parts: dict[tuple[int, ...], list[tuple[torch.dtype, list[Any]]] | None] = {}
+        self._has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
         self.shards_written()  # by whoever made them
-        self.order = ModuleOrder(gathering.parameters_of)
+        self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
         self.begun: list[BegunCollectives] = []
         self.count = GatherCount()
@@ -113,22 +121,10 @@ class GatherScheduler:
         """The current stream writes shards, or may have: the next gather waits for it (S1)."""
         self.streams.record_write()
 
-    def module_begins(self, module: Any, forward: bool) -> None:
-        """The forward of ``module`` begins, or a backward comes to it; what it gathers comes after this."""
-        if forward:
-            self.order.begins(module)
-            return
-        behind = self.order.comes_to(module)
+    def backward_comes(self, behind: int) -> None:
+        """A backward comes to a unit; what it gathers comes after this."""
         for reach in self.in_backward:
             reach(behind)
-
-    def module_fetched(self, module: Any) -> None:
-        """The parameters of ``module`` are there, for the current stream to use."""
-        if self._gather_streams:
-            self.join(gathering.parameters_of(module))
-
-    def module_ends(self, module: Any) -> None:
-        self.order.ends(module)
 
     def values_in_shards(self, param: Any) -> None:
         """The caller's stream has written the values of a gathered ``param`` to its shards, new or not.
@@ -147,48 +143,81 @@ class GatherScheduler:
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
-    def issue(self, params: Iterable[Any], stock: Callable[[list[Any]], None]) -> None:
-        """Gather those of ``params`` that are released, which are wanted in one turn; ``stock`` does as DeepSpeed."""
-        for group, of_group in self.in_order(filter(zero3.is_released, params)):
-            self.count.add(of_group)
-            missing = of_group if self.host is None else self._load(group, of_group, self.host)
-            if self.node_shards is not None and group.nodes is not None:
-                missing = self._gather_within(group, group.nodes, missing, self.node_shards)
-            if not missing:
-                continue
-            with self.gathering(group, missing):
-                if all(map(self.gathers_plainly, missing)):
-                    keep = None if self.node_shards is None else self.node_shards.keep
-                    for members in _by_dtype(missing, zero3.gather_dtype):
-                        with self._on(group):
-                            gather = gathering.gather_shards(members, zero3.gather_dtype(members[0]), keep)
-                            arrive = gathering.unshard(members, gather)
-                        self._note_gather(group, arrive, members, self.host)
-                    gathering.count_gathered(self.coordinator, missing)
-                else:
-                    stock(missing)
-                    for handle, members in gathering.handles(self.coordinator, missing):
-                        self._note_gather(group, handle.wait, members)
+    def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
+        """Gather those of ``params`` that are released, which are wanted in one turn. Who waits for it gives values."""
+        issued: list[ParameterGather] = []
+        released = zero3.released(params)
+        if self._has_empty:
+            released = [param for param in released if not gathering.gather_empty(param)]
+        with plain_torch():
+            for group, of_group in self._by_group(released):
+                self.count.add(of_group)
+                missing = of_group if self.host is None else self._load(group, of_group, self.host, issued)
+                if self.node_shards is not None and group.nodes is not None:
+                    missing = self._gather_within(group, group.nodes, missing, self.node_shards, issued)
+                if missing:
+                    with self.gathering(group, missing):
+                        self._gather(group, missing, issued)
+        return issued
+
+    def _gather(self, group: GatherGroup, params: list[Any], issued: list[ParameterGather]) -> None:
+        messages = self._messages_of(params)
+        if messages is None:
+            with self._on(group):
+                arrive = gathering.by_deepspeed(params)
+            issued.append(self._note_gather(group, _nothing, arrive, params))
+            return
+        for dtype, members in messages:
+            with self._on(group):
+                arrival = gathering.gather_shards(members, dtype)
+            wait = arrival.wait if self.node_shards is None else partial(self.node_shards.keep, arrival)
+            issued.append(self._on_its_way(group, arrival, wait))
+
+    def _on_its_way(
+        self, group: GatherGroup, arrival: gathering.Arrival, wait: Callable[[], object]
+    ) -> ParameterGather:
+        unshard([param._zerosync_record for param in arrival.params])
+        return self._note_gather(group, wait, arrival.land, arrival.params, self.host)
+
+    def _by_group(self, params: list[Any]) -> list[tuple[GatherGroup, list[Any]]]:
+        """As :meth:`in_order`, remembered: units are gathered again and again."""
+        ids = zero3.param_ids(params)
+        if ids not in self._turns:
+            if len(self._turns) == REMEMBERED:
+                self._turns.clear()
+            self._turns[ids] = list(self.in_order(params))
+        return self._turns[ids]
+
+    def _messages_of(self, params: list[Any]) -> list[tuple[torch.dtype, list[Any]]] | None:
+        """Return what of ``params``, of one group, is gathered in which dtype; ``None``: by DeepSpeed. Remembered."""
+        ids = zero3.param_ids(params)
+        if ids not in self._parts:
+            if len(self._parts) == REMEMBERED:
+                self._parts.clear()
+            is_plain = all(map(self.gathers_plainly, params))
+            parts = [(zero3.gather_dtype(part[0]), part) for part in _by_dtype(params, zero3.gather_dtype)]
+            self._parts[ids] = parts if is_plain else None
+        return self._parts[ids]
 
     def gathers_plainly(self, param: Any) -> bool:
         """Return whether ``param`` is gathered from other ranks' shards of its values."""
         record = param._zerosync_record
         return self._gathers_plainly and record.plain and record.group.digest is not None
 
-    def _load(self, group: GatherGroup, params: list[Any], host: HostCache) -> list[Any]:
+    def _load(self, group: GatherGroup, params: list[Any], host: HostCache, issued: list[ParameterGather]) -> list[Any]:
         """Let those of ``params``, all of one group, arrive that the host has in full; return the others."""
         values = {param: full for param in params if (full := host.get(param)) is not None}
-        if not values:
-            return params
-        loaded = list(values)
-        with self._on(group), zero3.as_it_is(), phase("load", loaded[0]._zerosync_record.name):
-            arrive = gathering.unshard_from_host(values)
-        self._note_gather(group, arrive, loaded)
-        gathering.count_gathered(self.coordinator, loaded)
-        host.count_loaded(loaded)
+        for members in _by_dtype(list(values), zero3.shard_dtype):
+            with self._on(group), zero3.as_it_is(), phase("load", members[0]._zerosync_record.name):
+                arrival = gathering.from_host({param: values[param] for param in members})
+            issued.append(self._on_its_way(group, arrival, arrival.wait))
+        host.count_loaded(values)
         return [param for param in params if param not in values]
 
-    def _gather_within(self, group: GatherGroup, nodes: Nodes, params: list[Any], node_shards: NodeShards) -> list[Any]:
+    def _gather_within(
+        self, group: GatherGroup, nodes: Nodes, params: list[Any], node_shards: NodeShards,
+        issued: list[ParameterGather],
+    ) -> list[Any]:  # fmt: skip
         """Gather those of ``params``, all of one group, of which the node has all shards; return the others."""
         shards = {param: shard for param in params if (shard := node_shards.get(param)) is not None}
         if not shards:
@@ -197,34 +226,26 @@ class GatherScheduler:
             for members in _by_dtype(list(shards), zero3.gather_dtype):
                 with self._on(group):
                     label = self.activity(group, members)
-                    of_dtype = {param: shards[param] for param in members}
-                    arrival = gather_node_shards(nodes, of_dtype, tag, label)
-                    arrive = gathering.unshard(members, arrival)
-                self._note_gather(group, arrive, members, self.host)
-        gathering.count_gathered(self.coordinator, shards)
+                    arrival = gather_node_shards(nodes, {param: shards[param] for param in members}, tag, label)
+                issued.append(self._on_its_way(group, arrival, arrival.wait))
         return [param for param in params if param not in shards]
 
     def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
         return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
 
     def _note_gather(
-        self, group: GatherGroup, arrive: Callable[[], None], params: list[Any], host: HostCache | None = None
-    ) -> None:
-        """Let waiting for the gather of ``params``, just issued, be our waiting, for DeepSpeed too."""
+        self, group: GatherGroup, wait: Callable[[], object], land: Callable[[], None], params: Sequence[Any],
+        host: HostCache | None = None,
+    ) -> ParameterGather:  # fmt: skip
         unsharded = None if group.digest is None else self.unsharded
         activity = self.activity(group, params)
-        gather = ParameterGather(arrive, params, self.streams, group.stream, activity, unsharded, host)
-        gathering.in_flight(self.coordinator).update(dict.fromkeys(params, gather))
+        return ParameterGather(wait, land, params, self.streams, group.stream, activity, unsharded, host)
 
     def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
         records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
-
-    def fetch(self, params: list[Any]) -> list[Any]:
-        """Gather ``params``, released ones, as a turn of its own, and return the handles: DeepSpeed knows of none."""
-        return gathering.fetch(self.coordinator, params)
 
     def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
         """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
@@ -243,15 +264,14 @@ class GatherScheduler:
         gathering_by: AbstractContextManager[None] = nullcontext()
         tag = 0
         if (digest := group.digest) is not None:
-            tag = digest.add(tuple(map(zero3.param_id, params)))
+            tag = digest.add(zero3.param_ids(params))
             if digest.tagged:
                 gathering_by = gathering.gathering_by(partial(_all_gather, group.nodes, tag))
             else:
                 self.compare_aborted()
                 for begun in self.begun:
                     begun.add(group.process_group)
-        on_stream = gathering.gathering_on(self.coordinator, group.stream)
-        with on_stream, gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
+        with gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
         self.count.issued()
         if digest is not None and not digest.tagged and not noted:
@@ -259,19 +279,14 @@ class GatherScheduler:
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
-    def wait_for(self, param: Any) -> None:
-        """If ``param`` is in flight, it arrives; DeepSpeed still counts it among what it has to release (U2)."""
+    def arrive(self, param: Any) -> None:
+        """If ``param`` is in flight, or held, it arrives (U2)."""
         if self.before_read is not None:
             self.before_read(param)
         gather = param._zerosync_record.gather
         if gather is not None and not gather.is_done:
             gather.wait()
         self.join((param,))
-
-    def arrive(self, param: Any) -> None:
-        """End a gather of ``param`` that is under way, as if DeepSpeed had not issued it."""
-        self.wait_for(param)
-        gathering.in_flight(self.coordinator).pop(param, None)
 
     def join(self, params: Iterable[Any]) -> None:
         """The current stream is about to use what is gathered of ``params``, whichever has waited for it (U2, L3)."""
@@ -298,13 +313,24 @@ class GatherScheduler:
                     self.gathering(group, run),
                     rank_status().activity(self.activity(group, run)),
                 ):
-                    run[0].all_gather_coalesced(run).wait()
+                    self._gather_for_context(run)
+
+    def _gather_for_context(self, params: list[Any]) -> None:
+        """Give ``params``, of one group, their values in memory that nobody frees."""
+        messages = self._messages_of(params)
+        if messages is None:
+            gathering.by_deepspeed(params, returns=False)()
+            return
+        for dtype, members in messages:
+            for param, full in _values(gathering.gather_shards(members, dtype)):
+                param._zerosync_record.unshard()
+                param._zerosync_record.arrive(full)
 
     def shard(self, param: Any) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, which has its values; ``None`` where it is not gathered from such."""
         if not self.gathers_plainly(param) or zero3.full_numel(param) == 0:
             return None
-        self.wait_for(param)
+        self.arrive(param)
         self.streams.caller_waits_for_writes(self._gather_streams)
         with zero3.as_it_is():
             if zero3.is_gathered(param):
@@ -313,7 +339,7 @@ class GatherScheduler:
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
-        self.wait_for(param)
+        self.arrive(param)
         if zero3.is_released(param):
             self.count.add((param,))
         (full,) = self.values([param])
@@ -350,7 +376,7 @@ class GatherScheduler:
                     with self.gathering(group, members, noted=True) as tag:
                         of_dtype = {param: shards[param] for param in members}
                         label = self.activity(group, members, reader)
-                        values.update(gather_node_shards(group.nodes, of_dtype, tag, label)())
+                        values.update(_values(gather_node_shards(group.nodes, of_dtype, tag, label)))
                 params = [param for param in params if param not in values]
             if not params:
                 return values
@@ -358,7 +384,7 @@ class GatherScheduler:
                 if not all(map(self.gathers_plainly, params)):
                     return values | {param: zero3.gather(param) for param in params}
                 for members in _by_dtype(params, zero3.shard_dtype):
-                    values.update(gathering.gather_shards(members, zero3.shard_dtype(members[0]))())
+                    values.update(_values(gathering.gather_shards(members, zero3.shard_dtype(members[0]))))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
@@ -366,9 +392,9 @@ class GatherScheduler:
     def name(self, param_id: int) -> str:
         return gathers.name_of(self.names, param_id)
 
-    def activity(self, group: GatherGroup, params: list[Any], reader: str = "") -> object:
+    def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> object:
         """Return what a rank does that gathers ``params``; its text is made when something fails."""
-        return GatherActivity(self.names, list(map(zero3.param_id, params)), group.ranks, reader)
+        return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
     def departure(self) -> str:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
@@ -377,6 +403,15 @@ class GatherScheduler:
                 now, then = (gathers.listed(self.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
         return ""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _values(arrival: gathering.Arrival) -> list[tuple[Any, torch.Tensor]]:
+    arrival.wait()
+    return arrival.values()
 
 
 def _by_dtype(params: list[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:

@@ -36,6 +36,7 @@ from zerosync_strategy.core.params.tensor_functions import (
 
 _WITH_ITSELF = {GET_DATA, torch.Tensor.detach, torch.detach, torch.Tensor.contiguous}
 _COPIES = CONVERSIONS | {"clone"}
+_WARNS = "_zerosync_warns_of_what_is_left"  # a module does, in its state_dict()
 
 
 class StateEntry(torch.Tensor):
@@ -133,6 +134,25 @@ def _copied(entry: StateEntry, described: torch.Tensor, copy: torch.Tensor, shar
     described.zerosync_param = entry.zerosync_param  # type: ignore[attr-defined]
     described.zerosync_copy = copy.clone() if copy is shard else copy  # type: ignore[attr-defined]
     return described  # type: ignore[return-value]
+
+
+def warn_of_what_is_left(module: torch.nn.Module) -> None:
+    """The engine of ``module`` is gone, and has left it sharded: let ``state_dict()`` say that it has no values."""
+
+    def warn(module: torch.nn.Module, *_: Any) -> None:
+        for name, param in module.named_parameters():
+            if zero3.is_left_sharded(param):
+                warnings.warn(
+                    f"state_dict() was called when the ZeRO-3 engine of the {type(module).__name__} was destroyed, as"
+                    f" by accelerator.end_training(): what it has of sharded parameters, as of {name!r}, is empty. Save"
+                    f" before that, by zerosync.export(directory) or zerosync.full_state() on all ranks. ({HANDLE}.)",
+                    stacklevel=3,
+                )
+                break
+
+    if not vars(module).get(_WARNS):
+        vars(module)[_WARNS] = True
+        module.register_state_dict_post_hook(warn)
 
 
 @functools.cache

@@ -19,61 +19,121 @@ from typing import Any
 
 from torch import nn
 
-from zerosync_strategy.core.engine import contract, gathering, unit_hooks, zero3
+from zerosync_strategy.core.engine import gathering, zero3
+from zerosync_strategy.core.engine.parameter import MODULE, Record
 from zerosync_strategy.core.engine.transformers import not_split
 
 
+class Unit:
+    """A module whose parameters are gathered together, and those.
+
+    Attributes:
+        modules: whose parameters are gathered with it.
+        params: in the order of gathers; empty for a model that has all of them in units inside of it.
+        runs: how many of its forwards run.
+        tasks: backwards, by autograd's number of each, that have come to it and not left it.
+        is_kept: a graph may need it at any time, until a backward has ended.
+        is_awaited: a backward is expected soon, within DeepSpeed's ``max_reuse_distance``.
+        is_claimed: its values stay for one of these.
+        held: the buckets in which it is gathered, where all of it is held until the step; ``None``: it is not.
+        pending: it has not waited for them in this window, or they may not be there on every stream.
+    """
+
+    def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
+        self.module = module
+        self.modules = list(module.modules()) if is_whole else [module]
+        self.params = sorted(params, key=zero3.param_id)
+        self.records: list[Record] = []
+        self.numel = sum(map(zero3.full_numel, self.params))
+        self.runs = 0
+        self.is_claimed = False
+        self.tasks: set[int] = set()
+        self.is_kept = self.is_awaited = False
+        self.held: list[Any] | None = None
+        self.pending = True
+
+    def __deepcopy__(self, memo: Any) -> Unit:
+        return self  # of a copied module (unit_hooks.py)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.runs or self.tasks or self.is_kept or self.is_awaited)
+
+    def claim(self) -> None:
+        """The current stream has waited for the values, which stay until :meth:`let_go`."""
+        if self.is_claimed:
+            return
+        self.is_claimed = True
+        for record in self.records:
+            record.users += 1
+            record.bits |= MODULE
+            if record.watched and record.users == 1:
+                record.writes_at_use = record.writes
+            record.param.__class__ = record.own_class
+
+    def begin(self) -> None:
+        """One of its forwards begins."""
+        self.runs += 1
+        for record in self.records:
+            record.runs += 1
+
+    def end(self) -> None:
+        """One of its forwards has ended."""
+        self.runs -= 1
+        for record in self.records:
+            record.runs -= 1
+
+    def let_go(self) -> list[Record]:
+        """Nothing of this unit uses the values any more; return those that no other unit uses either."""
+        self.is_claimed = False
+        for record in self.records:
+            record.users -= 1
+        free = [record for record in self.records if not record.users]
+        for record in free:
+            record.bits &= ~MODULE
+        return free
+
+
 class Units:
-    """The units of the module of ``engine``, which DeepSpeed's hooks gather as wholes until :meth:`detach`.
+    """The units of the module of ``engine``, each a whole or a module with parameters of its own, and the module.
 
     A ``ValueError``: the module has none of the classes ``names``.
 
     Attributes:
-        counts: how many there are, by the name of their class.
-        most_bytes: of the largest.
+        every: all of them, outer ones first.
+        wholes: the modules of those that are wholes; ``counts``: how many, by the name of their class.
+        most_bytes: of the largest of those.
     """
 
-    def __init__(self, engine: Any, names: Collection[str], chooses: bool) -> None:
-        contract.require(contract.UNITS, engine)
-        self._engine = engine
-        module, limit = engine.module, unit_hooks.max_unit_numel(engine)
+    def __init__(self, engine: Any, names: Collection[str]) -> None:
+        module, limit = engine.module, gathering.max_live_numel(engine) // 2
         classes = {type(each).__name__ for each in module.modules()}
         if unknown := [name for name in names if name not in classes]:
             raise ValueError(
                 f"ZeroSync option 'unit_modules' got {unknown[0]!r}, and the {type(module).__name__} has no module of"
                 f" that class. It has: {', '.join(sorted(classes))}."
             )
-        self._chosen: list[nn.Module] = []
-        if names or chooses:
-            whole = set(names) or not_split(module) & classes
-            self._chosen = list(_units(module, whole, limit, gathering.prefetched_numel(engine), set()))
-        if self._chosen:
-            unit_hooks.gather_as_wholes(engine, self._chosen)
-        found = [each for each in module.modules() if unit_hooks.is_unit(each)]
+        whole = set(names) or not_split(module) & classes
+        chosen = list(_units(module, whole, limit, gathering.prefetched_numel(engine), set()))
+        found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
+        self.wholes = found
         self.counts = Counter(type(unit).__name__ for unit in found)
         self.most_bytes = max(map(_nbytes, found), default=0)
-        self._of: dict[Any, tuple[Any, ...]] = {}  # by parameter, all of its unit, the first that has it
-        for unit in found:
-            members = tuple(filter(zero3.is_sharded, unit.parameters()))
-            for param in members:
-                self._of.setdefault(param, members)
+        self.every = list(_every(module, set(map(id, found))))
 
-    def completed(self, params: Iterable[Any]) -> Iterable[Any]:
-        """Return ``params``, which DeepSpeed gathers or gathers ahead, with what is missing of their units.
 
-        DeepSpeed gathers ahead so many elements, in the middle of a unit if need be, which were two messages.
-        """
-        if not self._of:
-            return params
-        found = dict.fromkeys(params)
-        units = {id(members): members for param in found if (members := self._of.get(param)) and not _is_held(param)}
-        for members in units.values():
-            found.update((param, None) for param in members if zero3.is_released(param) and not _is_held(param))
-        return found
-
-    def detach(self) -> None:
-        if self._chosen:
-            unit_hooks.gather_as_wholes(self._engine, self._chosen, False)
+def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:
+    """Yield the units of ``root``: those with the ids ``wholes``, and what has parameters outside of them."""
+    below = {
+        id(each) for whole in root.modules() if id(whole) in wholes for each in whole.modules() if each is not whole
+    }
+    for module in root.modules():
+        if id(module) in below:
+            continue
+        is_whole = id(module) in wholes
+        params = list(filter(zero3.is_sharded, gathering.parameters_of(module, is_whole)))
+        if params or module is root:
+            yield Unit(module, params, is_whole)
 
 
 def _units(
@@ -83,7 +143,7 @@ def _units(
 
     Units have at most ``limit`` elements; up to ``small`` ones, those that are alike may have alike ones in them.
     """
-    if unit_hooks.is_unit(module):
+    if gathering.is_leaf(module):
         return
     is_meant = type(module).__name__ in classes if classes else id(module) in alike
     if is_meant and not classes and _numel(module) > small and _has_alike(module):
@@ -118,10 +178,6 @@ def _is_whole(module: nn.Module) -> bool:
         return False
     owners = [each for each in module.modules() if any(map(zero3.is_sharded, each._parameters.values()))]
     return len(owners) > 1
-
-
-def _is_held(param: Any) -> bool:
-    return bool(param._zerosync_record.hold)  # gathered in buckets of its own (held_modules.py)
 
 
 def _numel(module: nn.Module) -> int:

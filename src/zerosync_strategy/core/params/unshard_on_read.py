@@ -6,14 +6,14 @@ still in flight, or gathered by chance and released before the backward. Here su
 ==================================  ====================================================================
 who reads                           what it gets
 ==================================  ====================================================================
-a module that runs, its own         the parameter
+a unit that runs, its own           the parameter
 a forward or backward, eagerly      the parameter's memory, if it is there; else ``zerosync::unshard(placeholder)``,
-                                    which waits, or gathers; once per module's forward
+                                    which waits, or gathers; once per unit's forward
 a trace                             that call in its graph, as one opaque operator; nothing is gathered
 guards, and anyone else             the parameter as it is; nothing is gathered
 ==================================  ====================================================================
 
-The tensor lives as long as something refers to it: the module's forward that read it, and autograd nodes that saved it.
+The tensor lives as long as something refers to it: the unit's forward that read it, and autograd nodes that saved it.
 No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
 
 A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
@@ -24,41 +24,41 @@ themselves are not for compilers: a trace stops at each (a graph break).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerosync_strategy.core.engine import compilation, gathering, zero3
+from zerosync_strategy.core.engine import compilation, contract, gathering, torch_internals, zero3
 from zerosync_strategy.core.engine.parameter import is_in_use, record_of
-from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unit_hooks import UnitHooks
+from zerosync_strategy.core.params.units import Unit
 from zerosync_strategy.core.params.values import Memory, ParameterValues
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
 _RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
 _by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
-_Frame = tuple[nn.Module, dict[Any, Memory]]  # a module whose forward runs, and what it has read
+_Frame = tuple[Unit, dict[Any, Memory]]  # a unit whose forward runs, and what it has read
 
 
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
 
-    What a module's forward reads of ``values`` twice is gathered once.
+    What a unit's forward reads of ``values`` twice is gathered once.
     """
 
-    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues) -> None:
-        compilation.allow_linear_in_graphs()
-        self._optimizer = engine.optimizer
-        self._module = engine.module
+    def __init__(
+        self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks, units: Iterable[Unit]
+    ) -> None:  # fmt: skip
+        contract.require(torch_internals.COMPILATION)
         self.scheduler = scheduler
-        self._values = values
+        self._values, self._hooks = values, hooks
         values.cache, values.differentiable = self._cache, self._differentiable_read
-        self._running = 0
         self._frames: list[_Frame] = []
+        self._limit = gathering.prefetched_numel(engine)
         self._gradient_hooks: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
@@ -70,21 +70,15 @@ class UnshardOnRead:
             stock: Any = type(module)
             module.__class__ = _readable(stock, self._modules[module], _gathered)
             compilation.make_passive(module)
-        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a module
-            module: [vars(held) for held in gathering.modules_of(module) if _RUNS in vars(held)]
-            for module in engine.module.modules()
+        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a unit
+            unit: [vars(module) for module in unit.modules if _RUNS in vars(module)] for unit in units
         }
         self._make_placeholders()
-        self._coordinator = gathering.coordinator(engine.optimizer)
-        self._engine = engine
-        self._hooks: list[compilation.ModuleHook] = []
-        self._extended: dict[Any, compilation.ModuleHook] = {}  # by what has replaced it
-        self._extend_hooks()
+        hooks.readers = self
 
     def detach(self) -> None:
-        """Give the modules their classes and hooks back."""
-        for hook in self._hooks:
-            hook.replace(hook.stock)
+        """Give the modules their classes back."""
+        self._hooks.readers = None
         for module in self._modules:
             module.__class__ = type(module).__bases__[0]
             compilation.undo_passive(module)
@@ -95,57 +89,25 @@ class UnshardOnRead:
             for placeholder in record.placeholders.values():
                 del _by_address[placeholder.data_ptr()]
             record.placeholders = {}
-        gathering.forget_order(self._optimizer)  # DeepSpeed will find parameters where it has seen none
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
         self._values.detach()
-        for hook in self._hooks:
-            hook.replace(hook.stock)
-        self._hooks, self._registered = [], None
         for module, names in self._modules.items():
             stock: Any = type(module).__bases__[0]
             module.__class__ = _readable(stock, names, _as_it_is)
 
-    @contextmanager
-    def forward(self, keeps: Callable[[Any], bool]) -> Iterator[None]:
-        """Around a forward of the engine. An exception releases what it has gathered, but for what ``keeps`` says.
-
-        Not where ranks have lost each other: what is in flight will not arrive.
-        """
-        if torch._C._current_graph_task_id() == -1:
-            gathering.release_leftovers(self._coordinator)  # of one that raised
-        if self._registered is not None and self._registered is not compilation.registered_hooks(self._engine):
-            self._extend_hooks()  # someone has removed them and registered them anew, as TRL does when it generates
+    def forward_begins(self) -> None:
+        """A forward of the engine begins: what needs a gradient may be other parameters than before."""
         with zero3.as_it_is():
             if any(param.requires_grad != placeholder.requires_grad for param, placeholder in self._given):
                 self._make_placeholders()
-        if not self._running:
-            self._leave(0)
-        self._running += 1
-        frames, stack = len(self._frames), compilation.modules_running()
-        depth = len(stack)
-        try:
-            yield
-        except BaseException as error:
-            del stack[depth:]
-            self._leave(frames)
-            lost = isinstance(error, RankError)
-            if not lost and torch._C._current_graph_task_id() == -1:  # not a checkpoint that has repeated what it needs
-                self.release(keeps)
-            raise
-        finally:
-            self._running -= 1
-
-    def release(self, keeps: Callable[[Any], bool]) -> None:
-        """After an exception: release all that is gathered, but for what ``keeps`` says."""
-        gathering.release_all(self._optimizer, self._module, keeps)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def read(self, module: Any, param: Any) -> Any:
         """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
-        if not (self._running or compilation.is_in_forward(module) or _in_backward()):
+        if not (self._hooks.is_in_forward or _in_backward()):
             return param
         memory = self._values.memory(param)
         return param if memory.in_place else unsharded(self._differentiable_read(param, memory), memory, Read)
@@ -206,50 +168,44 @@ class UnshardOnRead:
         )
         return placeholder
 
-    # ---- hooks ---------------------------------------------------------------------------------------------------
+    # ---- forwards ------------------------------------------------------------------------------------------------
 
-    def _extend_hooks(self) -> None:
-        self._registered = compilation.registered_hooks(self._engine)
-        found = [self._extended.get(hook.stock, hook) for hook in compilation.module_hooks(self._engine)]
-        for hook in found:
-            if hook not in self._hooks:
-                stock = compilation.without_disable(hook.stock)
-                extend = {"before": self._before, "after": self._after}.get(hook.when)
-                replacement = torch.compiler.disable(stock if extend is None else extend(stock))
-                hook.replace(replacement)
-                self._extended[replacement] = hook
-        self._hooks = found
+    def begins(self, unit: Unit) -> None:
+        self._frames.append((unit, _Recent(self._limit)))
+        self._mark(unit, True)
 
-    def _before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(module: nn.Module, *args: Any) -> Any:
-            self._frames.append((module, {}))
-            self._mark(module, True)
-            return stock(module, *args)
+    def ends(self, unit: Unit) -> None:
+        self._frames.pop()
+        self._mark(unit, any(running is unit for running, _ in self._frames))
 
-        return hook
+    def leave(self) -> None:
+        """No forward runs any more."""
+        while self._frames:
+            self.ends(self._frames[-1][0])
 
-    def _after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(module: nn.Module, *args: Any) -> Any:
-            own = [depth for depth, (running, _) in enumerate(self._frames) if running is module]
-            if not own:
-                return None  # an exception has ended the forward that it belongs to
-            self._leave(own[-1])
-            return stock(module, *args)
-
-        return hook
-
-    def _leave(self, depth: int) -> None:
-        left = self._frames[depth:]
-        del self._frames[depth:]
-        for module, _ in left:
-            self._mark(module, any(running is module for running, _ in self._frames))
-
-    def _mark(self, module: nn.Module, runs: bool) -> None:
-        for attributes in self._held_with.get(module, ()):
+    def _mark(self, unit: Unit, runs: bool) -> None:
+        for attributes in self._held_with[unit]:
             attributes[_RUNS] = runs
 
 
 # ---- placeholders ------------------------------------------------------------------------------------------------
+
+
+class _Recent(dict[Any, Memory]):
+    """The values that were read last, by parameter, of so many elements at most as are gathered ahead."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._left = limit
+
+    def __setitem__(self, param: Any, memory: Memory) -> None:
+        if param not in self:
+            self._left -= zero3.full_numel(param)
+        super().__setitem__(param, memory)
+        while self._left < 0 and self:
+            oldest = next(iter(self))
+            del self[oldest]
+            self._left += zero3.full_numel(oldest)
 
 
 class _Placeholders(dict[str, Any]):

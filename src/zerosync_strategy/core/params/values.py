@@ -13,7 +13,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
-from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
@@ -48,7 +48,6 @@ class ParameterValues:
     def detach(self) -> None:
         """Let all parameters be DeepSpeed's own."""
         for record in self._records:
-            param_functions.forget_leftover_users((record.param,))
             record.leave()
             param_functions.restore(record.param)
         self._records = []
@@ -118,10 +117,10 @@ class ParameterValues:
         cache = self.cache()
         found = cache.get(param)
         if found is None or found.date != self.date(param):
-            self._scheduler.wait_for(param)
+            self._scheduler.arrive(param)
             record = record_of(param)
             record.settle()
-            if record.values is not None and record.is_there:
+            if record.values is not None and is_in_use(param):
                 with zero3.as_it_is():
                     return Memory(self, param, param.data, in_place=True)
             if self.differentiable is None:
@@ -130,7 +129,8 @@ class ParameterValues:
                     f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
-                full = param.data if zero3.is_gathered(param) else self._scheduler.unshard(param)
+                stays = zero3.is_gathered(param) and not record.is_in_own_memory  # which may be freed
+                full = param.data if stays else self._scheduler.unshard(param)
             found = cache[param] = Memory(self, param, full)
         return found
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
+
+from zerosync_strategy.core.engine.interpose import replaced
 
 NODE_SHARDS = "node shards"
 KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "buckets", "activations")
@@ -79,6 +82,23 @@ class Ledger:
             for tensor in of_kind:
                 if (known := self._known.get(tensor.untyped_storage()._cdata)) is not None:
                     self._move(known, kind)
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """While active, a storage counts by the bytes to which it was resized last, which are zeros.
+
+        Those of large tensors keep their bytes, which take no memory.
+        """
+        stock = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            if (known := self._known.get(storage._cdata)) is not None:
+                self._add(known.kind, nbytes - known.nbytes)
+                known.nbytes = nbytes
+            return stock(storage, nbytes).fill_(0) if storage.resizable() else storage
+
+        with replaced(torch.UntypedStorage, "resize_", resize_):
+            yield
 
     def restart(self) -> None:
         self.peak = dict(self.live)

@@ -69,7 +69,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
     """
     _join(cluster)
     ledger = Ledger()
-    with SkippedCompute(ledger.see):
+    with SkippedCompute(ledger.see), ledger.following_resizes():
         module, batch = build(workload)
         name = workload.optimizer
         made: Any = imported(name)(module) if ":" in name else getattr(torch.optim, name)(module.parameters(), lr=1e-4)

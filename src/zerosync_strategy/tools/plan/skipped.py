@@ -56,6 +56,8 @@ class SkippedCompute(TorchDispatchMode):
     Each tensor that an operator returns goes to ``on_result``.
     """
 
+    sees_zerosync = True
+
     def __init__(self, on_result: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_result = on_result

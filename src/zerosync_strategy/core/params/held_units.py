@@ -1,0 +1,56 @@
+"""Which units of ZeRO-3 have all their parameters held or persistent, and by which messages these are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.params.held import HoldPlan
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.units import Unit
+
+
+@dataclass
+class Bucket:
+    """Parameters that are gathered by one message.
+
+    Attributes:
+        place: among all buckets; those of a process group follow each other.
+        group: the place of the process group in the order of gathers (U1).
+        params: in the order in which they were built.
+        issued: in this window: what was missing is gathered, or on its way.
+    """
+
+    place: int
+    group: int
+    params: list[Any]
+    issued: bool = False
+
+
+def held_buckets(units: Iterable[Unit], plan: HoldPlan, scheduler: GatherScheduler) -> list[Bucket]:
+    """Let those ``units`` know which of all that stays until the step is theirs; return the buckets of that."""
+    held = {}
+    for unit in units:
+        unit.held = None
+        if plan.holds_all or (unit.params and all(map(_stays, unit.records))):
+            held[unit] = unit.params
+    by_id = {zero3.param_id(param): param for params in held.values() for param in params}
+    buckets: list[Bucket] = []
+    bucket_of: dict[int, Bucket] = {}
+    for trains in (True, False):  # apart, since those that are frozen are gathered once
+        params = [param for param in by_id.values() if param.requires_grad == trains]
+        for group, runs in scheduler.runs(params):
+            for run in runs:
+                bucket = Bucket(len(buckets), group, run)
+                buckets.append(bucket)
+                bucket_of.update((zero3.param_id(param), bucket) for param in run)
+    for unit, params in held.items():
+        unit.held = [buckets[place] for place in sorted({bucket_of[zero3.param_id(param)].place for param in params})]
+    return buckets
+
+
+def _stays(record: Record) -> bool:
+    return record.hold or zero3.is_persistent(record.param)

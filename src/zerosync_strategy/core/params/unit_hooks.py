@@ -1,0 +1,327 @@
+"""ZeRO-3: the hooks on units. When the parameters of each are gathered and resharded.
+
+=============================  =======================================================================================
+when                           what happens to a unit
+=============================  =======================================================================================
+its forward begins             it is gathered, if it is not there; the next are gathered ahead
+its forward ends               it is resharded, but not in a backward, which is about to come to what it repeats, nor
+                               if it is needed again soon (within ``stage3_max_reuse_distance`` elements)
+a backward comes to a call     so does the backward to each of its outputs: it is gathered, and the next ahead; units
+                               whose calls began after this call had ended are resharded: the backward has left them
+the backward ends              what is left is resharded
+=============================  =======================================================================================
+
+So nothing is put into the graph. A backward that makes a graph (``create_graph``) keeps what it has come to until
+another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
+of torch.func runs in. A unit that is held until the step waits for its buckets, once (``cache.py``).
+
+What is gathered ahead is what has followed before (``passes.py``), so on all ranks the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zerosync_strategy.core.engine import compilation, gathering, zero3
+from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.torch_internals import plain_torch
+from zerosync_strategy.core.params.cache import ParameterCache, arrived
+from zerosync_strategy.core.params.passes import Passes
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unit_order import END
+from zerosync_strategy.core.params.units import Unit
+
+_PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""What the output of a unit may have without hiding a tensor."""
+
+
+class Readers(Protocol):
+    """Who wants to know which unit's forward runs."""
+
+    def begins(self, unit: Unit) -> None: ...
+
+    def ends(self, unit: Unit) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class UnitHooks:
+    """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`.
+
+    Attributes:
+        readers: are told of forwards; ``None``: nobody is.
+    """
+
+    def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
+        self._root, self._units = engine.module, units
+        self._scheduler, self._cache = scheduler, cache
+        self._ahead_numel = gathering.prefetched_numel(engine)
+        self._live_numel, self._reuse_numel = gathering.max_live_numel(engine), gathering.max_reuse_numel(engine)
+        self.readers: Readers | None = None
+        self._forwards, self._backwards = Passes(), Passes()
+        self._early: dict[Unit, None] = {}  # gathered ahead
+        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
+        self._calls: list[tuple[Unit, int]] = []  # whose forwards run, with their numbers
+        self._count = 0  # of calls that have begun, also in backwards
+        self._kept: dict[Unit, None] = {}
+        self._awaited: dict[Unit, Passes] = {}
+        self._handles: list[Any] = []
+        for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
+            compilation.keep_out_of_graphs(method)
+        for unit in units:
+            begins, ends = partial(self._forward_begins, unit), partial(self._forward_ends, unit)
+            self._handles.append(unit.module.register_forward_pre_hook(begins, prepend=True))
+            self._handles.append(unit.module.register_forward_hook(ends, always_call=True))
+
+    def remove(self) -> None:
+        self.recover()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, memo: Any) -> UnitHooks:
+        return self  # of a copied module, whose hooks do nothing
+
+    @property
+    def is_in_forward(self) -> bool:
+        return bool(self._calls)
+
+    # ---- forwards ------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
+        if module is not unit.module:
+            return  # a copy, with parameters of its own
+        if not self._calls and torch._C._current_graph_task_id() == -1:
+            self._start()
+        unit.begin()
+        self._count += 1
+        self._calls.append((unit, self._count))
+        if not self._cache.plan.holds_all:
+            self._scheduler.order.begins(unit)
+        if self.readers is not None:
+            self.readers.begins(unit)
+        if unit.held is not None or self._cache.infers:
+            self._cache.use(unit, self._calls[0][0].module is self._root)
+        elif unit.params:
+            self._fetch(unit)
+
+    def _start(self) -> None:
+        """A forward begins, outside of others and of backwards: of the model, or of a part that is called itself."""
+        self._scheduler.compare_aborted()
+        if self._tasks:  # of backwards that have raised
+            self._leave_tasks()
+
+    def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
+        if not self._calls or self._calls[-1][0] is not unit:
+            return  # an exception has ended the forward that it belongs to
+        _, number = self._calls.pop()
+        unit.end()
+        self._scheduler.order.ends(unit)
+        if self.readers is not None:
+            self.readers.ends(unit)
+        if unit.held is not None or self._cache.infers:
+            self._cache.used(unit)
+            if not self._cache.plan.holds_all and torch.is_grad_enabled():
+                for leaf in _tensors_with_gradients(output):
+                    leaf.register_hook(partial(self._backward_passes, unit))
+        elif unit.params:
+            expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
+            if torch._C._current_graph_task_id() == -1:
+                again, end = self._forwards.distances(unit)
+                if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
+                    self._await(unit, self._backwards if expects else self._forwards)
+            self._reshard_unused(unit)
+        if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
+            self._over(self._forwards)
+
+    def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
+        """Let :meth:`_backward_comes` be called; return whether it may be."""
+        task, finds = torch._C._current_graph_task_id(), False
+        leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                finds = True
+                if leaf.grad_fn is None or torch._C._are_functorch_transforms_active():
+                    self._keep(unit)  # a hook on a leaf would stay there
+                    continue
+                leaf.register_hook(partial(self._backward_comes, unit, number, self._count))
+        if finds and task != -1 and task not in unit.tasks:
+            self._enter(task, unit, END)
+        if (
+            not finds
+            and task not in unit.tasks
+            and _hides(leaves)
+            and any(param.requires_grad for param in unit.params)
+        ):
+            self._keep(unit)
+        return finds
+
+    # ---- backwards -----------------------------------------------------------------------------------------------
+
+    def _backward_comes(self, unit: Unit, number: int, ended: int, grad: Any) -> None:
+        """To a call of ``unit`` with that number, at whose end as many calls as ``ended`` had begun."""
+        task = torch._C._current_graph_task_id()
+        entered = self._tasks.get(task, {})
+        if entered.get(unit) == number and zero3.all_gathered(unit.params):
+            return  # to another output of the call
+        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+        for left in [each for each, began in entered.items() if ended < began < END and each is not unit]:
+            self._leave(task, left)
+        for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
+            del self._tasks[other][unit]  # a backward inside of that has come to what was repeated
+            unit.tasks.discard(other)
+        self._enter(task, unit, number)
+        if torch.is_grad_enabled():
+            self._keep(unit)
+        self._fetch(unit)
+
+    def _backward_passes(self, unit: Unit, grad: Any) -> None:
+        """To a call of ``unit``, which is held, between others that are not."""
+        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+
+    def _enter(self, task: int, unit: Unit, number: int) -> None:
+        if task not in self._tasks:
+            if not self._tasks:  # the forwards are over, of the model or of its parts
+                self._over(self._forwards)
+            self._tasks[task] = {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ends, task))
+        self._tasks[task][unit] = number
+        unit.tasks.add(task)
+
+    def _leave(self, task: int, unit: Unit) -> None:
+        del self._tasks[task][unit]
+        unit.tasks.discard(task)
+        if self._backwards.distances(unit)[0] < self._reuse_numel:
+            self._await(unit, self._backwards)
+        self._reshard_unused(unit)
+
+    def _backward_ends(self, task: int) -> None:
+        for unit in list(self._tasks.get(task, ())):
+            self._leave(task, unit)
+        self._tasks.pop(task, None)
+        if not self._tasks:
+            self._over(self._backwards)
+            if not torch.is_grad_enabled():
+                self._let_go_of_kept()
+
+    def _keep(self, unit: Unit) -> None:
+        unit.is_kept = True
+        self._kept[unit] = None
+
+    def _let_go_of_kept(self) -> None:
+        kept, self._kept = self._kept, {}
+        for unit in kept:
+            unit.is_kept = False
+            self._reshard_unused(unit)
+
+    def _await(self, unit: Unit, until: Passes) -> None:
+        """``unit`` is needed again soon, before the end of the pass under way of ``until``."""
+        unit.is_awaited = True
+        self._awaited[unit] = until
+
+    def _let_go_of_awaited(self, *passes: Passes) -> None:
+        for unit in [unit for unit, until in self._awaited.items() if until in passes]:
+            del self._awaited[unit]
+            unit.is_awaited = False
+            self._reshard_unused(unit)
+
+    # ---- gathering and resharding --------------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit) -> None:
+        with plain_torch(), zero3.as_it_is():
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
+        passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
+        passes.comes(unit)
+        self._early.pop(unit, None)
+        if self._awaited.pop(unit, None) is not None:
+            unit.is_awaited = False
+        if self._cache.plan.counts:
+            self._cache.plan.count(unit.params)
+        if not zero3.all_gathered(unit.params):
+            self._scheduler.issue(unit.params)
+            arrived(unit.records)
+        self._scheduler.join(unit.params)
+        unit.claim()
+        self._gather_ahead(unit, passes)
+
+    def _gather_ahead(self, unit: Unit, passes: Passes) -> None:
+        """Issue what follows, up to DeepSpeed's limits, by one message where less than half of that is under way."""
+        if not self._ahead_numel:
+            return
+        numel, missing = 0, []
+        for following in passes.ahead():
+            if following is unit or following.held is not None:
+                continue
+            if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
+                break
+            if zero3.released(following.params):
+                missing.append(following)
+            elif not missing and numel + following.numel >= self._ahead_numel / 2:
+                return
+            numel += following.numel
+        if missing:
+            self._early.update(dict.fromkeys(missing))
+            self._scheduler.issue([param for each in missing for param in each.params])
+
+    def _over(self, of: Passes) -> None:
+        """A forward of the model, or a backward, is over: what it has gathered ahead for nobody goes."""
+        of.over()
+        self._let_go_of_awaited(of)
+        early, self._early = self._early, {}
+        for unit in early:
+            if not unit.is_used:
+                self._reshard(unit.records)
+
+    def _reshard_unused(self, unit: Unit) -> None:
+        if not unit.is_used and unit.is_claimed:
+            self._reshard(unit.let_go())
+
+    @for_training
+    def _reshard(self, records: list[Record]) -> None:
+        with plain_torch(), zero3.as_it_is():
+            self._scheduler.join([record.param for record in records])  # on whichever stream this is
+            self._cache.reshard(records)
+
+    def _leave_tasks(self) -> None:
+        for task, entered in list(self._tasks.items()):
+            for unit in list(entered):
+                self._leave(task, unit)
+        self._tasks.clear()
+        self._over(self._backwards)
+
+    def let_go(self) -> None:
+        """No unit uses its parameters any more, and no graph will: a step follows, perhaps inside of a forward."""
+        self._leave_tasks()
+        self._over(self._forwards)
+        self._let_go_of_kept()
+        for unit in self._units:
+            if unit.is_claimed:
+                self._reshard(unit.let_go())
+
+    def recover(self) -> None:
+        """After an exception: nothing runs any more, either."""
+        while self._calls:
+            self._calls.pop()[0].end()
+        if self.readers is not None:
+            self.readers.leave()
+        self.let_go()
+
+
+def _tensors_with_gradients(output: Any) -> list[torch.Tensor]:
+    leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+
+
+def _hides(leaves: Iterable[Any]) -> bool:
+    """Whether what a forward has returned may lead to a tensor that is not among ``leaves``."""
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return not (has_tensor and all(isinstance(leaf, _PLAIN) for leaf in leaves))
