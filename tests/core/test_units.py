@@ -130,6 +130,7 @@ def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None
     assert run_ranks(run) == [(0.0, [])] * 2
 
 
+@pytest.mark.off_device("it counts messages of gloo")
 def test_a_unit_is_one_message() -> None:
     """Also where fewer elements are gathered ahead than a unit has; "Linear" is none, so that layers are alone."""
 

@@ -92,6 +92,8 @@ class StrictCommunicator(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    sees_zerosync = True
+
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory

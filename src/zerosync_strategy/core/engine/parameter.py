@@ -465,3 +465,9 @@ def is_in_use(param: Any) -> bool:
             or (record.bits & _BRIEF and not torch.is_grad_enabled())
         )
     )
+
+
+def is_at_rest(param: Any) -> bool:
+    """Return whether each operation on ``param`` passes elsewhere first: also where the host cannot see it arrived."""
+    record = getattr(param, "_zerosync_record", None)
+    return record is not None and param.__class__ is not record.own_class

@@ -117,8 +117,9 @@ class ParameterGather(InFlight):
             self._gather_streams.record_stream_for_gathers(param.data, self._stream)
         with self._gather_streams.on_gather_stream(self._stream):
             host.keep(self._params)
-            if any(param._zerosync_record.watched for param in self._params):
-                self.event = self._gather_streams.record_unshard(self._stream)
+        if any(param._zerosync_record.watched for param in self._params):
+            self.event = self._gather_streams.record_unshard(self._stream)
+            self._gather_streams.wait_for_unshard(self.event)
 
     def join(self) -> None:
         """The current stream is one of those that use the parameters, which are there (U2, L3)."""

@@ -335,7 +335,10 @@ class GatherScheduler:
         with zero3.as_it_is():
             if zero3.is_gathered(param):
                 param._zerosync_record.carry_changes()
-            return zero3.own_shard(param)
+            shard = zero3.own_shard(param)
+            if self.streams.is_on_host(shard):
+                self.streams.host_waits_for_caller()
+            return shard
 
     def unshard(self, param: Any) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.engine import compilation, contract, gathering, torch_internals, zero3
-from zerosync_strategy.core.engine.parameter import is_in_use, record_of
+from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use, record_of
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
@@ -110,7 +110,9 @@ class UnshardOnRead:
         if not (self._hooks.is_in_forward or _in_backward()):
             return param
         memory = self._values.memory(param)
-        return param if memory.in_place else unsharded(self._differentiable_read(param, memory), memory, Read)
+        if memory.in_place and not is_at_rest(param):
+            return param
+        return unsharded(self._differentiable_read(param, memory), memory, Read)
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
@@ -302,7 +304,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             param = module._parameters.get(name)
             if param is None and name not in module._parameters:
                 return _replacement(module, name)
-            return param if is_in_use(param) else read_eagerly(module, name, param)
+            return param if is_in_use(param) and not is_at_rest(param) else read_eagerly(module, name, param)
         # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
         # which is there in full, would not have its shape.
         if name not in module._zerosync_placeholders:
@@ -311,7 +313,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             return module._parameters[name]
         return traced(module, name)
 
-    for function in (read, is_in_use, zero3.is_gathered):
+    for function in (read, is_in_use, is_at_rest, zero3.is_gathered):
         skip_code(function.__code__)  # traced as part of what reads, never by itself
     return read
 
