@@ -58,9 +58,9 @@ def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("method", "place", "backend"),
     [
-        ("wait_for_unshard", "addmm", "nccl"),
+        ("wait_for_unshard", "split_with_sizes_copy", "nccl"),
         ("gathers_wait_for_writes", "read by _foreach_copy_", "nccl"),
-        ("wait_for_unshard", "addmm", None),
+        ("wait_for_unshard", "split_with_sizes_copy", None),
     ],
 )
 def test_every_rule_is_needed(method: str, place: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +73,9 @@ STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("sharing", "waits"), [("shared", 1), STOCK])
+@pytest.mark.parametrize(("sharing", "waits"), [("shared", 0), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
-    """U2: all is prefetched at once, over three groups. The first layer's is one gather; stock waits for all three."""
+    """U2: over three groups, what follows is gathered ahead. The first layer waits for none of it; stock for all three."""
 
     def run() -> int:
         with simulate() as simulation:
