@@ -75,7 +75,7 @@ STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a 
 @pytest.mark.extended
 @pytest.mark.parametrize(("sharing", "waits"), [("shared", 0), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
-    """U2: over three groups, what follows is gathered ahead. The first layer waits for none of it; stock for all three."""
+    """U2: over three groups, what follows is gathered ahead. The first layer waits for none of it; stock for all."""
 
     def run() -> int:
         with simulate() as simulation:
