@@ -22,6 +22,7 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record, reshard, settle, unclaimed
 from zerosync_strategy.core.engine.torch_internals import plain_torch
+from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.held_units import Bucket, held_buckets
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -243,10 +244,3 @@ class ParameterCache:
         for record in there:
             if not record.plain:
                 record.param.partition()
-
-
-def arrived(records: Iterable[Record]) -> None:
-    """Wait for those of ``records`` that are on their way."""
-    for record in records:
-        if record.gather is not None and not record.gather.is_done:
-            record.gather.wait()

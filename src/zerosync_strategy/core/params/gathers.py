@@ -15,7 +15,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import settle
+from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.host_cache import HostCache
 
@@ -119,7 +119,7 @@ class ParameterGather(InFlight):
             host.keep(self._params)
         if any(param._zerosync_record.watched for param in self._params):
             self.event = self._gather_streams.record_unshard(self._stream)
-            self._gather_streams.wait_for_unshard(self.event)
+            self._gather_streams.wait_for_unshard(self.event)  # whoever writes to the values waits for their copy (U2)
 
     def join(self) -> None:
         """The current stream is one of those that use the parameters, which are there (U2, L3)."""
@@ -133,6 +133,13 @@ class ParameterGather(InFlight):
 
 def _nothing() -> None:
     pass
+
+
+def arrived(records: Iterable[Record]) -> None:
+    """Wait for those of ``records`` that are on their way."""
+    for record in records:
+        if record.gather is not None and not record.gather.is_done:
+            record.gather.wait()
 
 
 class GatherActivity(NamedTuple):

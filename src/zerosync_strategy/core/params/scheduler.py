@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,12 @@ from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
-from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes
+from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes, arrived
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
 from zerosync_strategy.core.params.unit_order import UnitOrder
 
+Found = TypeVar("Found")
 REMEMBERED = 10_000
 """Sets of parameters that were gathered in one turn."""
 
@@ -181,23 +182,17 @@ class GatherScheduler:
 
     def _by_group(self, params: list[Any]) -> list[tuple[GatherGroup, list[Any]]]:
         """As :meth:`in_order`, remembered: units are gathered again and again."""
-        ids = zero3.param_ids(params)
-        if ids not in self._turns:
-            if len(self._turns) == REMEMBERED:
-                self._turns.clear()
-            self._turns[ids] = list(self.in_order(params))
-        return self._turns[ids]
+        return _remembered(self._turns, params, lambda: list(self.in_order(params)))
 
     def _messages_of(self, params: list[Any]) -> list[tuple[torch.dtype, list[Any]]] | None:
         """Return what of ``params``, of one group, is gathered in which dtype; ``None``: by DeepSpeed. Remembered."""
-        ids = zero3.param_ids(params)
-        if ids not in self._parts:
-            if len(self._parts) == REMEMBERED:
-                self._parts.clear()
-            is_plain = all(map(self.gathers_plainly, params))
-            parts = [(zero3.gather_dtype(part[0]), part) for part in _by_dtype(params, zero3.gather_dtype)]
-            self._parts[ids] = parts if is_plain else None
-        return self._parts[ids]
+
+        def parts() -> list[tuple[torch.dtype, list[Any]]] | None:
+            if not all(map(self.gathers_plainly, params)):
+                return None
+            return [(zero3.gather_dtype(part[0]), part) for part in _by_dtype(params, zero3.gather_dtype)]
+
+        return _remembered(self._parts, params, parts)
 
     def gathers_plainly(self, param: Any) -> bool:
         """Return whether ``param`` is gathered from other ranks' shards of its values."""
@@ -283,9 +278,7 @@ class GatherScheduler:
         """If ``param`` is in flight, or held, it arrives (U2)."""
         if self.before_read is not None:
             self.before_read(param)
-        gather = param._zerosync_record.gather
-        if gather is not None and not gather.is_done:
-            gather.wait()
+        arrived((param._zerosync_record,))
         self.join((param,))
 
     def join(self, params: Iterable[Any]) -> None:
@@ -336,7 +329,7 @@ class GatherScheduler:
             if zero3.is_gathered(param):
                 param._zerosync_record.carry_changes()
             shard = zero3.own_shard(param)
-            if self.streams.is_on_host(shard):
+            if self.streams.is_on_host(shard):  # the device may be about to write it (S1)
                 self.streams.host_waits_for_caller()
             return shard
 
@@ -356,8 +349,7 @@ class GatherScheduler:
         with zero3.as_it_is():
             for param in params:
                 self.order.reads(param)
-                if (gather := param._zerosync_record.gather) is not None and not gather.is_done:
-                    gather.wait()
+            arrived([param._zerosync_record for param in params])
             self.join(params)
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
@@ -410,6 +402,16 @@ class GatherScheduler:
 
 def _nothing() -> None:
     pass
+
+
+def _remembered(memo: dict[tuple[int, ...], Found], params: list[Any], make: Callable[[], Found]) -> Found:
+    """Return what ``make`` has made for ``params`` before, or makes now."""
+    ids = zero3.param_ids(params)
+    if ids not in memo:
+        if len(memo) == REMEMBERED:
+            memo.clear()
+        memo[ids] = make()
+    return memo[ids]
 
 
 def _values(arrival: gathering.Arrival) -> list[tuple[Any, torch.Tensor]]:

@@ -31,7 +31,8 @@ from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import plain_torch
-from zerosync_strategy.core.params.cache import ParameterCache, arrived
+from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.passes import Passes
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END
@@ -69,8 +70,8 @@ class UnitHooks:
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
         self._calls: list[tuple[Unit, int]] = []  # whose forwards run, with their numbers
         self._count = 0  # of calls that have begun, also in backwards
-        self._kept: dict[Unit, None] = {}
-        self._awaited: dict[Unit, Passes] = {}
+        self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
+        self._awaited: dict[Unit, Passes] = {}  # and what is needed again soon, before the end of a pass of these
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
             compilation.keep_out_of_graphs(method)
@@ -128,14 +129,15 @@ class UnitHooks:
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
-                for leaf in _tensors_with_gradients(output):
-                    leaf.register_hook(partial(self._backward_passes, unit))
+                for leaf in _leaves(output):
+                    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                        leaf.register_hook(partial(self._backward_passes, unit))
         elif unit.params:
             expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
             if torch._C._current_graph_task_id() == -1:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
-                    self._await(unit, self._backwards if expects else self._forwards)
+                    self._awaited[unit] = self._backwards if expects else self._forwards
             self._reshard_unused(unit)
         if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
             self._over(self._forwards)
@@ -143,12 +145,12 @@ class UnitHooks:
     def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
         """Let :meth:`_backward_comes` be called; return whether it may be."""
         task, finds = torch._C._current_graph_task_id(), False
-        leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        leaves = _leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 finds = True
                 if leaf.grad_fn is None or torch._C._are_functorch_transforms_active():
-                    self._keep(unit)  # a hook on a leaf would stay there
+                    self._kept[unit] = None  # a hook on a leaf would stay there
                     continue
                 leaf.register_hook(partial(self._backward_comes, unit, number, self._count))
         if finds and task != -1 and task not in unit.tasks:
@@ -159,7 +161,7 @@ class UnitHooks:
             and _hides(leaves)
             and any(param.requires_grad for param in unit.params)
         ):
-            self._keep(unit)
+            self._kept[unit] = None
         return finds
 
     # ---- backwards -----------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class UnitHooks:
             unit.tasks.discard(other)
         self._enter(task, unit, number)
         if torch.is_grad_enabled():
-            self._keep(unit)
+            self._kept[unit] = None
         self._fetch(unit)
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
@@ -198,7 +200,7 @@ class UnitHooks:
         del self._tasks[task][unit]
         unit.tasks.discard(task)
         if self._backwards.distances(unit)[0] < self._reuse_numel:
-            self._await(unit, self._backwards)
+            self._awaited[unit] = self._backwards
         self._reshard_unused(unit)
 
     def _backward_ends(self, task: int) -> None:
@@ -210,26 +212,18 @@ class UnitHooks:
             if not torch.is_grad_enabled():
                 self._let_go_of_kept()
 
-    def _keep(self, unit: Unit) -> None:
-        unit.is_kept = True
-        self._kept[unit] = None
-
     def _let_go_of_kept(self) -> None:
         kept, self._kept = self._kept, {}
         for unit in kept:
-            unit.is_kept = False
             self._reshard_unused(unit)
 
-    def _await(self, unit: Unit, until: Passes) -> None:
-        """``unit`` is needed again soon, before the end of the pass under way of ``until``."""
-        unit.is_awaited = True
-        self._awaited[unit] = until
-
-    def _let_go_of_awaited(self, *passes: Passes) -> None:
-        for unit in [unit for unit, until in self._awaited.items() if until in passes]:
+    def _let_go_of_awaited(self, passes: Passes) -> None:
+        for unit in [unit for unit, until in self._awaited.items() if until is passes]:
             del self._awaited[unit]
-            unit.is_awaited = False
             self._reshard_unused(unit)
+
+    def _is_used(self, unit: Unit) -> bool:
+        return bool(unit.runs or unit.tasks or unit in self._kept or unit in self._awaited)
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
@@ -242,8 +236,7 @@ class UnitHooks:
         passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
         self._early.pop(unit, None)
-        if self._awaited.pop(unit, None) is not None:
-            unit.is_awaited = False
+        self._awaited.pop(unit, None)
         if self._cache.plan.counts:
             self._cache.plan.count(unit.params)
         if not zero3.all_gathered(unit.params):
@@ -278,11 +271,11 @@ class UnitHooks:
         self._let_go_of_awaited(of)
         early, self._early = self._early, {}
         for unit in early:
-            if not unit.is_used:
+            if not self._is_used(unit):
                 self._reshard(unit.records)
 
     def _reshard_unused(self, unit: Unit) -> None:
-        if not unit.is_used and unit.is_claimed:
+        if unit.is_claimed and not self._is_used(unit):
             self._reshard(unit.let_go())
 
     @for_training
@@ -316,9 +309,8 @@ class UnitHooks:
         self.let_go()
 
 
-def _tensors_with_gradients(output: Any) -> list[torch.Tensor]:
-    leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+def _leaves(output: Any) -> list[Any]:
+    return [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
 
 
 def _hides(leaves: Iterable[Any]) -> bool:

@@ -32,9 +32,7 @@ class Unit:
         params: in the order of gathers; empty for a model that has all of them in units inside of it.
         runs: how many of its forwards run.
         tasks: backwards, by autograd's number of each, that have come to it and not left it.
-        is_kept: a graph may need it at any time, until a backward has ended.
-        is_awaited: a backward is expected soon, within DeepSpeed's ``max_reuse_distance``.
-        is_claimed: its values stay for one of these.
+        is_claimed: its values stay for one of these, or for what its hooks expect (``unit_hooks.py``).
         held: the buckets in which it is gathered, where all of it is held until the step; ``None``: it is not.
         pending: it has not waited for them in this window, or they may not be there on every stream.
     """
@@ -48,16 +46,11 @@ class Unit:
         self.runs = 0
         self.is_claimed = False
         self.tasks: set[int] = set()
-        self.is_kept = self.is_awaited = False
         self.held: list[Any] | None = None
         self.pending = True
 
     def __deepcopy__(self, memo: Any) -> Unit:
         return self  # of a copied module (unit_hooks.py)
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self.runs or self.tasks or self.is_kept or self.is_awaited)
 
     def claim(self) -> None:
         """The current stream has waited for the values, which stay until :meth:`let_go`."""
