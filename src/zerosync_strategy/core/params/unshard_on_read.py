@@ -7,8 +7,8 @@ still in flight, or gathered by chance and released before the backward. Here su
 who reads                           what it gets
 ==================================  ====================================================================
 a unit that runs, its own           the parameter
-a forward or backward, eagerly      the parameter's memory, if it is there; else ``zerosync::unshard(placeholder)``,
-                                    which waits, or gathers; once per unit's forward
+a forward or backward, eagerly      the parameter, if it is there and stays; else a copy, or what is gathered for it;
+                                    what it reads again soon, once per unit's forward
 a trace                             that call in its graph, as one opaque operator; nothing is gathered
 guards, and anyone else             the parameter as it is; nothing is gathered
 ==================================  ====================================================================
