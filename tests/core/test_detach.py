@@ -37,11 +37,14 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
         prepare_cpu()
         engines = make_engine(stage), make_engine(stage)
         shard_over(torch.distributed.group.WORLD, torch.nn.Linear(2, 2))
+        stock = gradient_hooks(engines[0])
         handles = [attach(engine) for engine in engines]
+        assert all(set(now).isdisjoint(before) for now, before in zip(gradient_hooks(engines[0]), stock, strict=True))
         for engine in engines:
             train(engine)
         average = AveragedModel(torch.nn.Linear(2, 2))
         handles[0].detach() if end == "detach" else engines[0].destroy()
+        assert gradient_hooks(engines[0]) == (stock if end == "detach" else [[]] * len(stock))
         between = differences(before, snapshot())
         handles[1].detach() if end == "detach" else engines[1].destroy()
         after = differences(before, snapshot())
@@ -58,6 +61,10 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
     unlisted = [name for name in between if not any(is_same(name, patch) for patch in listed)]
     assert set(unlisted) <= of_zero3 and len(between) > 12
     assert "the process.scheduling" in between
+
+
+def gradient_hooks(engine: Any) -> list[list[Any]]:
+    return [list(param._post_accumulate_grad_hooks.values()) for param in engine.module.parameters()]
 
 
 def is_same(found: str, listed: str) -> bool:

@@ -619,7 +619,15 @@ def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:
         plain = Oracle(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = engines.make_engine(model, optimizer, stage, gradient_accumulation_steps=2)
-        attach(engine, param_memory_budget="all" if stage == 3 else 0)
+        zerosync = attach(engine, param_memory_budget="all" if stage == 3 else 0)
+        reducer, traced = attached_of(zerosync).reducer, []
+        ready = reducer.gradient_ready
+
+        def watched(gradient: Any) -> bool:
+            traced.append(torch.compiler.is_compiling())
+            return ready(gradient)
+
+        reducer.gradient_ready = watched
         xs = torch.randn(4, 2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
         for k, of_ranks in enumerate(xs):
             loss = engine(of_ranks[int(os.environ["RANK"])]).square().mean()
@@ -629,6 +637,7 @@ def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:
             engine.step()
             if k % 2:
                 plain.step()
+        assert traced and not any(traced)
         return distance(full_parameters(model), full_parameters(plain.module))
 
     assert run_ranks(run) == [0.0, 0.0]

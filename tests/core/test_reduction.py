@@ -103,13 +103,9 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
         engine = make_engine(stage, zero={"reduce_bucket_size": 2 * WIDTH * WIDTH})
         zerosync = attach(engine, overlap_last=overlap)
         events = []
-        finish = attached_of(zerosync).gradient_ready
-
-        def ready(param: Any) -> None:
-            finish(param)
-            events.append(attached_of(zerosync).reducer.pipeline.sent_floor.nbytes)
-
-        attached_of(zerosync).gradient_ready = ready
+        pipeline = attached_of(zerosync).reducer.pipeline
+        for param in engine.module.parameters():
+            param.register_hook(lambda _: events.append(pipeline.sent_floor.nbytes))
         train(engine, zerosync, 2, promise=True)
         during = max(events[-LAYERS:])
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report.reductions, during

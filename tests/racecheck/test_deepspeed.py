@@ -36,9 +36,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     # It has no event to wait for, and may be given the memory of the last window's gradient shards.
     "a bucket without a gradient": {"ours": {"coalesce": False}, "unused": True, "sgd": True},
     "no overlap_comm": {"ours": {"coalesce": False}, "zero": {"overlap_comm": False}},
-    # Stage 1 has no hooks then, so that nobody says when a gradient is complete.
-    "no hooks": {"ours": {"coalesce": False}, "zero": {"overlap_comm": False, "contiguous_gradients": False}},
-    "no hooks, last": {"ours": {}, "last": True, "zero": {"overlap_comm": False, "round_robin_gradients": True}},
 }  # fmt: skip
 
 
@@ -57,7 +54,6 @@ def findings(*args: Any, **kwargs: Any) -> list[tuple[Kind, str]]:
         "fp16",
         "offload",
         "a bucket without a gradient",
-        "no hooks",
     )
 )
 @pytest.mark.parametrize("scenario", SCENARIOS)

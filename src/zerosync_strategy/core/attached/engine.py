@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from zerosync_strategy.core.engine.saved_shards import SavedShards
 from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
-from zerosync_strategy.core.gradients.compiled import CompiledGradientHook
+from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.local import keep_freed_memory
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -58,7 +59,6 @@ class AttachedEngine(ABC):
         budgets: those that set themselves; ``None``: none does.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
-        gradient_ready: the window's own, so that a gradient costs no call more.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
@@ -93,13 +93,12 @@ class AttachedEngine(ABC):
         self._required = RequiredGradients(
             self.reducer.params, self.names, self.window.gradient_ready, zero.needs_every_gradient(engine)
         )
-        self.gradient_ready = self._required.gradient_ready
-        compilation.keep_out_of_graphs(self.gradient_ready)
+        compilation.keep_out_of_graphs(self.window.added)
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self.reports = PrintedReports(config.report_every, config.report_file) if dist.get_rank() == 0 else None
-        self._compiled: CompiledGradientHook | None = None  # once DeepCompile compiles this engine
+        self._compiled: CompiledGradients | None = None  # once DeepCompile compiles this engine
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
         self._infers = False  # in gathered_for_inference()
         self._mode = ""  # the last that :meth:`switch` was called for, of weights that were not loaded since
@@ -120,7 +119,6 @@ class AttachedEngine(ABC):
         """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
         patches.add_user(self.engine)
         allow_any_model()
-        zero.count_parameters_quickly()
         if self.engine.device.type == "cpu":
             keep_freed_memory()
             leave_out_ranges()
@@ -137,6 +135,8 @@ class AttachedEngine(ABC):
             target._zerosync_attached = self
             interpose(target, layer)
         self.fragments_linked()
+        ready = self._required.gradient_ready
+        self.reducer.attach(lambda gradient: partial(self.window.added, ready, gradient))
         AttachedEngine.all.add(self)
         self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
 
@@ -157,8 +157,6 @@ class AttachedEngine(ABC):
     def destroyed(self) -> None:
         """The engine is about to be destroyed: detach, and drop the window."""
         self.window.abort("the engine was destroyed")
-        if self._compiled is not None:
-            self._compiled.detach()
         self.wait_for_parameters()
         self._detach()
 
@@ -167,6 +165,7 @@ class AttachedEngine(ABC):
         self.pending.restore_clip_norm()
         self._stop_counting()
         self._detach_parameters()
+        self.reducer.detach()
         fragments.release(self.reducer.params)
         for target, layer in self._layers:
             restore(target, layer)
@@ -420,9 +419,10 @@ class AttachedEngine(ABC):
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
             )
-        CompiledGradientHook.verify(self.config, self.shards_over_groups)
-        params = {compilation.deepcompile_id(self.engine.optimizer, param): param for param in self.reducer.params}
-        self._compiled = CompiledGradientHook(params, self.window.add_gradient, self.window.gradient_ready)
+        CompiledGradients.verify(self.config, self.shards_over_groups)
+        optimizer = self.engine.optimizer
+        gradients = {compilation.deepcompile_id(optimizer, each.param): each for each in self.reducer.gradients}
+        self._compiled = CompiledGradients(gradients, self.window.add)
         return self._compiled.compiling()
 
     def activity(self, what: str) -> AbstractContextManager[None]:

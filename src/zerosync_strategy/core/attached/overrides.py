@@ -88,6 +88,7 @@ class EngineOverrides(ModeOverrides):
     def _backward_prologue(self) -> None:
         self._zerosync_attached.backward_begins()
         super()._backward_prologue()  # type: ignore[misc]
+        zero.expect_end(self)
 
     # On ZeRO-3, DeepSpeed goes through all modules before and after a forward, for hooks that are not there.
 
@@ -262,14 +263,6 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_attached.in_stock_layout()
         super().refresh_fp32_params()  # type: ignore[misc]
 
-    def setup_buckets(self) -> None:
-        """Makes no buffers for DeepSpeed's own reductions: of ``reduce_bucket_size`` elements, two with overlap."""
-        with replaced(self, "contiguous_gradients", False):
-            super().setup_buckets()  # type: ignore[misc]
-
-    def process_gradients(self, param: torch.nn.Parameter, i: int) -> None:
-        self._zerosync_attached.gradient_ready(param)
-
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
         return self._zerosync_attached.reducer.norm()
 
@@ -325,9 +318,6 @@ class Stage3Overrides(OptimizerOverrides):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
             super().zero_grad(*args, **kwargs)
-
-    def reduce_ready_partitions_and_remove_grads(self, param: torch.nn.Parameter) -> None:
-        self._zerosync_attached.gradient_ready(param)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if not self._zerosync_attached.step_jointly(sub_group_id):

@@ -147,7 +147,7 @@ class EngineCounter(CollectiveCounter):
     @property
     def is_alone(self) -> bool:
         """Whether nobody else counts, so that there is nothing to tell apart."""
-        return len(self._backend._zerosync_counters) == 1
+        return self._backend is None or len(self._backend._zerosync_counters) == 1
 
     def attribute(self) -> None:
         """Count for this engine what the process has sent since the last such call of any engine."""

@@ -133,8 +133,6 @@ COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", 
 
 CONFIGURATION = rows("configuration", "engine", "_config")
 ALL_STAGES = (
-    *rows("window", _STAGE12, "count_used_parameters_in_backward(parameters)"),
-    *rows("window", _STAGE3, "count_used_parameters_in_backward(parameters)"),
     *rows("window", "engine", """
         +backward(loss) +step +zero_grad() allreduce_gradients _backward_prologue() +is_gradient_accumulation_boundary()
         +no_sync() +destroy() zero_ignore_unused_parameters() +get_global_grad_norm()
@@ -143,6 +141,7 @@ ALL_STAGES = (
     *rows("window", "engine config", "_param_dict"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth _grad_acc_hooks"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
+    *rows("window", "optimizer", "run_grad_acc_post_hooks()", until="0.18.5"),
     *rows("whole parameters", "optimizer", "torch_autocast_gradscaler"),
     *rows("window", "optimizer", "finalize_gradient_accumulation_boundary()", since="0.19.4"),
     *rows("checkpoints", "engine", """
@@ -169,10 +168,8 @@ ALL_STAGES = (
 )  # fmt: skip
 ACCUMULATION = rows("gradient accumulation", "engine config", "+train_batch_size +gradient_accumulation_steps")
 STAGE_1_2 = (
-    *rows("window", "optimizer", "process_gradients(param, i)"),
     *rows("reduction", "optimizer", """
-        bit16_groups bit16_groups_flat setup_buckets() +contiguous_gradients partition_size real_dp_process_group
-        cpu_offload
+        bit16_groups bit16_groups_flat partition_size real_dp_process_group cpu_offload
     """),
     *rows("gradient norm", "optimizer", """
         scaled_global_norm() has_moe_layers _average_expert_grad_norms(norm_groups) model_parallel_rank
@@ -204,7 +201,7 @@ STAGE_1_2_OFFLOAD = rows(
 )  # fmt: skip
 STAGE_3 = (
     *rows("reduction", "optimizer", f"ipg_buckets fp16_groups offload_optimizer {GRADIENT_SHARDS}"),
-    *rows("window", "optimizer", "reduce_ready_partitions_and_remove_grads(param)"),
+    *rows("window", "optimizer", "_leaf_module_hooks"),
     *rows("reduction", "optimizer", "swap_optimizer", named_in=_STAGE3),
     *rows("reduction", "parameter", "ds_id ds_numel partition_numel()"),
     *rows("gradient norm", "optimizer", """

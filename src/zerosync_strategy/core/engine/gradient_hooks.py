@@ -1,36 +1,55 @@
-"""The hooks by which DeepSpeed's optimizer learns of each gradient, after those that the program has on it.
+"""The hooks on the gradients of one ZeRO optimizer: ours, and DeepSpeed's, which they replace.
 
 A program may register hooks on a parameter's gradient at any time, as to mask or to log it. What they leave is what is
-reduced. PyTorch runs the hooks of a tensor in the order of its dictionary of them, of which DeepSpeed's is one.
+reduced. PyTorch runs the hooks of a tensor in the order of its dictionary of them, of which ours is one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 class GradientHooks:
-    """The hooks of one ZeRO optimizer, one for each parameter. Leaf modules have none, and reduce when all is done."""
+    """One hook on each of ``params``, until :meth:`remove`; DeepSpeed's, on parameters and leaf modules, are off."""
 
-    def __init__(self, optimizer: Any) -> None:
-        of_params = [(handle.id, handle.hooks_dict_ref()) for handle in optimizer._grad_acc_hooks]
-        self._of_params = [(key, hooks) for key, hooks in of_params if hooks is not None]
-        self._dicts = [hooks for _, hooks in self._of_params]
+    def __init__(self, optimizer: Any, hooks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
+        stock = [*optimizer._grad_acc_hooks, *getattr(optimizer, "_leaf_module_hooks", ())]
+        self._stock = [
+            (of, handle.id, of.pop(handle.id)) for handle in stock if handle.id in (of := handle.hooks_dict_ref() or {})
+        ]
+        self._handles = [_register(param, hook) for param, hook in hooks]
+        self._of_params = [(handle.id, handle.hooks_dict_ref()) for handle in self._handles]
+        self._dicts = [of for _, of in self._of_params]
         self._orders: list[tuple[int, ...]] = []  # in which they were left
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for of, key, hook in self._stock:
+            of[key] = hook
 
     def run_last(self) -> bool:
         """Let them run after all hooks of the program, in backwards from here on; return whether some did not."""
         if list(map(tuple, self._dicts)) == self._orders:  # for all parameters by three calls
             return False
         moved = False
-        for own_key, hooks in self._of_params:
-            own = [key for key, hook in hooks.items() if key == own_key or _is_ours(hook)]
-            if list(hooks)[-len(own) :] != own:
+        for own_key, of in self._of_params:
+            own = [key for key, hook in of.items() if key == own_key or _is_ours(hook)]
+            if list(of)[-len(own) :] != own:
                 moved = True
                 for key in own:  # C reads the order of insertion, which an OrderedDict's move_to_end() leaves as it is
-                    hooks[key] = hooks.pop(key)
+                    of[key] = of.pop(key)
         self._orders = list(map(tuple, self._dicts))
         return moved
+
+
+def _register(param: Any, hook: Callable[[Any], None]) -> Any:
+    requires_grad = param.requires_grad  # it may be frozen for a while
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(requires_grad)
+    return handle
 
 
 def _is_ours(hook: Any) -> bool:

@@ -35,7 +35,6 @@ _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.Partitioned
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _AVERAGED = "torch.optim.swa_utils.AveragedModel"
-_COUNT = "the hook that counts which parameters a backward will reach costs less"
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
 _BLOCK = 'a configuration with a "zerosync" block trains with ZeroSync'
 _IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
@@ -55,8 +54,6 @@ ENTER_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__enter__", _GATHERE
 LEAVE_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__exit__",
                        f"{_GATHERED}; parameters without dimensions are broadcast")
 OUTPUTS = Patch("deepspeed.runtime.zero.parameter_offload", "vars", "modules may return what has no attributes")
-COUNT_STAGE_1_2 = Patch(_STAGE12, "count_used_parameters_in_backward", _COUNT)
-COUNT_STAGE_3 = Patch("deepspeed.runtime.zero.stage3", "count_used_parameters_in_backward", _COUNT)
 LINEAR = Patch("deepspeed.runtime.zero.linear.zero3_linear_wrap", "__code__", "a linear layer of ZeRO-3 is torch's own")
 FULL_GRADIENT = Patch("deepspeed.utils.tensor_fragment.safe_get_full_grad", "__code__",
                       "before DeepSpeed 0.19.8, it looks for a window's gradient, too")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine import contract
 
 _Item = TypeVar("_Item")
 
@@ -61,30 +61,6 @@ def accumulate_outside(engine: Any) -> None:
 def needs_every_gradient(engine: Any) -> bool:
     """Return whether the configuration makes a parameter without a gradient an error."""
     return not engine.zero_ignore_unused_parameters()
-
-
-def count_parameters_quickly() -> None:
-    """Let DeepSpeed count by less host work which parameters a backward will reach (H1).
-
-    It counts in the first hook of each backward. Parameters of ZeRO-3 are looked at as they are.
-    """
-    patches.replace(patches.COUNT_STAGE_1_2, _count)
-    patches.replace(patches.COUNT_STAGE_3, _count)
-
-
-def _count(stock: Callable[..., int]) -> Callable[..., int]:
-    reaches = torch._C._will_engine_execute_node
-
-    @functools.wraps(stock)
-    def count(parameters: Sequence[Any]) -> int:
-        found = 0
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            for param in parameters:
-                if param.requires_grad:
-                    found += reaches(param.view_as(param).grad_fn.next_functions[0][0])
-        return found
-
-    return count
 
 
 def stepping_optimizer(engine: Any) -> Any:
@@ -212,6 +188,12 @@ def expect_backward(optimizer: Any) -> None:
     two forwards it would take the next ``loss.backward()`` for one inside another.
     """
     optimizer._backward_active_depth = 0
+
+
+def expect_end(engine: Any) -> None:
+    """Let DeepSpeed do at the end of the running backward what it has to: by 0.18.4 in the last hook on a gradient."""
+    if not contract.has(contract.CLEAR_BACKWARD):
+        torch.autograd.Variable._execution_engine.queue_callback(engine.optimizer.run_grad_acc_post_hooks)
 
 
 def reset_backward(optimizer: Any) -> None:

@@ -27,7 +27,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import in_runs
-from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.local import LocalGradient, LocalGradients
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 AUTO_BUCKETS = 16
@@ -132,7 +132,7 @@ class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
     Attributes:
-        params: in the order of the layout.
+        params, gradients: in the order of the layout.
         level: where gradients are added up; changes between two windows.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
@@ -140,7 +140,7 @@ class GradientBucket(ABC):
         node_shard: sums over this window, scaled as they are sent, by their part: its node shard (``comm/nodes.py``).
         is_reduced: this window has reduced it, so that its part of the shard has gradients already.
         numel, dtype: of its local gradients.
-        pending_params: in a backward that reduces it when it is complete, the ids of those without their gradient yet.
+        pending: in a backward that reduces it when it is complete, the gradients that have not come yet.
         first_use: in one that reduces it by module, when the forward has used the first of its parameters.
         grad_ready, spare_events: by stream, the event after the last of its gradients that a backward which streams has
             completed there (B1); and the event to record for the next.
@@ -155,13 +155,14 @@ class GradientBucket(ABC):
     ) -> None:  # fmt: skip
         self.layout = layout
         self.params = list(params)
+        self.gradients = [LocalGradient(param, self) for param in self.params]
         self.level = level
         self.node_shard: dict[Part, torch.Tensor] = {}
         self.local = local
         self.streams = streams
         self.needs_reduce = False
         self.is_reduced = False
-        self.pending_params: set[int] = set()
+        self.pending: set[LocalGradient] = set()
         self.first_use = 0
         self.grad_ready: dict[Any, Any] = {}
         self.spare_events: dict[Any, Any] = {}
@@ -174,16 +175,17 @@ class GradientBucket(ABC):
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
     @abstractmethod
-    def collect(self, param: Any) -> None:
+    def collect(self, gradient: LocalGradient) -> None:
         """Autograd has added to ``param.grad``: move it to where the bucket accumulates it."""
 
-    def add(self, param: Any, gradient: torch.Tensor) -> None:
-        """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
+    def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
+        """Add ``more``, in full, to a gradient, as autograd does; its memory stays the caller's."""
+        param = gradient.param
         if param.grad is None:
             with zero3.in_full_shape(param):
-                param.grad = gradient.to(param.dtype, copy=True)
+                param.grad = more.to(param.dtype, copy=True)
         else:
-            param.grad.add_(gradient)
+            param.grad.add_(more)
 
     @abstractmethod
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:

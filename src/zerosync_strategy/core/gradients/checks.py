@@ -10,6 +10,7 @@ import torch
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.errors import HANDLE
+from zerosync_strategy.core.gradients.local import LocalGradient
 
 
 class LocalChanges:
@@ -60,16 +61,17 @@ class RequiredGradients:
     """
 
     def __init__(
-        self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[Any], None], is_required: bool
-    ) -> None:
+        self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[LocalGradient], None],
+        is_required: bool,
+    ) -> None:  # fmt: skip
         self._params, self._names, self._window_ready = params, names, gradient_ready
         self.is_required = is_required
         self.gradient_ready = self._note if is_required else gradient_ready
         self._found: set[Any] = set()
 
-    def _note(self, param: Any) -> None:
-        self._found.add(param)
-        self._window_ready(param)
+    def _note(self, gradient: LocalGradient) -> None:
+        self._found.add(gradient.param)
+        self._window_ready(gradient)
 
     def reset(self) -> None:
         """The gradients of this window are dropped."""

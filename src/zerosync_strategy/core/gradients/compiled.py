@@ -3,7 +3,7 @@
 DeepCompile writes ZeRO's collectives into the graphs that it compiles. There, every backward reduces its gradients,
 whatever the window; and gradients from eager frames are lost, because DeepSpeed 0.19.8 removes the hooks that would
 reduce them. Here a pass of ours comes last at each step of DeepCompile's schedule and puts ``zerosync::collect``, which
-gives a gradient to the window, in the place of each reduction. Eager frames get such hooks back.
+gives a gradient to the window, in the place of each reduction. Gradients of eager frames come by our hooks.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import compilation
+from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _numbers = count()
-_engines: weakref.WeakValueDictionary[int, CompiledGradientHook] = weakref.WeakValueDictionary()
+_engines: weakref.WeakValueDictionary[int, CompiledGradients] = weakref.WeakValueDictionary()
 
 
-class CompiledGradientHook:
+class CompiledGradients:
     """Gives the gradients of one engine that DeepCompile compiles to the window.
 
     Args:
-        params: by the id that DeepCompile gives them in graphs.
-        collect: is called with a parameter and its gradient, in full and in any dtype, whose memory stays the graph's.
-        ready: is called with a parameter to whose ``grad`` autograd has added.
+        gradients: by the id that DeepCompile gives their parameters in graphs.
+        add: is called with one and what is to be added, in full and in any dtype, whose memory stays the graph's.
     """
 
-    def __init__(
-        self, params: dict[int, torch.nn.Parameter], collect: Callable[[torch.nn.Parameter, torch.Tensor], None],
-        ready: Callable[[torch.nn.Parameter], None],
-    ) -> None:  # fmt: skip
-        self._params, self._collect, self._ready = params, collect, ready
-        self._hooks: list[Any] = []
+    def __init__(self, gradients: dict[int, LocalGradient], add: Callable[[LocalGradient, torch.Tensor], None]) -> None:
+        self._gradients, self._add = gradients, add
         self._number = next(_numbers)
         _engines[self._number] = self
 
@@ -58,16 +54,10 @@ class CompiledGradientHook:
     def compiling(self) -> Iterator[None]:
         with compilation.deepcompile_last_pass(self._collect_gradients):
             yield
-        self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._params.values()]
-
-    def detach(self) -> None:
-        """The engine is destroyed."""
-        for hook in self._hooks:
-            hook.remove()
 
     def receive(self, param: int, gradient: torch.Tensor) -> None:
-        if param in self._params:  # else the optimizer does not train it
-            self._collect(self._params[param], gradient)
+        if param in self._gradients:  # else the optimizer does not train it
+            self._add(self._gradients[param], gradient)
 
     def _collect_gradients(self, module: torch.fx.GraphModule, *_: Any) -> None:
         # Changed in place: a pass that returns a graph has DeepCompile run it again, for real, to measure its memory.

@@ -18,6 +18,7 @@ from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ReduceScatterInput, ShardLayout
+from zerosync_strategy.core.gradients.local import LocalGradient
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
@@ -107,8 +108,6 @@ class FlatBucket(GradientBucket):
         self._below = below
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
-        # By id of the parameter, of what is in its place.
-        self._views: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, self.params))
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, for the end of the memory
         self._lay_out()
         self.target = (stripe.offset, stripe.width)
@@ -121,7 +120,7 @@ class FlatBucket(GradientBucket):
         origin = begin - -self._head % _ALIGNMENT
         self._numel = stripe.last - origin
         begins = {param: layout.offsets[param] - origin for param in params}
-        self._begins = {id(param): begin for param, begin in begins.items()}
+        self._begins = dict(zip(self.gradients, begins.values(), strict=True))
         self._blanks: list[tuple[int, int]] = []
         end = begin - origin
         for param, offset in begins.items():
@@ -145,27 +144,28 @@ class FlatBucket(GradientBucket):
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         return shard[self.stripe.offset : self.stripe.offset + self.stripe.width]
 
-    def collect(self, param: Any) -> None:
-        gradient, view = param.grad, self._views[id(param)]
-        if gradient is None and view is not None and self.local.converts:
-            view.zero_()  # a hook has dropped it
-        if gradient is view or gradient is None:
+    def collect(self, gradient: LocalGradient) -> None:
+        param, place = gradient.param, gradient.place
+        found = param.grad
+        if found is None and place is not None and self.local.converts:
+            place.zero_()  # a hook has dropped it
+        if found is place or found is None:
             return
-        source = gradient.detach() if gradient.requires_grad else gradient
-        if self.local.converts and view is not None:
-            view.add_(source)
+        source = found.detach() if found.requires_grad else found
+        if self.local.converts and place is not None:
+            place.add_(source)
         else:
-            view = self._place_of(param).copy_(source)
+            place = self._place_of(gradient).copy_(source)
         if self.local.converts:
             param.grad = None
-        elif not gradient.requires_grad:  # else the program may go on to differentiate it
-            param.grad = view
+        elif not found.requires_grad:  # else the program may go on to differentiate it
+            param.grad = place
 
-    def add(self, param: Any, gradient: torch.Tensor) -> None:
-        if param.grad is not None or self.local.converts:
-            super().add(param, gradient)
+    def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
+        if gradient.param.grad is not None or self.local.converts:
+            super().add(gradient, more)
         else:
-            param.grad = self._place_of(param).copy_(gradient)
+            gradient.param.grad = self._place_of(gradient).copy_(more)
 
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         memory = self._complete()
@@ -187,22 +187,21 @@ class FlatBucket(GradientBucket):
         if self._memory is not None:
             self.local.count(-self._memory.nbytes)
         self._memory = self._allocation = self._from_above = None
-        self._views = dict.fromkeys(self._views)
-        for param in self.params:
-            param.grad = None
+        for gradient in self.gradients:
+            gradient.place = gradient.param.grad = None
 
     def _complete(self) -> torch.Tensor:
         """Return the memory with every gradient in its place, on the reduction stream."""
-        for param in self.params:
-            gradient, view = param.grad, self._views[id(param)]
-            if gradient is view and view is not None:
+        for gradient in self.gradients:
+            found, place = gradient.param.grad, gradient.place
+            if found is place and place is not None:
                 continue
-            if gradient is None or self.local.converts:
-                if view is None or not self.local.converts:
-                    self._place_of(param).zero_()
+            if found is None or self.local.converts:
+                if place is None or not self.local.converts:
+                    self._place_of(gradient).zero_()
             else:  # the program's own
-                self.streams.record_stream_for_reduction(gradient)
-                self._place_of(param).copy_(gradient)
+                self.streams.record_stream_for_reduction(found)
+                self._place_of(gradient).copy_(found)
         memory = self._memory
         assert memory is not None
         self.streams.record_stream_for_reduction(memory)
@@ -215,7 +214,8 @@ class FlatBucket(GradientBucket):
                 memory[self._end : self._numel - len(above)].zero_()
         return memory
 
-    def _place_of(self, param: Any) -> torch.Tensor:
+    def _place_of(self, gradient: LocalGradient) -> torch.Tensor:
+        param = gradient.param
         if self._memory is None:
             self._memory = self.local.empty(self._numel, self.dtype, param.device)
             self.local.count(self._memory.nbytes)
@@ -224,7 +224,6 @@ class FlatBucket(GradientBucket):
             self._allocation = self.streams.record_allocation()
         else:
             self.streams.wait_for_allocation(self._memory, self._allocation)
-        key = id(param)
-        begin = self._begins[key]
-        view = self._views[key] = self._memory[begin : begin + param.numel()].view(param.shape)
-        return view
+        begin = self._begins[gradient]
+        gradient.place = place = self._memory[begin : begin + param.numel()].view(param.shape)
+        return place

@@ -23,6 +23,20 @@ _MOST_KEPT_BYTES = 2**25 - 2**16  # of a block that glibc may learn to keep, on 
 _UNUSED = 2  # references to a storage that is here alone: the kept tensor's, and the one that asks
 
 
+class LocalGradient:
+    """That of one parameter, until ``bucket`` is reduced.
+
+    Attributes:
+        place: where it is, once this window has collected it: autograd adds to what ``param.grad`` is by itself.
+    """
+
+    __slots__ = ("bucket", "param", "place")
+
+    def __init__(self, param: Any, bucket: Any) -> None:
+        self.param, self.bucket = param, bucket
+        self.place: torch.Tensor | None = None
+
+
 class LocalGradients:
     """What the gradients that are not reduced yet have in common.
 

@@ -256,7 +256,8 @@ class OwnedBucket(ToOwners, FlatBucket):
     def _lay_out(self) -> None:
         self._head = self._first = 0
         self._blanks = []
-        self._begins = {id(param): begin for param, begin in self._lay_out_by_owner().items()}
+        begins = self._lay_out_by_owner()
+        self._begins = {gradient: begins[gradient.param] for gradient in self.gradients}
         self._numel = self._end = sum(param.numel() for param in self.params)
 
     @property

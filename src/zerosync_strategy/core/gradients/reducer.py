@@ -24,7 +24,7 @@ from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
 from zerosync_strategy.core.gradients.items import ItemCount
-from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.local import LocalGradient, LocalGradients
 from zerosync_strategy.core.gradients.pipeline import GradientShards, ReductionPipeline
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -60,6 +60,7 @@ class Reducer(GradientShards):
         items: that the coming gradients are the mean over.
         bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
         deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
+        only_adds: the running backward reduces nothing, so that who has its ``place`` has nothing to do.
     """
 
     buckets: Sequence[GradientBucket]
@@ -90,13 +91,12 @@ class Reducer(GradientShards):
         self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
         self._may_stream = config.gradients.automatic  # sooner or later
-        # By id: torch computes the hash of a tensor in Python.
-        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
-        self._has_hooks = False  # known from the first gradient on
-        self._hooks = GradientHooks(optimizer)
-        self._late: Any = None  # whose hooks may still run when the backward begins by it
+        self.only_adds = False
+        self._hooks: GradientHooks | None = None  # while it is attached
+        self._late: LocalGradient | None = None  # whose hooks may still run when the backward begins by it
         self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
         self._reduces_by_module = False  # the running backward, and not by gradient
         self.pipeline = ReductionPipeline(self, config.reduction == "ordered", messages)
@@ -153,14 +153,22 @@ class Reducer(GradientShards):
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool, ready: Any = None) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window; ``ready``: by this one's gradient.
+    def attach(self, hook_of: Callable[[LocalGradient], Callable[[Any], None]]) -> None:
+        """From here on, autograd calls the hook of each gradient that it has added to."""
+        self._hooks = GradientHooks(self.optimizer, [(each.param, hook_of(each)) for each in self.gradients])
+
+    def detach(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    def begin_backward(self, last: bool, ready: LocalGradient | None = None) -> None:
+        """A backward begins; ``last``: it is known to be the last of its window; ``ready``: by this gradient.
 
         A ``RuntimeError``: it is being captured into a CUDA graph.
         """
         self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
-        if self._hooks.run_last():
+        if self._hooks is not None and self._hooks.run_last():
             self._late = ready
         for bucket in self.buckets:
             bucket.needs_reduce = True
@@ -170,6 +178,7 @@ class Reducer(GradientShards):
             self._choose_when_to_reduce(midway=ready is not None)
             self.pipeline.backward_begins()
             self.streams.reductions_wait_for_caller()
+        self.only_adds = not self._to_stream and self._late is None
 
     def _choose_when_to_reduce(self, midway: bool) -> None:
         """Let the running backward reduce a bucket when it is complete, or when the modules that use it are behind.
@@ -182,35 +191,31 @@ class Reducer(GradientShards):
         self._reduces_by_module = first_uses is not None
         if first_uses is None:
             for bucket in self._to_stream:
-                bucket.pending_params = set(map(id, bucket.params))
+                bucket.pending = set(bucket.gradients)
             return
         for bucket in self._to_stream:
             # What no module has used, or is asked for too late, is reduced at the end.
             bucket.first_use = 0 if midway else min(first_uses.get(id(param), 0) for param in bucket.params)
         self._to_stream = deque(sorted(self._to_stream, key=lambda bucket: -bucket.first_use))
 
-    def gradient_ready(self, param: Any) -> bool:
-        """Autograd has added to ``param.grad``. Return whether :meth:`reduce_complete` has something to do."""
-        key = id(param)
-        if key not in self._bucket_of:
+    def gradient_ready(self, gradient: LocalGradient) -> bool:
+        """Autograd has added to it. Return whether :meth:`reduce_complete` has something to do."""
+        if gradient is self._late:
             return False
-        self._has_hooks = True
-        if param is self._late:
-            return False
-        bucket = self._bucket_of[key]
-        bucket.collect(param)
+        bucket = gradient.bucket
+        bucket.collect(gradient)
         bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
         if not self._to_stream:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
             return False
-        bucket.pending_params.discard(key)
-        return not self._to_stream[0].pending_params
+        bucket.pending.discard(gradient)
+        return not self._to_stream[0].pending
 
     def reduce_complete(self) -> None:
         """In a backward that streams, reduce the buckets that are complete, in their order."""
-        self._stream(lambda bucket: not bucket.pending_params)
+        self._stream(lambda bucket: not bucket.pending)
 
     def needs_reduce_behind(self, behind: int) -> bool:
         """Return whether :meth:`reduce_behind` has something to do."""
@@ -225,19 +230,15 @@ class Reducer(GradientShards):
         while self._to_stream and may_reduce(self._to_stream[0]):
             bucket = self._to_stream.popleft()
             self._has_streamed = True
-            # DeepSpeed's stage 1 may have no hooks that say when a gradient is complete. All are at the end.
-            with self.streams.on_reduction_stream(bucket.grad_ready.values() if self._has_hooks else None):
+            with self.streams.on_reduction_stream(bucket.grad_ready.values()):
                 self.pipeline.launch(bucket)
-
-    def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
-        """Add ``gradient``, in full, to that of ``param``, as autograd does; its memory stays the caller's."""
-        self._bucket_of[id(param)].add(param, gradient)
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
         if (late := self._late) is not None:
             self._late = None
             self.gradient_ready(late)
+        self.only_adds = False
         self._stream(lambda bucket: True)
         with self.streams.on_reduction_stream(()):
             self.pipeline.wait()
@@ -354,7 +355,7 @@ class Reducer(GradientShards):
     def drop(self) -> None:
         """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
         self._to_stream.clear()
-        self._has_streamed = False
+        self._has_streamed = self.only_adds = False
         self._late = None
         self.pipeline.drop()
         for bucket in self.buckets:
@@ -367,6 +368,7 @@ class Reducer(GradientShards):
 
     def interrupted(self) -> None:
         """An exception has ended a backward, at another place on each rank."""
+        self.only_adds = False
         if self.is_native:
             if self.first_uses() is not None:
                 self.pipeline.begun.expect()  # it gathers, too

@@ -19,6 +19,7 @@ from zerosync_strategy.core.gradients.buckets import (
     ShardLayout,
     choose_buckets,
 )
+from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.gradients.reducer import Reducer, StepSlices, step_slices
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -55,31 +56,28 @@ class PerParamLayout(ShardLayout):
 class UnpackedBucket(GradientBucket):
     """A bucket whose gradients stay where autograd accumulates them until they are reduced."""
 
-    def __init__(self, *common: Any, **named: Any) -> None:
-        super().__init__(*common, **named)
-        self._counted: set[int] = set()  # ids of parameters
-
-    def collect(self, param: Any) -> None:
-        if param.grad is None:
+    def collect(self, gradient: LocalGradient) -> None:
+        param, place = gradient.param, gradient.place
+        found = param.grad
+        if found is None:
             if self.local.converts:
                 zero.set_accumulated_gradient(param, None)  # a hook has dropped it
             return
         if self.local.converts:
-            gradient = param.grad.detach().to(self.local.dtype)
-            before = zero.accumulated_gradient(param)
-            zero.set_accumulated_gradient(param, gradient if before is None else before.add_(gradient))
+            more, before = found.detach().to(self.local.dtype), zero.accumulated_gradient(param)
+            found = more if before is None else before.add_(more)
+            zero.set_accumulated_gradient(param, found)
             param.grad = None
-        if id(param) not in self._counted:
-            self._counted.add(id(param))
+        if place is None:
             self.local.count(self.local.nbytes(param))
+        gradient.place = found
 
     def _drop(self) -> None:
-        for param in self.params:
-            param.grad = None
+        self.local.count(-sum(self.local.nbytes(each.param) for each in self.gradients if each.place is not None))
+        for gradient in self.gradients:
+            gradient.place = gradient.param.grad = None
             if self.local.converts:
-                zero.set_accumulated_gradient(param, None)
-        self.local.count(-sum(self.local.nbytes(param) for param in self.params if id(param) in self._counted))
-        self._counted.clear()
+                zero.set_accumulated_gradient(gradient.param, None)
 
     def _gradient(self, param: Any) -> torch.Tensor | None:
         return zero.accumulated_gradient(param) if self.local.converts else param.grad

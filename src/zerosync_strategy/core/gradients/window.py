@@ -28,6 +28,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.checks import LocalChanges
+from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 
@@ -98,6 +99,7 @@ class Window:
         self.interrupted = False
         self._stepped = False  # since the last engine.step() has ended
         self._zeroed = True  # zero_grad() has come since the last step
+        self._shares = True  # this process's traffic with other engines
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
         self._engine_backwards = 0
@@ -142,10 +144,10 @@ class Window:
         """A forward begins; a raw backward that has not ended by now has raised."""
         self._reset_graphs()
 
-    def enter_graph(self, ready: Any = None) -> None:
+    def enter_graph(self, ready: LocalGradient | None = None) -> None:
         """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here.
 
-        ``ready`` is the parameter whose gradient the backward has changed already, if any.
+        ``ready`` is the gradient that the backward has changed already, if any.
         """
         if self._engine_backwards:
             if self._backward is _Backward.AWAITED:
@@ -162,14 +164,19 @@ class Window:
         else:
             self._leave_backward()
 
-    def gradient_ready(self, param: Any) -> None:
-        """Autograd has added to ``param.grad``, in place of DeepSpeed's own reduction."""
-        # Called for every gradient of every backward: what is not needed is not called.
+    def added(self, ready: Callable[[LocalGradient], None], gradient: LocalGradient, param: Any) -> None:
+        """Autograd has added to ``param.grad``; ``ready`` is :meth:`gradient_ready`, or calls it."""
+        # Called for every gradient of every backward: where there is nothing to do, it calls nothing.
+        if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.traffic):
+            ready(gradient)
+
+    def gradient_ready(self, gradient: LocalGradient) -> None:
+        """There is more in a gradient."""
         if self._backward is not _Backward.OURS or not self._engine_backwards:
-            self.enter_graph(param)
-        if self._traffic.traffic:
+            self.enter_graph(gradient)
+        if self._shares and self._traffic.traffic:
             self._traffic.attribute()  # parameters that were gathered on the way to this gradient
-        if self._reducer.gradient_ready(param):
+        if self._reducer.gradient_ready(gradient):
             with self._activity("a backward"):
                 self._reducer.reduce_complete()
             self._traffic.attribute()  # what was reduced
@@ -182,10 +189,10 @@ class Window:
                 self._reducer.reduce_behind(behind)
             self._traffic.attribute()
 
-    def add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
-        """Add a gradient, in full, that a compiled graph has computed; its memory stays the graph's."""
-        self._reducer.add_gradient(param, gradient)
-        self.gradient_ready(param)
+    def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
+        """Add ``more``, in full, that a compiled graph has computed; its memory stays the graph's."""
+        gradient.bucket.add(gradient, more)
+        self.gradient_ready(gradient)
 
     def _graph_done(self, graph: int) -> None:
         self._graphs.discard(graph)
@@ -197,13 +204,14 @@ class Window:
         if not self._engine_backwards and not self._graphs:
             self._backward = _Backward.NONE
 
-    def _begin_backward(self, ready: Any = None) -> None:
+    def _begin_backward(self, ready: LocalGradient | None = None) -> None:
         if self._state is WindowState.REDUCED:
             raise RuntimeError(
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() first, or zero_grad() to drop the reduced gradients."
             )
-        self.changes.check(but=ready)
+        self.changes.check(but=None if ready is None else ready.param)
+        self._shares = not self._traffic.is_alone
         is_last = self._last is _Last.NEXT and self._overlap_last
         self._reducer.begin_backward(is_last, ready)  # may refuse; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)

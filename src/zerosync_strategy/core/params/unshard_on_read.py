@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.engine import compilation, contract, gathering, torch_internals, zero3
-from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use, record_of
+from zerosync_strategy.core.engine.parameter import Record, is_at_rest, is_in_use, record_of
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
@@ -60,6 +60,7 @@ class UnshardOnRead:
         self._frames: list[_Frame] = []
         self._limit = gathering.prefetched_numel(engine)
         self._gradient_hooks: list[Any] = []
+        self._read: set[Record] = set()  # whose gradients may come while they are sharded
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
@@ -115,6 +116,7 @@ class UnshardOnRead:
         return unsharded(self._differentiable_read(param, memory), memory, Read)
 
     def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
+        self.expect_gradient(param)
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
         return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
 
@@ -144,31 +146,34 @@ class UnshardOnRead:
         return placeholders[trains]
 
     def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        # Autograd wants the parameter in its shape when it makes the parameter's node, which takes gradients of the
-        # shape that it sees, and when the node stores one, for the layout.
-        def in_shape(_: Any) -> None:
-            if zero3.all_gathered((param,)):  # these two run for every gradient: the rest where it is needed
-                return
-            with zero3.as_it_is():
-                if param.numel() == 0:
-                    param.data = blank
-
-        def as_it_was(_: Any) -> None:
-            if not zero3.is_released(param):
-                return
-            with zero3.as_it_is():
-                if param.numel() > 0:
-                    param.data = blank.new_empty(0)
-
+        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
         with zero3.in_full_shape(param), torch.enable_grad():
             placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
         placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
+        return placeholder
+
+    def expect_gradient(self, param: Any) -> None:
+        """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
+        if record_of(param) in self._read or not param.requires_grad:
+            return
+        self._read.add(record_of(param))
+        placeholder = self._placeholder(param)
+
+        def in_shape(_: Any) -> None:
+            with zero3.as_it_is():
+                if param.numel() == 0:
+                    param.data = placeholder.detach()
+
+        def as_it_was(_: Any) -> None:
+            with zero3.as_it_is():
+                if zero3.is_released(param) and param.numel() > 0:
+                    param.data = placeholder.new_empty(0)
+
         node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._gradient_hooks += (
             node.register_prehook(in_shape),  # type: ignore[union-attr]
             param.register_post_accumulate_grad_hook(as_it_was),
         )
-        return placeholder
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
@@ -328,6 +333,7 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
 
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
     frames, param = _by_address[placeholder.data_ptr()]
+    frames.expect_gradient(param)
     return frames.scheduler.unshard(param)
 
 
