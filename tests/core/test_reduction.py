@@ -94,7 +94,7 @@ def test_the_gradient_budget(stage: int) -> None:
     assert [report.peak_unreduced_bytes for report in reports.values()] == [6 * LAYER, 4 * LAYER, 2 * LAYER, LAYER]
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended(but=("2", "3"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
