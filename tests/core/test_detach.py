@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch.optim.swa_utils import AveragedModel
 
 import zerosync_strategy
-from tests.harness.copying import loss_of, make_engine
+from tests.harness import engines as harness
+from tests.harness.copying import adamw, loss_of, make_engine, network
 from tests.harness.engines import rank
 from tests.harness.ranks import run_ranks
 from tests.harness.replaced import LIBRARIES, differences, snapshot
@@ -35,16 +37,18 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         before = snapshot()
         prepare_cpu()
-        engines = make_engine(stage), make_engine(stage)
+        module = network()
+        set_z3_leaf_module(module[0], True)
+        engines = harness.make_engine(module, adamw(module), stage), make_engine(stage)
         shard_over(torch.distributed.group.WORLD, torch.nn.Linear(2, 2))
-        stock = gradient_hooks(engines[0])
+        stock = gradient_hooks(module)
         handles = [attach(engine) for engine in engines]
-        assert all(set(now).isdisjoint(before) for now, before in zip(gradient_hooks(engines[0]), stock, strict=True))
+        assert all(set(now).isdisjoint(before) for now, before in zip(gradient_hooks(module), stock, strict=True))
         for engine in engines:
             train(engine)
         average = AveragedModel(torch.nn.Linear(2, 2))
         handles[0].detach() if end == "detach" else engines[0].destroy()
-        assert gradient_hooks(engines[0]) == (stock if end == "detach" else [[]] * len(stock))
+        assert gradient_hooks(module) == (stock if end == "detach" else [[]] * len(stock))
         between = differences(before, snapshot())
         handles[1].detach() if end == "detach" else engines[1].destroy()
         after = differences(before, snapshot())
@@ -63,8 +67,10 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
     assert "the process.scheduling" in between
 
 
-def gradient_hooks(engine: Any) -> list[list[Any]]:
-    return [list(param._post_accumulate_grad_hooks.values()) for param in engine.module.parameters()]
+def gradient_hooks(module: torch.nn.Module) -> list[list[Any]]:
+    """Those on parameters, and those that DeepSpeed sets on leaf modules."""
+    hooks = [param._post_accumulate_grad_hooks for param in module.parameters()]
+    return [list((each or {}).values()) for each in (*hooks, *(part._backward_hooks for part in module.modules()))]
 
 
 def is_same(found: str, listed: str) -> bool:
