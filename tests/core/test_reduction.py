@@ -18,6 +18,7 @@ from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
 from zerosync_strategy.core.gradients import buckets, reducer
+from zerosync_strategy.core.gradients.window import Window
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
 LAYER = WIDTH * WIDTH * 4  # bytes
@@ -100,12 +101,16 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(2 * LAYER, 2))
 
     def run(overlap: bool) -> Any:
+        events = []
+        finish = Window.gradient_ready
+
+        def ready(window: Window, gradient: Any) -> None:
+            finish(window, gradient)
+            events.append(window._reducer.pipeline.sent_floor.nbytes)
+
+        monkeypatch.setattr(Window, "gradient_ready", ready)
         engine = make_engine(stage, zero={"reduce_bucket_size": 2 * WIDTH * WIDTH})
         zerosync = attach(engine, overlap_last=overlap)
-        events = []
-        pipeline = attached_of(zerosync).reducer.pipeline
-        for param in engine.module.parameters():
-            param.register_hook(lambda _: events.append(pipeline.sent_floor.nbytes))
         train(engine, zerosync, 2, promise=True)
         during = max(events[-LAYERS:])
         return distance(full_parameters(engine.module), oracle(2)), zerosync.report.reductions, during
