@@ -29,7 +29,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine.contract import is_before
-from zerosync_strategy.core.params import scheduler
+from zerosync_strategy.core.params import issuing
 
 
 def make_engine(model: nn.Module, **zero: Any) -> Any:
@@ -85,18 +85,18 @@ def gathered(engine: Any) -> list[str]:
 def gathers_watched() -> Iterator[list[bool]]:
     """For each gather that is sent meanwhile, whether it is on behalf of the compiler."""
     found: list[bool] = []
-    stock = scheduler._all_gather
+    stock = issuing._all_gather
 
     def all_gather(*args: Any) -> Any:
         stack = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
         found.append(torch.compiler.is_compiling() or any(map(COMPILER.search, stack)))
         return stock(*args)
 
-    scheduler._all_gather = all_gather
+    issuing._all_gather = all_gather
     try:
         yield found
     finally:
-        scheduler._all_gather = stock
+        issuing._all_gather = stock
 
 
 COMPILER = re.compile(
@@ -407,8 +407,8 @@ class Slow:
 )
 def test_reads_of_what_is_prefetched_wait_for_it(backend: str, options: dict[str, Any]) -> None:
     def run() -> list[float]:
-        stock, errors = scheduler._all_gather, []
-        scheduler._all_gather = lambda nodes, tag, *args: Slow(partial(stock, nodes, tag), *args)
+        stock, errors = issuing._all_gather, []
+        issuing._all_gather = lambda nodes, tag, *args: Slow(partial(stock, nodes, tag), *args)
         for ahead in (WIDTH, 2 * WIDTH * WIDTH, 10**6):  # elements: of one parameter, some, and all
             model, plain = Ahead(), Ahead()
             engine, mirror = make_engine(model, stage3_prefetch_bucket_size=ahead), Oracle(plain, adamw(plain))

@@ -12,6 +12,7 @@ from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine
 from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.params.issuing import Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.shard_over import ranks_of
 
@@ -20,18 +21,18 @@ DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two 
 
 
 @contextmanager
-def recorded() -> Iterator[list[Issued]]:
+def recorded(engine: Any) -> Iterator[list[Issued]]:
     """The gathers that this rank issues, in their order, those of readers included."""
     issued: list[Issued] = []
-    stock = GatherScheduler.gathering
+    stock = Issuing.begin
 
-    def gathering(self: GatherScheduler, group: Any, params: list[Any]) -> Any:
-        nbytes, ids = sum(map(zero3.full_bytes, params)), tuple(map(zero3.param_id, params))
+    def begin(self: Issuing, group: Any, ids: tuple[int, ...], digested: bytes) -> Any:
+        nbytes = sum(zero3.full_bytes(param) for param in engine.module.parameters() if zero3.param_id(param) in ids)
         issued.append((ranks_of(group.process_group), nbytes, ids))
-        return stock(self, group, params)
+        return stock(self, group, ids, digested)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GatherScheduler, "gathering", gathering)
+        patch.setattr(Issuing, "begin", begin)
         yield issued
 
 
@@ -43,7 +44,7 @@ def run(
     engine = make_engine(LAYOUTS["grid"], sgd, zero={"stage3_prefetch_bucket_size": depth, **zero}, kind=kind)
     zerosync = attach(engine, unshard_streams=sharing)
     losses = []
-    with recorded() as issued:
+    with recorded(engine) as issued:
         for k in range(steps):
             loss = engine(data(k, rank), skip=k == 3)
             engine.backward(loss)

@@ -192,10 +192,13 @@ def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: obje
     return InFlight([work], lambda: own)
 
 
+_NOTHING = nullcontext()
+
+
 def phase(name: str, detail: str = "") -> AbstractContextManager[object]:
     """Name what runs here ``zerosync::name(detail)`` in profiles; costs next to nothing where nobody profiles."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return nullcontext()
+        return _NOTHING
     return torch.profiler.record_function(f"zerosync::{name}({detail})" if detail else f"zerosync::{name}")
 
 

@@ -39,6 +39,9 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.between + other.between)
 
 
+_NONE = Traffic()
+
+
 class _Kind(NamedTuple):
     """How to read a call of one kind: the argument whose bytes count, and what is sent of it."""
 
@@ -116,9 +119,14 @@ class CollectiveCounter:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def add_gather(self, nbytes: int, process_group: Any) -> None:
+        """Count an all-gather for which this rank sends so many bytes, and that is not called by DeepSpeed."""
+        self._add("all_gather_into_tensor", nbytes, process_group, None)
+
     def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None, distinct: bool = False) -> None:
         between = 0 if self._topology is None else self._topology.between(nbytes, process_group, to, distinct)
-        self.traffic[kind] = self.traffic.get(kind, Traffic()) + Traffic(1, nbytes, between)
+        before = self.traffic.get(kind, _NONE)
+        self.traffic[kind] = Traffic(before.calls + 1, before.bytes + nbytes, before.between + between)
 
 
 class EngineCounter(CollectiveCounter):

@@ -203,7 +203,7 @@ STAGE_3 = (
     *rows("reduction", "optimizer", f"ipg_buckets fp16_groups offload_optimizer {GRADIENT_SHARDS}"),
     *rows("window", "optimizer", "_leaf_module_hooks"),
     *rows("reduction", "optimizer", "swap_optimizer", named_in=_STAGE3),
-    *rows("reduction", "parameter", "ds_id ds_numel partition_numel()"),
+    *rows("reduction", "parameter", "ds_id ds_numel"),
     *rows("gradient norm", "optimizer", """
         _get_norm_groups() model_parallel_group has_overflow(partition_gradients) reduce_and_partition_stream
         unscale_and_clip_grads(sub_group_id, total_norm)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine import contract, zero, zero3
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import arrive, record_of
+from zerosync_strategy.core.engine.parameter import arrive, record_of, rows_of
 
 
 def coordinator(optimizer: Any) -> Any:
@@ -26,66 +26,99 @@ def gather_stream(coordinator: Any) -> Any:
     return getattr(coordinator, contract.GATHER_STREAM)
 
 
+FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
+"""Is called with this rank's shard, the place for all shards, both flat, and a process group; returns a work."""
+
+
+def flat_all_gather() -> FlatAllGather:
+    """Return a backend's own all-gather: DeepSpeed's, without what that costs the host (H1)."""
+    from deepspeed import comm
+
+    backend = zero.comm_backend()
+
+    def as_torch_does(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
+        for counter in backend._zerosync_counters:
+            counter.add_gather(target.nbytes - own.nbytes, process_group)
+        return backend.all_gather_function(target, own, group=process_group, async_op=True)
+
+    def as_deepspeed_does(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
+        return comm.all_gather_into_tensor(target, own, group=process_group, async_op=True)
+
+    return as_torch_does if zero.is_plain(backend) else as_deepspeed_does
+
+
 class Arrival(NamedTuple):
     """Values of ``params`` on their way into ``received``, whose last dimension has so many ``columns`` of each.
 
     Row by row, the columns of a parameter are its values, flat and padded. ``wait`` is called once, before they are.
     """
 
-    params: Sequence[Any]
-    columns: Sequence[int]
+    params: list[Any]
+    columns: list[int]
     received: torch.Tensor
     wait: Callable[[], object]
 
     def values(self) -> list[tuple[Any, torch.Tensor]]:
         """Return each parameter with its values in its own shape and dtype, the caller's to keep."""
         values = []
-        for param, shards in zip(self.params, self.received.split(list(self.columns), -1), strict=True):
+        for param, shards in zip(self.params, self.received.split(self.columns, -1), strict=True):
             # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
             full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
             values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
         return values
 
     @for_training
-    @torch.no_grad()
     def land(self) -> None:
         """Give the parameters their values, in memory of the current stream."""
         received, records = self.received, [param._zerosync_record for param in self.params]
         if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
             received = received.to(dtype)
-        leading = received.shape[:-1]
-        rows = [record.rows((*leading, width)) for record, width in zip(records, self.columns, strict=True)]
-        torch.split_with_sizes_copy(received, list(self.columns), -1, out=rows)
+        rows = rows_of(records, received.shape[:-1], self.columns)
+        torch.split_with_sizes_copy(received, self.columns, -1, out=rows)
         arrive(records)
 
 
-@for_training
-def gather_shards(params: Sequence[Any], dtype: torch.dtype) -> Arrival:
-    """Gather all shards of several parameters of one process group by one message, sent in ``dtype``.
+class Message:
+    """All shards of several parameters of one process group, for one all-gather. What never changes is found out once.
 
     DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
     with the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
+        dtype: in which it is sent.
     """
+
+    def __init__(self, params: list[Any], dtype: torch.dtype) -> None:
+        self.params, self._dtype = params, dtype
+        self._device, self._group = params[0].device, params[0].ds_process_group
+        self._columns = [param.ds_tensor.ds_numel for param in params]
+        self._shape = dist.get_world_size(self._group), sum(self._columns)
+        self._rank = dist.get_rank(self._group)
+
+    def send(self, all_gather: FlatAllGather | None = None) -> Arrival:
+        """Begin to gather, by DeepSpeed's all-gather or another. A collective call."""
+        received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        own = received[self._rank]
+        shards = [param.ds_tensor for param in self.params]
+        torch._foreach_copy_(own.split_with_sizes(self._columns), shards, non_blocking=True)  # from the host, too
+        work = (all_gather or _all_gather())(own, received.view(-1), self._group)
+        return Arrival(self.params, self._columns, received, work.wait)
+
+
+def _all_gather() -> FlatAllGather:
     from deepspeed.runtime.zero import partition_parameters
 
-    first = params[0]
-    group, shards = first.ds_process_group, [param.ds_tensor for param in params]
-    columns = [shard.ds_numel for shard in shards]
-    received = torch.empty(dist.get_world_size(group), sum(columns), dtype=dtype, device=first.device)
-    own = received[dist.get_rank(group)]
-    torch._foreach_copy_(own.split(columns), shards, non_blocking=True)  # from the host, too
-    work = partition_parameters._dist_allgather_fn(own, received.view(-1), group)
-    return Arrival(params, columns, received, work.wait)
+    found: FlatAllGather = partition_parameters._dist_allgather_fn  # in place of which there may be another
+    return found
 
 
+@for_training
 def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
     """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        arrival = gather_shards([param], shard.dtype)
+        arrival = Message([param], shard.dtype).send()
     arrival.wait()
     ((_, full),) = arrival.values()
     return full
@@ -121,7 +154,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
         for param in params:
             record, values = record_of(param), param.data
             if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # a group of one rank has them in its shard
-                record.rows((-1,))
+                rows_of([record], (), [-1])
                 assert record.full is not None
                 param.data = record.full.copy_(values)
             record.returned()
@@ -160,11 +193,8 @@ def max_reuse_numel(engine: Any) -> int:
     return int(engine._config.zero_config.max_reuse_distance)
 
 
-def gathering_by(all_gather: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While active, DeepSpeed gathers parameters by ``all_gather(source, target, process_group)``.
-
-    That is called with this rank's shard and the place for all shards, both flat, and returns what has ``wait()``.
-    """
+def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
+    """While active, DeepSpeed gathers parameters by ``all_gather``."""
     from deepspeed.runtime.zero import partition_parameters
 
     return replaced(partition_parameters, "_dist_allgather_fn", all_gather)

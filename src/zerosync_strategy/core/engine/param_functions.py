@@ -11,6 +11,7 @@ import torch
 
 from zerosync_strategy.core.engine import contract, patches, zero3
 from zerosync_strategy.core.engine.parameter import Claim, Record
+from zerosync_strategy.core.engine.torch_internals import is_plain, plain_torch
 
 _STOCK = "_zerosync_stock_functions"
 
@@ -24,6 +25,20 @@ def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
+
+    return call
+
+
+def internal(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`for_training`; parameters at rest are as they are in it, and a program's modes see none of it."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        if is_plain():
+            with zero3.as_it_is():
+                return method(*args)
+        with plain_torch(), zero3.as_it_is(), torch.inference_mode(False), torch.no_grad():
+            return method(*args)
 
     return call
 

@@ -27,11 +27,10 @@ that of PyTorch's FSDP, but for the version.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.engine import zero3
 
@@ -212,21 +211,13 @@ class Record:
         """A gather is issued."""
         unshard((self,))
 
-    def rows(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the memory of the values, padding included, in the ``shape`` in which a gather fills it."""
+    def allocate(self) -> None:
+        """Make the memory of the values, padding included; not in torch's inference mode."""
         param = self.param
-        if self._rows is None or self._memory is None:
-            with torch.inference_mode(False):
-                numel = dist.get_world_size(param.ds_process_group) * zero3.shard_numel(param)
-                self._rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
-                self._memory, self._nbytes = self._rows.untyped_storage(), self._rows.nbytes
-                self.full = self._rows[: param.ds_numel].view(param.ds_shape)
-        else:
-            self._memory.resize_(self._nbytes)
-        self.is_in_own_memory = True
-        if self._rows.shape != shape:
-            self._rows = self._rows.view(shape)
-        return self._rows
+        numel = param.ds_process_group.size() * param.ds_tensor.ds_numel
+        rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
+        self.full = rows[: param.ds_numel].view(param.ds_shape)
+        self._rows, self._memory, self._nbytes = rows, rows.untyped_storage(), rows.nbytes
 
     def arrive(self, values: torch.Tensor) -> None:
         """The gather has ended; ``values`` is the parameter's memory from here on."""
@@ -357,8 +348,26 @@ def unshard(records: Iterable[Record]) -> None:
     _enter(records, Event.UNSHARD)
 
 
+def rows_of(records: Iterable[Record], leading: Sequence[int], columns: Iterable[int]) -> list[torch.Tensor]:
+    """Return the memory of the values, with those leading dimensions and so many columns each, for a gather to fill."""
+    found = []
+    for record, width in zip(records, columns, strict=True):
+        rows, memory = record._rows, record._memory
+        if rows is None or memory is None:
+            record.allocate()
+            rows = record._rows
+            assert rows is not None
+        else:
+            memory.resize_(record._nbytes)
+        if rows.shape != (*leading, width):
+            record._rows = rows = rows.view(*leading, width)
+        record.is_in_own_memory = True
+        found.append(rows)
+    return found
+
+
 def arrive(records: Collection[Record]) -> None:
-    """The gathers have ended, into :meth:`Record.rows`."""
+    """The gathers have ended, into :func:`rows_of`."""
     _enter(records, Event.ARRIVE)
     for record in records:
         record.param.data = record.full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -67,14 +67,21 @@ PLAN = (
 EVERY_TABLE = (TRAINING, COMPILATION, PLAN)
 
 
+def is_plain() -> bool:
+    """Return whether no mode of the program changes what operators do: of dispatch, of torch.func, or of inference."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.is_inference_mode_enabled()
+    )
+
+
 def plain_torch() -> AbstractContextManager[object]:
     """Around operators of our own inside of a program's: no dispatch mode and no transform of torch.func sees them.
 
     But for modes with the attribute ``sees_zerosync``.
     """
     transforms = torch._C._are_functorch_transforms_active()
-    if not transforms and torch._C._len_torch_dispatch_stack() == 0:
-        return nullcontext()
     stack = ExitStack()
     watching = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "sees_zerosync", False)]
     stack.enter_context(_disable_current_modes())

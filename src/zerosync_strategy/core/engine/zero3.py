@@ -35,6 +35,11 @@ def full_shape(param: Any) -> tuple[int, ...]:
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
+def has_full_shape(param: Any) -> bool:
+    """Return whether a gathered ``param``, of ZeRO-3, has the shape with which it was built."""
+    return bool(param.shape == param.ds_shape)
+
+
 def full_numel(param: Any) -> int:
     """Return the elements of ``param`` when it is gathered."""
     try:
@@ -91,6 +96,14 @@ def all_gathered(params: Iterable[Any]) -> bool:
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor on its way."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
+
+
+def any_released(params: Iterable[Any]) -> bool:
+    """Return whether some of ``params``, of ZeRO-3, are neither gathered nor on their way."""
+    for param in params:  # noqa: SIM110  # no calls
+        if param.ds_status._name_ == "NOT_AVAILABLE":
+            return True
+    return False
 
 
 def released(params: Iterable[Any]) -> list[Any]:
@@ -172,7 +185,7 @@ def answer_of_gathered(name: str, param: Any) -> Any:
 
 def shard_numel(param: Any) -> int:
     """Return the elements of one rank's shard of ``param`` or of its gradient, padding included."""
-    return int(param.partition_numel())
+    return int(param.ds_tensor.ds_numel)
 
 
 def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -180,8 +193,9 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
     Without ``full``, of its gathered values. ``None`` where the shard is all padding, or is in no memory.
     """
-    start = dist.get_rank(param.ds_process_group) * shard_numel(param)
-    numel = min(shard_numel(param), full_numel(param) - start)
+    size = shard_numel(param)
+    start = param.ds_process_group.rank() * size
+    numel = min(size, full_numel(param) - start)
     if numel <= 0 or param.ds_tensor.numel() == 0:
         return None
     values = param.data if full is None else full

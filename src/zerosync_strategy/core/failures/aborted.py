@@ -41,7 +41,9 @@ class BegunCollectives:
         self._expected = True
 
     def add(self, process_group: Any) -> None:
-        """This rank has begun one."""
+        """This rank begins one, which may be the first after an aborted window (:meth:`compare_aborted`)."""
+        if self._aborted is not None:
+            self.compare_aborted()
         self._begun[process_group] += 1
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -43,10 +43,9 @@ class RankStatus:
             self._inquiries = Inquiries(store, rank, world_size, self._state)
         atexit.register(self._exit)
 
-    @contextmanager
     def activity(
         self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Around what may communicate; a ``RankError`` in place of an error of the communication.
 
         Args:
@@ -54,26 +53,30 @@ class RankStatus:
             position: returns how far the rank has come; without it, as before.
             progress: says it for the verdict; without it, as before.
         """
-        position = position or (lambda: self._position)
-        self._position = position()
+        return _Activity(self, what, position, progress)
+
+    def _begin(self, what: object, position: Callable[[], str] | None, progress: Progress | None) -> None:
+        if position is not None:
+            self._position = position()
         if progress is not None:
             self._progress = weakref.ref(progress)  # an engine is not kept by it
         if self._stopped is not None:
             self._stop(None)
         self._activities.append((what, time.monotonic()))
-        try:
-            yield
-        except RankError:
-            raise
-        except Exception as error:
-            if not is_communication_error(error):
-                self.record_failure(f"{type(error).__name__} in {what}", error)
-                raise
+
+    def _raised(self, what: object, error: BaseException) -> None:
+        """In ``what``; an error of the communication becomes a ``RankError``."""
+        if isinstance(error, RankError) or not isinstance(error, Exception):
+            return
+        if is_communication_error(error):
             message = self.describe(str(what), error)
             self.record_failure(f"lost the other ranks in {what}")
             raise RankError(message) from error
-        finally:
-            self._activities.pop()
+        self.record_failure(f"{type(error).__name__} in {what}", error)
+
+    def _end(self, position: Callable[[], str] | None) -> None:
+        self._activities.pop()
+        if position is not None:
             self._position = position()
 
     def record_failure(self, why: str, error: BaseException | None = None, goes_on: bool = True) -> None:
@@ -136,6 +139,25 @@ class RankStatus:
 
     def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
         return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)
+
+
+class _Activity(AbstractContextManager[None]):
+    """What :meth:`RankStatus.activity` returns; a generator would cost each gather more."""
+
+    def __init__(
+        self, status: RankStatus, what: object, position: Callable[[], str] | None, progress: Progress | None
+    ) -> None:
+        self._status, self._what, self._position, self._progress = status, what, position, progress
+
+    def __enter__(self) -> None:
+        self._status._begin(self._what, self._position, self._progress)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is not None:
+                self._status._raised(self._what, error)
+        finally:
+            self._status._end(self._position)
 
 
 _current: tuple[Callable[[], Any], RankStatus] | None = None  # with a reference to its group that does not keep it

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,6 +144,7 @@ class Stage3Reducer(Reducer):
     bucket_class: type[UnpackedBucket] = PerParamBucket
 
     def _read_layouts(self) -> list[PerParamLayout]:
+        self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}
         optimizer = self.optimizer
         self.shards_on_device = not zero.offloads(optimizer)
         by_group: dict[Any, list[Any]] = {}
@@ -171,17 +173,13 @@ class Stage3Reducer(Reducer):
         pass  # DeepSpeed keeps them
 
     def shard_parts(self, layout: PerParamLayout, offset: int, numel: int) -> list[torch.Tensor]:
-        shards, columns = zero3_optimizer.gradient_shards(self.optimizer), layout.column_list
-        parts: list[torch.Tensor] = []
-        index, end = bisect_right(columns, offset) - 1, offset + numel
-        while offset < end:
-            shard = shards[zero3.param_id(layout.params[index])]
-            first = offset - columns[index]
-            part = shard.narrow(0, first, min(shard.numel(), end - columns[index]) - first)
-            offset += part.numel()
-            parts.append(part)
-            index += 1
-        return _joined(parts)
+        shards, key = zero3_optimizer.gradient_shards(self.optimizer), (layout, offset, numel)
+        known = self._runs.get(key)
+        if not numel:
+            return []
+        if known is None or known.made_of() is not shards[known.runs[0].param_id]:
+            known = self._runs[key] = _runs(shards, layout, offset, numel)
+        return [shards[run.param_id].as_strided((run.numel,), (1,), run.begin) for run in known.runs]
 
     def hand_over(self) -> None:
         zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
@@ -247,17 +245,37 @@ class Stage3Reducer(Reducer):
         return floor
 
 
-def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``parts`` in as few tensors as can be: DeepSpeed lays the shards one after the other into one buffer."""
-    joined: list[torch.Tensor] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.data_ptr() + last.nbytes == part.data_ptr()
-            and (last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr())
-        ):
-            joined[-1] = last.as_strided((last.numel() + part.numel(),), (1,))
+class _Run(NamedTuple):
+    """Elements that lie one after the other in the memory of which that shard is a view, as are the others."""
+
+    param_id: int
+    begin: int
+    numel: int
+
+
+class _Runs(NamedTuple):
+    """Runs, as long as the first of the shards is still this one; it is not kept."""
+
+    made_of: Callable[[], torch.Tensor | None]
+    runs: list[_Run]
+
+
+def _runs(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: int, numel: int) -> _Runs:
+    """Return ``numel`` elements of a rank's shard in as few runs as can be: DeepSpeed lays them into one buffer."""
+    columns, runs, last = layout.column_list, list[_Run](), None
+    index, end = bisect_right(columns, offset) - 1, offset + numel
+    first_id = zero3.param_id(layout.params[index])
+    while offset < end:
+        param_id = zero3.param_id(layout.params[index])
+        shard = shards[param_id]
+        first = offset - columns[index]
+        size = min(shard.numel(), end - columns[index]) - first
+        begin, memory = int(shard.storage_offset()) + first, shard.untyped_storage().data_ptr()
+        if runs and memory == last and runs[-1].begin + runs[-1].numel == begin:
+            runs[-1] = runs[-1]._replace(numel=runs[-1].numel + size)
         else:
-            joined.append(part)
-    return joined
+            runs.append(_Run(param_id, begin, size))
+        last = memory
+        offset += size
+        index += 1
+    return _Runs(weakref.ref(shards[first_id]), runs)

@@ -20,8 +20,8 @@ from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record, reshard, settle, unclaimed
-from zerosync_strategy.core.engine.torch_internals import plain_torch
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.held_units import Bucket, held_buckets
@@ -94,15 +94,10 @@ class ParameterCache:
         What is not held is resharded at the end.
         """
         if self.plan.holds_all:
-            self._issue_all()
-            arrived(self.plan.records)
+            self._gather_all()
             yield
             return
-        arrived(self.plan.records)
-        records = [record for record in self.plan.records if zero3.is_released(record.param)]
-        runs = self._scheduler.runs(record.param for record in records)
-        for gather in [gather for _, of_group in runs for run in of_group for gather in self._scheduler.issue(run)]:
-            gather.wait()
+        records = self._gather_all()
         for record in records:
             record.claim(Claim.PHASE)
         self.infers = True
@@ -111,6 +106,18 @@ class ParameterCache:
         finally:
             self.infers = False
             self._release(records)
+
+    @internal
+    def _gather_all(self) -> list[Record]:
+        """Let all parameters be there; return those that were not."""
+        if self.plan.holds_all:
+            self._issue_all()
+        arrived(self.plan.records)
+        records = [record for record in self.plan.records if zero3.is_released(record.param)]
+        runs = self._scheduler.runs(record.param for record in records)
+        for gather in [gather for _, of_group in runs for run in of_group for gather in self._scheduler.issue(run)]:
+            gather.wait()
+        return records
 
     def holds(self, param: Any) -> bool:
         """Return whether ``param`` stays unsharded from its first use in this window to the step."""
@@ -125,8 +132,7 @@ class ParameterCache:
     def use(self, unit: Unit, model_runs: bool) -> None:
         """The forward of ``unit``, which is held, begins; ``model_runs``: as part of a forward of the whole model."""
         if unit.pending or not zero3.all_gathered(unit.params):
-            with plain_torch(), zero3.as_it_is():
-                self._unshard(unit, model_runs)
+            self._unshard(unit, model_runs)
             if unit.pending:
                 for record in unit.records:
                     record.use()
@@ -134,11 +140,11 @@ class ParameterCache:
     def used(self, unit: Unit) -> None:
         """It has ended."""
         if not zero3.all_gathered(unit.params):
-            with plain_torch(), zero3.as_it_is():
-                self._unshard(unit, False)  # for the backward: the forward has resharded some
+            self._unshard(unit, False)  # for the backward: the forward has resharded some
         if unit.pending:
             settle(unit.records)
 
+    @internal
     def _unshard(self, unit: Unit, model_runs: bool) -> None:
         """Let the parameters of a unit be there for the current stream, and issue the gathers of the next."""
         if self.plan.holds_all:
@@ -166,6 +172,7 @@ class ParameterCache:
             if not bucket.issued:
                 self._issue(bucket)
 
+    @internal
     def _issue(self, bucket: Bucket) -> None:
         bucket.issued = True
         if missing := list(filter(zero3.is_released, bucket.params)):
@@ -198,11 +205,11 @@ class ParameterCache:
         """Around an optimizer step: of what it does not change, what is held stays."""
         return replaced(self, "_steps", True)
 
-    def release(self, params: Iterable[Any]) -> None:
-        """Reshard ``params``, which no unit uses; in an optimizer step, but for what it does not change."""
+    def release(self, records: Iterable[Record]) -> None:
+        """Reshard ``records``, which no unit uses; in an optimizer step, but for what it does not change."""
         stay = set(self.plan.before_step()) if self._steps else set()
         with zero3.as_it_is():
-            self._reshard([record for param in params if (record := param._zerosync_record) not in stay])
+            self._reshard([record for record in records if record not in stay])
 
     def release_constants(self) -> None:
         """Reshard what steps have left: shards are about to be read or written."""

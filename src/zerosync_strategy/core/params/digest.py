@@ -41,14 +41,14 @@ class GatherDigest:
         self._answer = HostCopy(streams, 2)
         self._unread: tuple[int, _Gathers] | None = None  # the digest and the log of what was compared
 
-    def add(self, ids: tuple[int, ...]) -> int:
-        """A gather of these parameters is issued; return a tag of 31 bits, with the highest set.
+    def add(self, ids: tuple[int, ...], digested: bytes) -> int:
+        """A gather of parameters with these ids, also as bytes, is issued; return a tag of 31 bits, the highest set.
 
         It is the same on all ranks of the group if they have gathered the same since the last step, and now gather the
         same again.
         """
         self._gathers.append(ids)
-        self._digest = zlib.crc32(repr(ids).encode(), self._digest)
+        self._digest = zlib.crc32(digested, self._digest)
         return 2**30 | self._digest % 2**30
 
     def compare_window(self, name: Callable[[int], str]) -> None:

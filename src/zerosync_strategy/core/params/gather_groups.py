@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import is_native
+from zerosync_strategy.core.comm.collectives import backend_for, is_native
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
@@ -27,6 +27,7 @@ class GatherGroup:
         ranks: for errors.
         digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
         nodes: that its messages go between and within; ``None``: in one level.
+        is_nccl: torch's flight recorder has its gathers.
         stream: on which it gathers (U4); ``None`` on a device without streams.
     """
 
@@ -35,7 +36,13 @@ class GatherGroup:
     ranks: str
     digest: GatherDigest | None
     nodes: Nodes | None
+    is_nccl: bool
     stream: Any = None
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether gathers of different parameters do not meet."""
+        return self.digest is not None and self.digest.tagged
 
 
 def gather_groups(engine: Any, topology: Topology, streams: Streams) -> dict[Any, GatherGroup]:
@@ -48,7 +55,8 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams) -> dict[Any
         tagged = not (by_all_reduce or is_native(group, engine.device))
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
         nodes = topology.of(group) if digest is not None else None
-        groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes)
+        is_nccl = backend_for(group, engine.device.type) == "nccl"
+        groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes, is_nccl)
     return groups
 
 

@@ -16,7 +16,7 @@ from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, settle
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.rank_status import RankStatus
 from zerosync_strategy.core.params.host_cache import HostCache
 
 
@@ -64,6 +64,7 @@ class ParameterGather(InFlight):
         params: of ZeRO-3; each record refers to this, as its last gather.
         stream: that gathers; ``None`` on a device without streams.
         activity: what a rank does that waits.
+        status: of this rank, for errors.
         unsharded: counts the bytes until they are resharded.
         host: keeps copies of the parameters once they are there; ``None``: nothing does.
 
@@ -73,20 +74,23 @@ class ParameterGather(InFlight):
 
     def __init__(
         self, wait: Callable[[], object], land: Callable[[], None], params: Sequence[Any], streams: Streams,
-        stream: Any, activity: object, unsharded: UnshardedBytes | None, host: HostCache | None = None,
+        stream: Any, activity: object, status: RankStatus, unsharded: UnshardedBytes | None,
+        host: HostCache | None = None,
     ) -> None:  # fmt: skip
         super().__init__((), wait)
         self.wait_on(streams, stream)
-        self._gather_streams, self._land = streams, land
+        self._gather_streams, self._land, self._status = streams, land, status
         self._params, self._activity, self._host = params, activity, host
         self.users: list[Any] = []
-        records = [param._zerosync_record for param in params]
-        if unsharded is not None:
-            for record in records:
-                record.counted = record.nbytes
-            unsharded.add(sum([record.nbytes for record in records]))
-        for record in records:
+        nbytes = 0
+        for param in params:
+            record = param._zerosync_record
             record.gather = self
+            if unsharded is not None:
+                record.counted = record.nbytes
+                nbytes += record.nbytes
+        if unsharded is not None:
+            unsharded.add(nbytes)
 
     def wait(self, *_: Any, **__: Any) -> None:
         """Order the current stream after this gather; on a device without streams, wait for it.
@@ -97,7 +101,7 @@ class ParameterGather(InFlight):
             if self.event is not None:
                 super().wait()
             return
-        with rank_status().activity(self._activity), zero3.as_it_is():
+        with self._status.activity(self._activity), zero3.as_it_is():
             super().wait()
             self._land()
             if self._stream is not None:
@@ -107,6 +111,9 @@ class ParameterGather(InFlight):
             if self._host is not None:
                 self._keep(self._host)
         settle([param._zerosync_record for param in self._params])
+
+    def _wait(self) -> None:
+        self._finish()  # in an activity already
 
     def _keep(self, host: HostCache) -> None:
         """Let ``host`` copy the values behind the event: none waits for that but who may write what it reads."""
@@ -146,7 +153,7 @@ class GatherActivity(NamedTuple):
     """What a rank does that gathers parameters with these ids. Keeps no engine: it is remembered for a while."""
 
     names: Mapping[int, str]
-    ids: Sequence[int]
+    ids: tuple[int, ...]
     ranks: str
     reader: str = ""
 

@@ -38,11 +38,12 @@ def held_buckets(units: Iterable[Unit], plan: HoldPlan, scheduler: GatherSchedul
         if plan.holds_all or (unit.params and all(map(_stays, unit.records))):
             held[unit] = unit.params
     by_id = {zero3.param_id(param): param for params in held.values() for param in params}
+    unit_of = {param: unit for unit, params in held.items() for param in params}
     buckets: list[Bucket] = []
     bucket_of: dict[int, Bucket] = {}
     for trains in (True, False):  # apart, since those that are frozen are gathered once
         params = [param for param in by_id.values() if param.requires_grad == trains]
-        for group, runs in scheduler.runs(params):
+        for group, runs in scheduler.runs(params, unit_of):
             for run in runs:
                 bucket = Bucket(len(buckets), group, run)
                 buckets.append(bucket)

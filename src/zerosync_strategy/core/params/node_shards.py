@@ -49,7 +49,7 @@ class NodeShards(Copies[torch.Tensor]):
     def keep(self, arrival: gathering.Arrival) -> None:
         """Wait for all ranks' shards of parameters, a row each, on the current stream, and keep those of the node."""
         arrival.wait()
-        for param, rows in zip(arrival.params, arrival.received.split(list(arrival.columns), -1), strict=True):
+        for param, rows in zip(arrival.params, arrival.received.split(arrival.columns, -1), strict=True):
             nodes = self._nodes(param)
             if nodes is not None and (values := self.to_fill(param)) is not None:
                 values.copy_(nodes.rows_of_place(rows))
@@ -66,7 +66,7 @@ class NodeShards(Copies[torch.Tensor]):
 
 @for_training
 def gather_node_shards(nodes: Nodes, shards: Mapping[Any, torch.Tensor], tag: int, label: object) -> gathering.Arrival:
-    """As :func:`gathering.gather_shards`, from the ranks of this node alone.
+    """As :class:`gathering.Message`, from the ranks of this node alone.
 
     ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """

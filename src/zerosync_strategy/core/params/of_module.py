@@ -8,7 +8,8 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gathering, module_hooks, zero3
+from zerosync_strategy.core.engine import gathering, module_hooks
+from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.held import HoldPlan
@@ -37,6 +38,7 @@ class ModuleParameters:
         self._coordinator = gathering.coordinator(engine.optimizer)
         self._engine = engine
         self._engines = self.times_written = 0
+        self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
         self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
@@ -48,10 +50,10 @@ class ModuleParameters:
         for group in self.scheduler.groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler.host, self.scheduler.node_shards = host, node_shards
+        self.scheduler.add_places(host, node_shards)
         plan = HoldPlan(
             self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
-            self.scheduler.gathers_plainly, is_constant,
+            self.scheduler.is_plain, is_constant,
         )  # fmt: skip
         for unit in self.units.every:
             unit.records = [param._zerosync_record for param in unit.params]
@@ -118,8 +120,11 @@ class ModuleParameters:
 
     def release(self, module: Any) -> None:
         """Reshard what is gathered of ``module``, before a step or a checkpoint; see :meth:`ParameterCache.release`."""
+        if module not in self._of:
+            params = set(module.parameters())
+            self._of[module] = [record for record in self.scheduler.records if record.param in params]
         self.hooks.let_go()
-        self.cache.release(filter(zero3.is_sharded, module.parameters()))
+        self.cache.release(self._of[module])
 
     def written(self, by_step: bool) -> None:
         """An optimizer step or a checkpoint has written the shards, on the current stream."""

@@ -10,34 +10,29 @@ Whoever waits for a gather is ordered after that gather alone (U2), and its erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Nodes, Topology
+from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record, unshard
-from zerosync_strategy.core.engine.torch_internals import plain_torch
+from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
-from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
-from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, ParameterGather, UnshardedBytes, arrived
+from zerosync_strategy.core.params.gathers import ParameterGather, arrived
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
+from zerosync_strategy.core.params.issuing import Issuing
+from zerosync_strategy.core.params.node_shards import NodeShards
+from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
 
-Found = TypeVar("Found")
 REMEMBERED = 10_000
 """Sets of parameters that were gathered in one turn."""
 
@@ -53,13 +48,11 @@ class GatherScheduler:
     Attributes:
         records: of the parameters of the engine's module.
         groups: by process group, in the order of gathers.
-        unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
+        issuing: what they have in common; some of it is here, too.
         before_read: called before a parameter is read that no hook has gathered.
         order: of the calls of units in forwards.
-        begun: what the engines have sent that gather here, to compare where one has aborted it.
         in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
             every rank before the same gathers.
-        count: of what modules and readers gather for steps.
         host: has parameters that need not be gathered again; ``None``: there are none.
         node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
@@ -67,34 +60,41 @@ class GatherScheduler:
     def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages, topology: Topology) -> None:
         self._messages = messages
         self.streams = streams
-        self.unsharded = UnshardedBytes()
-        self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
         self._prefetched_numel = gathering.prefetched_numel(engine)
-        self._gathers_plainly = gathering.gathers_plainly(engine)
-        self._device = engine.device
         self.groups = gather_groups(engine, topology, streams)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        self._gather_streams = streams.make_gather_streams(
-            count, gathering.gather_stream(gathering.coordinator(engine.optimizer))
-        )
+        stock = gathering.gather_stream(gathering.coordinator(engine.optimizer))
+        self._gather_streams = streams.make_gather_streams(count, stock)
+        self.issuing = issuing = Issuing(engine, streams, self._gather_streams)
+        self.begun, self.count, self.unsharded = issuing.begun, issuing.count, issuing.unsharded
+        self.gathering, self.activity, self.name = issuing.gathering, issuing.activity, issuing.name
         for group in self.groups.values() if self._gather_streams else ():
             group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
         ]
-        self._turns: dict[tuple[int, ...], list[tuple[GatherGroup, list[Any]]]] = {}
-        self._parts: dict[tuple[int, ...], list[tuple[torch.dtype, list[Any]]] | None] = {}
+        self._turns: dict[tuple[int, ...], list[Part]] = {}
         self._has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
         self.shards_written()  # by whoever made them
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
-        self.begun: list[BegunCollectives] = []
-        self.count = GatherCount()
         self.before_read: Callable[[Any], None] | None = None
         self.host: HostCache | None = None
         self.node_shards: NodeShards | None = None
+        self._shards = AllShards(issuing, engine)
+        self.is_plain = self._shards.is_plain
+        self._sources: list[Source] = [self._shards]
+
+    def add_places(self, host: HostCache | None, node_shards: NodeShards | None) -> None:
+        """Parameters may also be where these are."""
+        self.host, self.node_shards, self.issuing.host = host, node_shards, host
+        self._shards.node_shards = node_shards
+        if node_shards is not None:
+            self._sources.insert(0, ShardsOfNode(self.issuing, node_shards))
+        if host is not None:
+            self._sources.insert(0, HostCopies(self.issuing, host))
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -137,7 +137,7 @@ class GatherScheduler:
             if copies is not None and copies.get(param) is not None:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
                 group = param._zerosync_record.group
-                with self._on(group):
+                with self.issuing.on(group):
                     copies.renew(param)
                     self.streams.record_write()  # readers outside of gathers wait for it, too
                 self.streams.record_stream_for_gathers(param.data, group.stream)
@@ -145,96 +145,33 @@ class GatherScheduler:
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
-        """Gather those of ``params`` that are released, which are wanted in one turn. Who waits for it gives values."""
+        """Gather those of ``params`` that are released, which are wanted in one turn. Who waits for it gives values.
+
+        Called where parameters are as they are, and no dispatch mode of the program's sees what we do.
+        """
         issued: list[ParameterGather] = []
         released = zero3.released(params)
         if self._has_empty:
             released = [param for param in released if not gathering.gather_empty(param)]
-        with plain_torch():
-            for group, of_group in self._by_group(released):
-                self.count.add(of_group)
-                missing = of_group if self.host is None else self._load(group, of_group, self.host, issued)
-                if self.node_shards is not None and group.nodes is not None:
-                    missing = self._gather_within(group, group.nodes, missing, self.node_shards, issued)
-                if missing:
-                    with self.gathering(group, missing):
-                        self._gather(group, missing, issued)
+        for part in self._turn(released) if released else ():
+            self.count.add(part.params)
+            for source in self._sources:
+                left = source.issue(part, issued)
+                if not left:
+                    break
+                if len(left) < len(part.params):
+                    part = self._turn(left)[0]
         return issued
 
-    def _gather(self, group: GatherGroup, params: list[Any], issued: list[ParameterGather]) -> None:
-        messages = self._messages_of(params)
-        if messages is None:
-            with self._on(group):
-                arrive = gathering.by_deepspeed(params)
-            issued.append(self._note_gather(group, _nothing, arrive, params))
-            return
-        for dtype, members in messages:
-            with self._on(group):
-                arrival = gathering.gather_shards(members, dtype)
-            wait = arrival.wait if self.node_shards is None else partial(self.node_shards.keep, arrival)
-            issued.append(self._on_its_way(group, arrival, wait))
-
-    def _on_its_way(
-        self, group: GatherGroup, arrival: gathering.Arrival, wait: Callable[[], object]
-    ) -> ParameterGather:
-        unshard([param._zerosync_record for param in arrival.params])
-        return self._note_gather(group, wait, arrival.land, arrival.params, self.host)
-
-    def _by_group(self, params: list[Any]) -> list[tuple[GatherGroup, list[Any]]]:
-        """As :meth:`in_order`, remembered: units are gathered again and again."""
-        return _remembered(self._turns, params, lambda: list(self.in_order(params)))
-
-    def _messages_of(self, params: list[Any]) -> list[tuple[torch.dtype, list[Any]]] | None:
-        """Return what of ``params``, of one group, is gathered in which dtype; ``None``: by DeepSpeed. Remembered."""
-
-        def parts() -> list[tuple[torch.dtype, list[Any]]] | None:
-            if not all(map(self.gathers_plainly, params)):
-                return None
-            return [(zero3.gather_dtype(part[0]), part) for part in _by_dtype(params, zero3.gather_dtype)]
-
-        return _remembered(self._parts, params, parts)
-
-    def gathers_plainly(self, param: Any) -> bool:
-        """Return whether ``param`` is gathered from other ranks' shards of its values."""
-        record = param._zerosync_record
-        return self._gathers_plainly and record.plain and record.group.digest is not None
-
-    def _load(self, group: GatherGroup, params: list[Any], host: HostCache, issued: list[ParameterGather]) -> list[Any]:
-        """Let those of ``params``, all of one group, arrive that the host has in full; return the others."""
-        values = {param: full for param in params if (full := host.get(param)) is not None}
-        for members in _by_dtype(list(values), zero3.shard_dtype):
-            with self._on(group), zero3.as_it_is(), phase("load", members[0]._zerosync_record.name):
-                arrival = gathering.from_host({param: values[param] for param in members})
-            issued.append(self._on_its_way(group, arrival, arrival.wait))
-        host.count_loaded(values)
-        return [param for param in params if param not in values]
-
-    def _gather_within(
-        self, group: GatherGroup, nodes: Nodes, params: list[Any], node_shards: NodeShards,
-        issued: list[ParameterGather],
-    ) -> list[Any]:  # fmt: skip
-        """Gather those of ``params``, all of one group, of which the node has all shards; return the others."""
-        shards = {param: shard for param in params if (shard := node_shards.get(param)) is not None}
-        if not shards:
-            return params
-        with self.gathering(group, list(shards), noted=True) as tag:
-            for members in _by_dtype(list(shards), zero3.gather_dtype):
-                with self._on(group):
-                    label = self.activity(group, members)
-                    arrival = gather_node_shards(nodes, {param: shards[param] for param in members}, tag, label)
-                issued.append(self._on_its_way(group, arrival, arrival.wait))
-        return [param for param in params if param not in shards]
-
-    def _on(self, group: GatherGroup) -> AbstractContextManager[None]:
-        return nullcontext() if group.stream is None else self.streams.on_gather_stream(group.stream)
-
-    def _note_gather(
-        self, group: GatherGroup, wait: Callable[[], object], land: Callable[[], None], params: Sequence[Any],
-        host: HostCache | None = None,
-    ) -> ParameterGather:  # fmt: skip
-        unsharded = None if group.digest is None else self.unsharded
-        activity = self.activity(group, params)
-        return ParameterGather(wait, land, params, self.streams, group.stream, activity, unsharded, host)
+    def _turn(self, params: Sequence[Any]) -> list[Part]:
+        """Return ``params`` by process group, in the order of gathers. Remembered: units are gathered often."""
+        ids = zero3.param_ids(params)
+        found = self._turns.get(ids)
+        if found is None:
+            if len(self._turns) == REMEMBERED:
+                self._turns.clear()
+            found = self._turns[ids] = [self._shards.part(*of_group) for of_group in self.in_order(params)]
+        return found
 
     def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
         """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
@@ -242,35 +179,22 @@ class GatherScheduler:
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
 
-    def runs(self, params: Iterable[Any]) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each."""
+    def runs(
+        self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
+    ) -> Iterator[tuple[int, list[list[Any]]]]:
+        """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each.
+
+        With ``unit_of``, what is of one unit is in one run, unless messages are smaller.
+        """
         for group, of_group in self.in_order(params):
             limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
-            yield group.place, in_runs(of_group, limit, zero3.full_bytes)
-
-    @contextmanager
-    def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
-        """Around the issue of the gather of ``params``, all of one group; has its tag.
-
-        Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
-        ``noted``: who issues it does so by a function that notes its launch.
-        """
-        self.streams.gathers_wait_for_writes(self._gather_streams)
-        gathering_by: AbstractContextManager[None] = nullcontext()
-        tag = 0
-        if (digest := group.digest) is not None:
-            tag = digest.add(zero3.param_ids(params))
-            if digest.tagged:
-                gathering_by = gathering.gathering_by(partial(_all_gather, group.nodes, tag))
-            else:
-                self.compare_aborted()
-                for begun in self.begun:
-                    begun.add(group.process_group)
-        with gathering_by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
-            yield tag
-        self.count.issued()
-        if digest is not None and not digest.tagged and not noted:
-            note_launch(group.process_group, self._device, self.activity(group, params))
+            if unit_of is None:
+                yield group.place, in_runs(of_group, limit, zero3.full_bytes)
+                continue
+            of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__)]
+            pieces = [each for piece in of_units for each in in_runs(piece, self._messages.nbytes, zero3.full_bytes)]
+            runs = in_runs(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
+            yield group.place, [list(chain.from_iterable(run)) for run in runs]
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
@@ -279,14 +203,14 @@ class GatherScheduler:
         if self.before_read is not None:
             self.before_read(param)
         arrived((param._zerosync_record,))
-        self.join((param,))
+        self.join((param._zerosync_record,))
 
-    def join(self, params: Iterable[Any]) -> None:
-        """The current stream is about to use what is gathered of ``params``, whichever has waited for it (U2, L3)."""
-        for param in params if self._gather_streams else ():
-            gather = param._zerosync_record.gather
-            if gather is not None and zero3.is_gathered(param):
-                gather.join()
+    def join(self, records: Iterable[Record]) -> None:
+        """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L3)."""
+        if self._gather_streams:
+            for gather in dict.fromkeys([record.gather for record in zero3.gathered(records)]):
+                if gather is not None:
+                    gather.join()
 
     def gather_and_wait(self, params: Iterable[Any]) -> None:
         """Gather ``params`` for a ``GatheredParameters`` context, or where a step ends. Collective.
@@ -295,8 +219,12 @@ class GatherScheduler:
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
-        for param in own:
-            self.arrive(param)  # the context reshards it
+        if self.before_read is not None:
+            for param in own:
+                self.before_read(param)
+        records = [param._zerosync_record for param in own]
+        arrived(records)  # the context reshards it
+        self.join(records)
         released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
         for _, runs in self.runs(released):
             for run in runs:
@@ -304,24 +232,13 @@ class GatherScheduler:
                 with (
                     self.count.of_context(),
                     self.gathering(group, run),
-                    rank_status().activity(self.activity(group, run)),
+                    self.issuing.status.activity(self.activity(group, run)),
                 ):
-                    self._gather_for_context(run)
-
-    def _gather_for_context(self, params: list[Any]) -> None:
-        """Give ``params``, of one group, their values in memory that nobody frees."""
-        messages = self._messages_of(params)
-        if messages is None:
-            gathering.by_deepspeed(params, returns=False)()
-            return
-        for dtype, members in messages:
-            for param, full in _values(gathering.gather_shards(members, dtype)):
-                param._zerosync_record.unshard()
-                param._zerosync_record.arrive(full)
+                    self._shards.gather_for_context(self._turn(run)[0])
 
     def shard(self, param: Any) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, which has its values; ``None`` where it is not gathered from such."""
-        if not self.gathers_plainly(param) or zero3.full_numel(param) == 0:
+        if not self.is_plain(param) or zero3.full_numel(param) == 0:
             return None
         self.arrive(param)
         self.streams.caller_waits_for_writes(self._gather_streams)
@@ -341,6 +258,7 @@ class GatherScheduler:
         (full,) = self.values([param])
         return full
 
+    @for_training
     def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
         """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
 
@@ -349,8 +267,9 @@ class GatherScheduler:
         with zero3.as_it_is():
             for param in params:
                 self.order.reads(param)
-            arrived([param._zerosync_record for param in params])
-            self.join(params)
+            records = [param._zerosync_record for param in params]
+            arrived(records)
+            self.join(records)
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
             self.unsharded.add(sum(map(zero3.full_bytes, params)))
             gathered = self._values_of_released(released, reader) if released else {}
@@ -363,77 +282,18 @@ class GatherScheduler:
         self.streams.caller_waits_for_writes(self._gather_streams)
         group = params[0]._zerosync_record.group
         values: dict[Any, torch.Tensor] = {}
-        with rank_status().activity(self.activity(group, params, reader)):
-            if self.node_shards is not None and group.nodes is not None:
-                shards = {param: shard for param in params if (shard := self.node_shards.get(param)) is not None}
-                exact = [param for param in shards if shards[param].dtype is zero3.shard_dtype(param)]
-                for members in _by_dtype(exact, zero3.shard_dtype):
-                    with self.gathering(group, members, noted=True) as tag:
-                        of_dtype = {param: shards[param] for param in members}
-                        label = self.activity(group, members, reader)
-                        values.update(_values(gather_node_shards(group.nodes, of_dtype, tag, label)))
-                params = [param for param in params if param not in values]
-            if not params:
-                return values
-            with self.gathering(group, params):
-                if not all(map(self.gathers_plainly, params)):
-                    return values | {param: zero3.gather(param) for param in params}
-                for members in _by_dtype(params, zero3.shard_dtype):
-                    values.update(_values(gathering.gather_shards(members, zero3.shard_dtype(members[0]))))
+        with self.issuing.status.activity(self.activity(group, params, reader)):
+            for source in self._sources:
+                if left := [param for param in params if param not in values]:
+                    values.update(source.values(group, left, reader))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------
-
-    def name(self, param_id: int) -> str:
-        return gathers.name_of(self.names, param_id)
-
-    def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> object:
-        """Return what a rank does that gathers ``params``; its text is made when something fails."""
-        return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
     def departure(self) -> str:
         """Return how the gathers of this window are others than those of the last; empty if they are not."""
         for digest in self._digests:
             if (found := digest.departure()) is not None:
-                now, then = (gathers.listed(self.names, ids) for ids in found)
+                now, then = (gathers.listed(self.issuing.names, ids) for ids in found)
                 return f"gathered {now} where it gathered {then} in the window before"
         return ""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _remembered(memo: dict[tuple[int, ...], Found], params: list[Any], make: Callable[[], Found]) -> Found:
-    """Return what ``make`` has made for ``params`` before, or makes now."""
-    ids = zero3.param_ids(params)
-    if ids not in memo:
-        if len(memo) == REMEMBERED:
-            memo.clear()
-        memo[ids] = make()
-    return memo[ids]
-
-
-def _values(arrival: gathering.Arrival) -> list[tuple[Any, torch.Tensor]]:
-    arrival.wait()
-    return arrival.values()
-
-
-def _by_dtype(params: list[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:
-    by_dtype: dict[torch.dtype, list[Any]] = {}
-    for param in params:
-        by_dtype.setdefault(dtype_of(param), []).append(param)
-    return by_dtype.values()
-
-
-def _all_gather(
-    nodes: Nodes | None, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
-) -> InFlight:
-    """What DeepSpeed's all-gather does, but it meets only those with the same ``tag``."""
-    rows = target.view(dist.get_world_size(process_group), -1)
-    own = rows[dist.get_rank(process_group)]
-    if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
-        own.copy_(source)
-    if nodes is not None and len(rows) < nodes.size * nodes.count:
-        nodes = None  # DeepSpeed's hpZ gathers within a node itself
-    return all_gather(rows, process_group, tag) if nodes is None else nodes.all_gather(rows, tag, "")

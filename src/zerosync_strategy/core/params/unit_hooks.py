@@ -28,9 +28,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record
-from zerosync_strategy.core.engine.torch_internals import plain_torch
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.passes import Passes
@@ -227,11 +226,8 @@ class UnitHooks:
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
+    @internal
     def _fetch(self, unit: Unit) -> None:
-        with plain_torch(), zero3.as_it_is():
-            self._gather(unit)
-
-    def _gather(self, unit: Unit) -> None:
         """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
         passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
@@ -242,7 +238,7 @@ class UnitHooks:
         if not zero3.all_gathered(unit.params):
             self._scheduler.issue(unit.params)
             arrived(unit.records)
-        self._scheduler.join(unit.params)
+        self._scheduler.join(unit.records)
         unit.claim()
         self._gather_ahead(unit, passes)
 
@@ -256,7 +252,7 @@ class UnitHooks:
                 continue
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
-            if zero3.released(following.params):
+            if zero3.any_released(following.params):
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return
@@ -278,11 +274,10 @@ class UnitHooks:
         if unit.is_claimed and not self._is_used(unit):
             self._reshard(unit.let_go())
 
-    @for_training
+    @internal
     def _reshard(self, records: list[Record]) -> None:
-        with plain_torch(), zero3.as_it_is():
-            self._scheduler.join([record.param for record in records])  # on whichever stream this is
-            self._cache.reshard(records)
+        self._scheduler.join(records)  # on whichever stream this is
+        self._cache.reshard(records)
 
     def _leave_tasks(self) -> None:
         for task, entered in list(self._tasks.items()):

@@ -101,7 +101,7 @@ class UnshardOnRead:
     def forward_begins(self) -> None:
         """A forward of the engine begins: what needs a gradient may be other parameters than before."""
         with zero3.as_it_is():
-            if any(param.requires_grad != placeholder.requires_grad for param, placeholder in self._given):
+            if [param.requires_grad for param, _ in self._given] != self._trained:
                 self._make_placeholders()
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -134,6 +134,7 @@ class UnshardOnRead:
                 param: Any = module._parameters[name]
                 placeholders[name] = self._placeholder(param)
                 self._given.append((param, placeholders[name]))
+        self._trained = [placeholder.requires_grad for _, placeholder in self._given]
 
     def _placeholder(self, param: Any) -> torch.Tensor:
         placeholders, trains = record_of(param).placeholders, param.requires_grad
@@ -305,17 +306,21 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     read_eagerly = torch.compiler.disable(_read_eagerly)
 
     def read(module: Any) -> Any:
+        # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
+        # which is there in full, would not have its shape.
+        if (
+            module._zerosync_runs
+            and name in module._zerosync_placeholders
+            and (param := module._parameters[name]).numel() > 0
+        ):
+            return param
         if not torch.compiler.is_compiling():
             param = module._parameters.get(name)
             if param is None and name not in module._parameters:
                 return _replacement(module, name)
             return param if is_in_use(param) and not is_at_rest(param) else read_eagerly(module, name, param)
-        # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
-        # which is there in full, would not have its shape.
         if name not in module._zerosync_placeholders:
             return module._parameters[name] if name in module._parameters else _replacement(module, name)
-        if module._zerosync_runs and module._parameters[name].numel() > 0:
-            return module._parameters[name]
         return traced(module, name)
 
     for function in (read, is_in_use, is_at_rest, zero3.is_gathered):
