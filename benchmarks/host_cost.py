@@ -153,6 +153,7 @@ def _operators() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
+        sees_zerosync = True  # its own, too
         count = 0
 
         def __init__(self) -> None:
@@ -166,6 +167,42 @@ def _operators() -> Any:
             return function(*args, **(kwargs or {}))
 
     return Operators()
+
+
+def _living() -> Any:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Living(TorchDispatchMode):
+        """The bytes of what operators have had and that is alive: ``now``, after the last one, and the ``most``."""
+
+        sees_zerosync = True
+        now = most = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._seen: dict[int, int] = {}  # weak references to storages, by their addresses
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            for leaf in tree_leaves((args, kwargs, result)):
+                if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+                    storage = leaf.untyped_storage()
+                    if storage._cdata not in self._seen:
+                        self._seen[storage._cdata] = storage._weak_ref()
+            self.now = sum(map(self._nbytes, list(self._seen)))
+            self.most = max(self.most, self.now)
+            return result
+
+        def _nbytes(self, address: int) -> int:
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._seen[address])
+            if storage is not None:
+                return storage.nbytes()
+            torch.UntypedStorage._free_weak_ref(self._seen.pop(address))
+            return 0
+
+    return Living()
 
 
 @contextmanager

@@ -7,6 +7,9 @@ Llama-2-7B's in everything but its widths, its buckets shrunk with them, and thi
 fake process group. Counted are Python calls, operators (each that is no view launches a kernel) and collectives. The
 host's time is the CPU's time of the thread that trains, the least of several steps: on a GPU a launch takes the place
 of an operator's arithmetic, which is tiny here. A GPU is taken to do 0.4 of its peak.
+
+Memory is the most that tensors have at once in a step, optimizer states and all, as multiples of the bytes of the
+parameters of one transformer block in bf16.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from host_cost import OPTIONS, _collectives, _operators, _steps_uncut
+from host_cost import OPTIONS, _collectives, _living, _operators, _steps_uncut
 
 SYSTEMS = ("torch", "fsdp2", "stock-2", "zerosync-2", "stock-3", "zerosync-3", "zerosync-3-held")
 PARAMETERS = 6_738_415_616  # of Llama-2-7B
@@ -49,6 +52,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
         )
     ).bfloat16()  # fmt: skip
     parameters, modules = list(model.parameters()), sum(1 for _ in model.modules())
+    block = sum(param.nbytes for param in model.model.layers[0].parameters())
     shrunk = sum(param.numel() for param in parameters) / PARAMETERS
     optimizer: Any = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
     engine: Any = None
@@ -112,6 +116,8 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
             times.append(time.thread_time() - began)
         with _operators() as operators:
             step()
+        with _living() as living:
+            step()
         with _collectives(engine) as collectives:
             step()
         profile = cProfile.Profile()
@@ -122,7 +128,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
         "system": system, "backwards": backwards, "world_size": world_size, "modules": modules,
         "tensors": len(parameters), "microseconds": 1e6 * min(times), "operators": operators.count,
         "collectives": {name: traffic.calls for name, traffic in collectives.items()} or operators.collectives,
-        "python_calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
+        "blocks": living.most / block, "python_calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
     }  # fmt: skip
 
 
@@ -164,8 +170,9 @@ def main() -> None:
 
 
 HEAD = (
-    "| system | micro-batches | Python calls | operators | collectives | host, ms"
-    " | tokens per micro-batch at which the GPU computes as long | link, ms |\n|---|---:|---:|---:|---:|---:|---:|---:|"
+    "| system | micro-batches | Python calls | operators | collectives | memory, blocks | host, ms"
+    " | tokens per micro-batch at which the GPU computes as long | link, ms |"
+    "\n|---|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -175,7 +182,8 @@ def row(run: dict[str, Any]) -> str:
     link = 1000 * link_seconds(run["system"], run["backwards"], run["world_size"])
     cells = (
         run["system"], run["backwards"], f"{run['python_calls']:,}", f"{run['operators']:,}",
-        sum(run["collectives"].values()), f"{run['microseconds'] / 1000:.0f}", f"{tokens:,.0f}", f"{link:,.0f}",
+        sum(run["collectives"].values()), f"{run['blocks']:.1f}",
+        f"{run['microseconds'] / 1000:.0f}", f"{tokens:,.0f}", f"{link:,.0f}",
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
