@@ -120,7 +120,9 @@ class ParameterValues:
             self._scheduler.arrive(param)
             record = record_of(param)
             record.settle()
-            if record.values is not None and is_in_use(param):
+            # Without copies for readers, what a program's context has gathered is read where it is.
+            is_claimed = self.differentiable is None and zero3.is_gathered(param) and record.claims
+            if record.values is not None and (is_claimed or is_in_use(param)):
                 with zero3.as_it_is():
                     return Memory(self, param, param.data, in_place=True)
             if self.differentiable is None:
