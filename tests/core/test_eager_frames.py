@@ -610,6 +610,7 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
         assert sent[4] == sent[3]  # and so is what was gathered to generate, where all is held
 
 
+@pytest.mark.off_device("compiled autograd traces the hooks of the simulation")
 @pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3], ids=["2", "3, held"])
 def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:

@@ -93,7 +93,7 @@ class Alias(_Sharded, torch.Tensor):
         param = self.zerosync_param
         if not zero3.is_gathered(param):
             return super().__reduce_ex__(protocol)
-        record_of(param).owner.join((param,))  # as after an evaluation, until the next forward
+        record_of(param).owner.join((record_of(param),))  # as after an evaluation, until the next forward
         with zero3.as_it_is():
             return param.data.__reduce_ex__(protocol)
 
