@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.comm import comm
 
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine, sgd
 from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.issuing import Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.shard_over import ranks_of
@@ -117,3 +119,17 @@ def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -
         return
     ranks = run_ranks(run, 10**6, world_size=WORLD)
     assert not one_order_for_all([issued for _, issued in ranks])
+
+
+def test_a_backends_own_gathers_are_in_deepspeeds_log_where_it_keeps_one() -> None:
+    def run() -> tuple[list[bool], list[float]]:
+        attach(make_engine(LAYOUTS["grid"], sgd))
+        send, log, logged = gathering.flat_all_gather(), comm.comms_logger, []
+        own, both = torch.full((1,), float(os.environ["RANK"])), torch.empty(WORLD)
+        for log.enabled in (False, True):
+            log.prof_all = log.enabled
+            send(own, both, torch.distributed.group.WORLD).wait()
+            logged.append("all_gather_into_tensor" in log.comms_dict)
+        return logged, both.tolist()
+
+    assert run_ranks(run, world_size=WORLD) == [([False, True], [float(rank) for rank in range(WORLD)])] * WORLD

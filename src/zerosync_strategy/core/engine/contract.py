@@ -163,6 +163,8 @@ ALL_STAGES = (
     *rows("access to shards", "deepspeed.utils.tensor_fragment", "+safe_get_full_grad(param)"),
     *rows("DeepCompile", "engine", "is_deepcompile_enabled() is_deepcompile_active()"),
     *rows("report", "deepspeed.comm.comm", "cdb"),
+    *rows("collectives", "deepspeed.comm.comm", "comms_logger"),
+    *rows("collectives", "deepspeed.comm.torch", "+TorchBackend"),
     *rows("collectives", "comm backend", "all_gather_function reduce_scatter_function", optional=True),
     CLEAR_BACKWARD, MARKED_GRADIENT, COMPUTES_NORM, COMPILE_BACKEND, ASYNC_MESSAGES,
 )  # fmt: skip

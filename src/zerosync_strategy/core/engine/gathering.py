@@ -32,19 +32,19 @@ FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 def flat_all_gather() -> FlatAllGather:
     """Return a backend's own all-gather: DeepSpeed's, without what that costs the host (H1)."""
-    from deepspeed import comm
+    from deepspeed.comm import comm
 
-    backend = zero.comm_backend()
+    backend, log = zero.comm_backend(), comm.comms_logger
+    is_plain = zero.is_plain(backend)
 
-    def as_torch_does(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
+    def send(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
+        if not is_plain or log.enabled:
+            return comm.all_gather_into_tensor(target, own, group=process_group, async_op=True)
         for counter in backend._zerosync_counters:
             counter.add_gather(target.nbytes - own.nbytes, process_group)
         return backend.all_gather_function(target, own, group=process_group, async_op=True)
 
-    def as_deepspeed_does(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
-        return comm.all_gather_into_tensor(target, own, group=process_group, async_op=True)
-
-    return as_torch_does if zero.is_plain(backend) else as_deepspeed_does
+    return send
 
 
 class Arrival(NamedTuple):

@@ -104,14 +104,13 @@ def use_current_names(backend: Any) -> Callable[[], None]:
 
 
 def is_plain(backend: Any) -> bool:
-    """Return whether DeepSpeed adds nothing to torch's collectives through ``backend`` but host work.
+    """Return whether DeepSpeed adds nothing to torch's collectives through ``backend`` but host work and its log.
 
-    Else it logs them, or has another way for some devices.
+    Else it has another way for some devices.
     """
-    from deepspeed.comm import comm
     from deepspeed.comm.torch import TorchBackend
 
-    return isinstance(backend, TorchBackend) and torch.version.hip is None and not comm.comms_logger.enabled
+    return isinstance(backend, TorchBackend) and torch.version.hip is None
 
 
 _building = 0  # nested, as a frontend's own do
