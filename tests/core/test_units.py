@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_modules
@@ -16,6 +17,7 @@ from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 WIDTH = 8
@@ -232,7 +234,8 @@ def test_what_comes_otherwise_than_before() -> None:
     """What was gathered ahead of what does not come, or of another order, does not stay."""
 
     def run() -> None:
-        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_prefetch_bucket_size": 10**6})
+        ahead = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 0}
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | ahead)
         attach(engine)
         for order in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 4), (3, 1), (0, 1), (0, 1, 2, 3, 4)):
             with torch.no_grad():
@@ -240,6 +243,38 @@ def test_what_comes_otherwise_than_before() -> None:
             assert {param.ds_status.name for param in net.parameters()} == {"NOT_AVAILABLE"}, order
 
     run_ranks(run)
+
+
+def test_forwards_without_gradients_gather_what_is_not_there() -> None:
+    """Within the distance of a reuse, once, whatever a program writes in between; and a step begins anew."""
+
+    def run(distance: int) -> tuple[list[bool], list[float]]:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_max_reuse_distance": distance})
+        attach(engine)
+        counter, gathers, values = CollectiveCounter().start(), [], []
+        call = (words(0, rank()), (0, 1, 2, 3, 4), False)
+
+        def forward() -> None:
+            counter.take()
+            with torch.no_grad():
+                values.append(engine(*call).item())
+            gathers.append(bool(counter.take()))
+
+        for step in range(2):
+            engine.backward(engine(*call))
+            engine.step()
+            for _ in range(3):
+                forward()
+            with deepspeed.zero.GatheredParameters([net.bias], modifier_rank=0), torch.no_grad():
+                net.bias.add_(1.0)
+            forward()
+            net.blocks[1].norm.weight.data = torch.full((WIDTH,), 2.0 + step)
+            forward()
+        return gathers, values
+
+    for near, far in zip(run_ranks(run, 10**9), run_ranks(run, 0), strict=True):
+        assert near[1] == far[1] and len(set(far[1])) == 6
+        assert near[0] == [True, False, False, True, False] * 2 and all(far[0])
 
 
 class Weight(nn.Module):

@@ -15,13 +15,18 @@ REMEMBERED = 4
 class Pass:
     """Units in the order in which they came, in a forward or a backward.
 
-    Distances are in elements of other units. ``again``: from each to the next call of the same; ``end``: to the end.
-    ``next``: the pass that has followed this one.
+    Distances are in elements of other units. ``again``: from each to the next call of the same; ``end``: to the end;
+    ``start``: from the start to the first call of a unit.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self.next: Pass | None = None
+        self._next: dict[Pass | None, Pass] = {}  # what has followed this one, by the pass before, the last one last
+        self.start: dict[Unit, float] = {}
+        numel = 0
+        for unit in units:
+            self.start.setdefault(unit, numel)
+            numel += unit.numel
         self.again: list[float] = []
         self.end: list[float] = []
         far: dict[Unit, int] = {}
@@ -34,15 +39,31 @@ class Pass:
         self.again.reverse()
         self.end.reverse()
 
+    def followed(self, by: Pass, before: Pass | None) -> None:
+        """``by`` has followed this one, and ``before`` was the one before."""
+        self._next.pop(before, None)
+        self._next[before] = by
+        if len(self._next) > REMEMBERED:
+            del self._next[next(iter(self._next))]
+
+    def following(self, before: Pass | None) -> Pass | None:
+        """What is expected to follow; ``None``: nothing has."""
+        return self._next.get(before) or next(reversed(self._next.values()), None)
+
 
 class Passes:
     """What units are expected to come, in the passes of one kind.
 
-    Those of the pass that has followed the last one before; if it began otherwise, of the last that began alike.
+    Those of the pass that has followed the last two before; if it began otherwise, of the last that began alike.
+
+    Attributes:
+        count: of passes that have ended.
     """
 
     def __init__(self) -> None:
+        self.count = 0
         self._known: list[Pass] = []  # the last one first
+        self._before: Pass | None = None  # the one before the last
         self._expected: Pass | None = None
         self._now: list[Unit] = []
         self._place: dict[Unit, int] = {}  # where each came last
@@ -54,7 +75,7 @@ class Passes:
         if expected is None and place:
             return
         if expected is None or place >= len(expected.units) or expected.units[place] is not unit:
-            following = self._known[0].next if self._known else None
+            following = self._known[0].following(self._before) if self._known else None
             likely = [*self._known] if following is None else [following, *self._known]
             self._expected = next((known for known in likely if known.units[: place + 1] == self._now), None)
 
@@ -70,12 +91,23 @@ class Passes:
             return INFINITE, INFINITE
         return self._expected.again[place], self._expected.end[place]
 
+    def start(self, unit: Unit) -> float:
+        """Return the distance to the first call of ``unit`` in the next pass: the one after this, if one runs."""
+        this, before = (self._expected, self._known[0]) if self._now and self._known else (None, None)
+        if this is None and self._known and not self._now:
+            this, before = self._known[0], self._before
+        if this is None:
+            return INFINITE
+        return (this.following(before) or this).start.get(unit, INFINITE)
+
     def over(self) -> None:
         """A pass has ended."""
         if not self._now:
             return
+        self.count += 1
         this = next((known for known in self._known if known.units == self._now), None) or Pass(self._now)
         if self._known:
-            self._known[0].next = this
+            self._known[0].followed(this, self._before)
+            self._before = self._known[0]
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
         self._expected, self._now, self._place = None, [], {}

@@ -5,7 +5,9 @@ when                           what happens to a unit
 =============================  =======================================================================================
 its forward begins             it is gathered, if it is not there; the next are gathered ahead
 its forward ends               it is resharded, but not in a backward, which is about to come to what it repeats, nor
-                               if it is needed again soon (within ``stage3_max_reuse_distance`` elements)
+                               if it is needed again soon (within ``stage3_max_reuse_distance`` elements), as where
+                               forwards without gradients follow each other, or backwards and forwards in one of
+                               the model, as a step of several losses is under Lightning
 a backward comes to a call     so does the backward to each of its outputs: it is gathered, and the next ahead; units
                                whose calls began after this call had ended are resharded: the backward has left them
 the backward ends              what is left is resharded
@@ -29,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import internal
-from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.passes import Passes
@@ -71,6 +73,7 @@ class UnitHooks:
         self._count = 0  # of calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
         self._awaited: dict[Unit, Passes] = {}  # and what is needed again soon, before the end of a pass of these
+        self._left: dict[Unit, int] = {}  # there for the next forward, which no graph needs, until so many have ended
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
             compilation.keep_out_of_graphs(method)
@@ -137,6 +140,8 @@ class UnitHooks:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
                     self._awaited[unit] = self._backwards if expects else self._forwards
+                elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
+                    self._left[unit] = self._forwards.count + 2  # this one and the next
             self._reshard_unused(unit)
         if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
             self._over(self._forwards)
@@ -198,8 +203,11 @@ class UnitHooks:
     def _leave(self, task: int, unit: Unit) -> None:
         del self._tasks[task][unit]
         unit.tasks.discard(task)
-        if self._backwards.distances(unit)[0] < self._reuse_numel:
+        again, end = self._backwards.distances(unit)
+        if again < self._reuse_numel:
             self._awaited[unit] = self._backwards
+        elif self._calls and end + self._forwards.start(unit) < self._reuse_numel:  # and another forward follows in it
+            self._left[unit] = self._forwards.count + 1
         self._reshard_unused(unit)
 
     def _backward_ends(self, task: int) -> None:
@@ -231,8 +239,8 @@ class UnitHooks:
         """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
         passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
-        self._early.pop(unit, None)
-        self._awaited.pop(unit, None)
+        for waiting in (self._early, self._awaited, self._left):
+            waiting.pop(unit, None)
         if self._cache.plan.counts:
             self._cache.plan.count(unit.params)
         if not zero3.all_gathered(unit.params):
@@ -266,13 +274,18 @@ class UnitHooks:
         of.over()
         self._let_go_of_awaited(of)
         early, self._early = self._early, {}
-        for unit in early:
+        for unit in [*early, *(unit for unit, until in self._left.items() if until <= self._forwards.count)]:
+            self._left.pop(unit, None)
             if not self._is_used(unit):
                 self._reshard(unit.records)
 
     def _reshard_unused(self, unit: Unit) -> None:
         if unit.is_claimed and not self._is_used(unit):
-            self._reshard(unit.let_go())
+            records = unit.let_go()
+            if unit in self._left:
+                settle(records)  # read by whoever finds it, as if it were not there
+            else:
+                self._reshard(records)
 
     @internal
     def _reshard(self, records: list[Record]) -> None:
@@ -291,9 +304,12 @@ class UnitHooks:
         self._leave_tasks()
         self._over(self._forwards)
         self._let_go_of_kept()
+        left, self._left = self._left, {}
         for unit in self._units:
             if unit.is_claimed:
                 self._reshard(unit.let_go())
+            elif unit in left:
+                self._reshard(unit.records)
 
     def recover(self) -> None:
         """After an exception: nothing runs any more, either."""
