@@ -119,10 +119,6 @@ class ParameterCache:
             gather.wait()
         return records
 
-    def holds(self, param: Any) -> bool:
-        """Return whether ``param`` stays unsharded from its first use in this window to the step."""
-        return self.infers or bool(param._zerosync_record.hold)
-
     # ---- units whose parameters are all held -----------------------------------------------------------------------
 
     def _hold_units(self) -> None:

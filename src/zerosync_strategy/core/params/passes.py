@@ -92,13 +92,11 @@ class Passes:
         return self._expected.again[place], self._expected.end[place]
 
     def start(self, unit: Unit) -> float:
-        """Return the distance to the first call of ``unit`` in the next pass: the one after this, if one runs."""
-        this, before = (self._expected, self._known[0]) if self._now and self._known else (None, None)
-        if this is None and self._known and not self._now:
-            this, before = self._known[0], self._before
-        if this is None:
-            return INFINITE
-        return (this.following(before) or this).start.get(unit, INFINITE)
+        """Return the distance from the start of the next pass to ``unit``; of the one after this, if one runs."""
+        last, before = (self._known[0] if self._known else None), self._before
+        if self._now:
+            last, before = self._expected, last
+        return INFINITE if last is None else (last.following(before) or last).start.get(unit, INFINITE)
 
     def over(self) -> None:
         """A pass has ended."""
