@@ -17,7 +17,6 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.attached.overrides import EngineOverrides
-from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.several import part_of, restrict
 
@@ -117,7 +116,6 @@ def test_what_engines_share_goes_with_the_last() -> None:
             engines.append(engine)
             restrict(engine, part, engines[0])
             handles.append(attach(engine, param_memory_budget="all"))
-        coordinator = gathering.coordinator(engines[0].optimizer)
         assert type(engines[0]).__name__ == "ZeroSyncDeepSpeedEngine" and isinstance(engines[0], EngineOverrides)
         oracles = [Oracle(plain, torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in (plain.first, plain.second)]
 
@@ -132,12 +130,12 @@ def test_what_engines_share_goes_with_the_last() -> None:
         step(0)
         handles[0].detach()
         # The second still holds, orders and unshards; the first is DeepSpeed's again.
-        assert "_zerosync_parameters" in vars(coordinator) and not engines[0].optimizer.parameter_offload.forward_hooks
+        assert "_zerosync_parameters" in vars(engines[0]) and not engines[0].optimizer.parameter_offload.forward_hooks
         assert type(engines[0]) is deepspeed.DeepSpeedEngine and type(module.first) is not nn.Linear
         step(1)
         handles[1].detach()
         assert type(module.first) is nn.Linear
-        assert not [name for name in vars(coordinator) if "zerosync" in name]
+        assert "_zerosync_parameters" not in vars(engines[0])
         with torch.no_grad():  # stock gathers and releases as it did
             errors.append(excess(engines[0](data(2, 0)), of_trained(plain, lambda: plain(data(2, 0)))))
         return errors

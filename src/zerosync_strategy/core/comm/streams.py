@@ -175,12 +175,12 @@ class Streams:
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
-    def make_gather_streams(self, count: int, stock: Any) -> list[Any]:
-        """Return that many streams for gathers, or DeepSpeed's own, ``stock``, if that is the one that computes."""
+    def make_gather_streams(self, count: int, overlaps: bool) -> list[Any]:
+        """Return that many streams for gathers, or that which computes if nothing ``overlaps``."""
         if self._reduction is None:
             return []
-        if stock == self._accelerator.default_stream():  # overlap_comm is off
-            return [stock]
+        if not overlaps:
+            return [self._accelerator.default_stream()]
         return [self._make_stream() for _ in range(count)]
 
     def on_gather_stream(self, gather_stream: Any) -> AbstractContextManager[None]:

@@ -17,7 +17,6 @@ from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import interpose, restore
 from zerosync_strategy.core.engine.zero import comm_backend, use_current_names
 
-_OURS = {"_zerosync_attached", "_zerosync_parameters"}  # attributes of attached engines, and of what gathers for them
 OTHERS = "engines without ZeroSync"
 """The section of what their forwards gather."""
 
@@ -224,7 +223,7 @@ def _of_others(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _OURS.isdisjoint(vars(owner)):
+        if "_zerosync_attached" in vars(owner):
             return stock(owner, *args, **kwargs)
         with ExitStack() as stack:
             for counter in _engine_counters():

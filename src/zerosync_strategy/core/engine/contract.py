@@ -96,10 +96,7 @@ def rows(
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
 
-_COORDINATOR = "_PartitionedParameterCoordinator__"
 GRADIENT_SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-GATHER_STREAM = f"{_COORDINATOR}allgather_stream"
-OFFLOAD_GATHER_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -225,9 +222,10 @@ STAGE_3 = (
     *rows("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     *rows("checkpoints", "optimizer", "checkpoint_event_prologue()"),
     *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
-    *rows("gathers", "zero config", "use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size"),
-    *rows("gathers", "offload", "get_param_coordinator()"),
-    *rows("gathers", "coordinator", f"{GATHER_STREAM} fetch_sub_module(current_submodule, forward)"),
+    *rows("gathers", "zero config", """
+        +overlap_comm use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
+    """),
+    *rows("report", f"{_COORDINATING}.PartitionedParameterCoordinator", "fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """
         ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
         +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)
@@ -273,8 +271,7 @@ UNSHARD_ON_READ = (
 )  # fmt: skip
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
-    *rows("several engines over one module", "offload",
-          f"+module persistent_parameters param_coordinator {OFFLOAD_GATHER_STREAM}"),
+    *rows("several engines over one module", "offload", "+module persistent_parameters"),
     *rows("several engines over one module", _PARTITION, "_init_external_params"),
 )  # fmt: skip
 NESTED_ZERO_INIT = (
@@ -345,7 +342,6 @@ _LIVE: dict[str, Callable[[Any], Any]] = {  # the owners that belong to an engin
     "parameter": lambda engine: next(engine.module.parameters(), None),
     "optimizer": lambda engine: engine.optimizer,
     "offload": lambda engine: engine.optimizer.parameter_offload,
-    "coordinator": lambda engine: engine.optimizer.parameter_offload.get_param_coordinator(),
 }
 
 

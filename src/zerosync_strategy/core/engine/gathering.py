@@ -16,15 +16,12 @@ from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import arrive, record_of, rows_of
 
 
-def coordinator(optimizer: Any) -> Any:
-    """Return what gathers and releases the parameters of a ZeRO-3 optimizer where it is not attached."""
-    return optimizer.parameter_offload.get_param_coordinator()
+def overlaps(engine: Any) -> bool:
+    """Return whether DeepSpeed would gather on another stream than that which computes."""
+    return bool(engine._config.zero_config.overlap_comm)
 
 
-def gather_stream(coordinator: Any) -> Any:
-    """Return the stream on which DeepSpeed gathers and waits for gathers; ``None`` on a device without streams."""
-    return getattr(coordinator, contract.GATHER_STREAM)
-
+_FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Is called with this rank's shard, the place for all shards, both flat, and a process group; returns a work."""
@@ -227,16 +224,19 @@ def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
     from deepspeed.runtime.zero import partition_parameters
 
     contract.require(contract.SEVERAL_ENGINES, engine)
-    contract.require(contract.SEVERAL_ENGINES, first)
     optimizer, params = engine.optimizer, set(part.parameters())
-    offload, first_offload = optimizer.parameter_offload, first.optimizer.parameter_offload
+    offload = optimizer.parameter_offload
     for module in part.modules():
         partition_parameters._init_external_params(module)  # what an engine's own module has been given
     offload.module = optimizer.module = part
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     offload.persistent_parameters = optimizer.persistent_parameters = persistent
-    offload.param_coordinator = first_offload.param_coordinator
-    setattr(offload, contract.OFFLOAD_GATHER_STREAM, getattr(first_offload, contract.OFFLOAD_GATHER_STREAM))
+    vars(engine)[_FIRST] = first  # no module of its own
+
+
+def first_of(engine: Any) -> Any:
+    """Return the engine whose hooks run in the module of which ``engine`` has a part, or all."""
+    return vars(engine).get(_FIRST, engine)
 
 
 def leave_sharded(engine: Any) -> None:

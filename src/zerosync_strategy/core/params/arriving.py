@@ -37,7 +37,7 @@ class ArrivingParameters:
 
     @functools.cached_property
     def _stream(self) -> Any:
-        (stream,) = self._streams.make_gather_streams(1, None) or [None]
+        (stream,) = self._streams.make_gather_streams(1, True) or [None]
         return stream
 
     def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, InFlight]]) -> None:

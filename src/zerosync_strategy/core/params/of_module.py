@@ -35,7 +35,6 @@ class ModuleParameters:
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
-        self._coordinator = gathering.coordinator(engine.optimizer)
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
@@ -62,7 +61,7 @@ class ModuleParameters:
         self.unshard_on_read: UnshardOnRead | None = None
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
-        self._coordinator._zerosync_parameters = self
+        engine._zerosync_parameters = self
 
     @classmethod
     def of(
@@ -75,9 +74,9 @@ class ModuleParameters:
         """
         if config.eager_frames:
             module_hooks.unwrap_compiled(engine)
-        found = getattr(gathering.coordinator(engine.optimizer), "_zerosync_parameters", None)
+        found: ModuleParameters | None = vars(gathering.first_of(engine)).get("_zerosync_parameters")
         if found is None:
-            _require_one_coordinator(engine)
+            _require_ungathered(engine)
             found = cls(engine, config, streams, messages, topology, is_constant)
         elif config.parameters.automatic or found.cache.plan.automatic:
             raise ValueError(
@@ -102,7 +101,7 @@ class ModuleParameters:
             self.unshard_on_read.detach()
         self.values.detach()
         self.cache.detach()
-        del self._coordinator._zerosync_parameters
+        del self._engine._zerosync_parameters
         self.scheduler.detach()
         module_hooks.make_anew(self._engine)
 
@@ -136,7 +135,7 @@ class ModuleParameters:
         self.values.stepped()
 
 
-def _require_one_coordinator(engine: Any) -> None:
+def _require_ungathered(engine: Any) -> None:
     """A ``ValueError`` where an attached engine with hooks of its own gathers parameters of ``engine``."""
     for name, param in engine.module.named_parameters():
         if "_zerosync_record" in param.__dict__:

@@ -64,8 +64,7 @@ class GatherScheduler:
         self.groups = gather_groups(engine, topology, streams)
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        stock = gathering.gather_stream(gathering.coordinator(engine.optimizer))
-        self._gather_streams = streams.make_gather_streams(count, stock)
+        self._gather_streams = streams.make_gather_streams(count, gathering.overlaps(engine))
         self.issuing = issuing = Issuing(engine, streams, self._gather_streams)
         self.begun, self.count, self.unsharded = issuing.begun, issuing.count, issuing.unsharded
         self.gathering, self.activity, self.name = issuing.gathering, issuing.activity, issuing.name
