@@ -76,7 +76,7 @@ HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
         ({}, {"stage3_max_reuse_distance": 0}),
         ({"param_memory_budget": "all"}, {}),
         (FEW_HELD, {"stage3_param_persistence_threshold": 100}),
-        (HOST, {"stage3_param_persistence_threshold": 100}),
+        (HOST, {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0}),
     ],
 )
 def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ def test_memory_is_kept(does: Callable[[Any, list[Stream], Stream], None], stage
         with simulate() as simulation:
             streams = [Stream(name=f"layer {index}") for index in range(3)]
             net = Apart(streams)
-            zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
+            zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
             engine = make_engine(net, torch.optim.AdamW(net.parameters()), stage, zero)
             engine._zerosync = attach(engine, **options)
             for _ in range(2):
