@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness import engines
 from tests.harness.data import noise
-from tests.harness.engines import attached_of, rank
+from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach
+from zerosync_strategy.core.engine.parameter import record_of
 
 LAYERS, WIDTH, BACKWARDS = 4, 32, 4
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -101,8 +102,7 @@ def test_within_a_budget_the_most_gathered_are_held() -> None:
         engine = make_engine()
         zerosync = attach(engine, param_memory_budget=budget)
         train(engine, 3)
-        holds = attached_of(zerosync).cache.holds
-        held = [index for index, layer in enumerate(engine.module.layers) if holds(layer.weight)]
+        held = [index for index, layer in enumerate(engine.module.layers) if record_of(layer.weight).hold]
         return distance(full_parameters(engine.module), oracle(3)), held, zerosync.report
 
     results = {budget: run_ranks(run, budget)[0] for budget in (0, "6KB", 2 * LAYER_BYTES)}
