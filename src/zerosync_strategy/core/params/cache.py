@@ -93,11 +93,10 @@ class ParameterCache:
 
         What is not held is resharded at the end.
         """
+        records = self._gather_all()
         if self.plan.holds_all:
-            self._gather_all()
             yield
             return
-        records = self._gather_all()
         for record in records:
             record.claim(Claim.PHASE)
         self.infers = True
