@@ -58,8 +58,8 @@ class Pair:
     [
         (0, "all", 0, 5, 0),
         (2 * LAYER, "all", 2, 3, 0),
-        (2 * LAYER, "all", 2, 3, 10**9),
-        (LAYER, 2 * LAYER + 7, 1, 2, 10**9),
+        (LAYER, 2 * LAYER + 7, 1, 2, 0),
+        (0, LAYER - 1, 0, 0, 0),
         (0, LAYER - 1, 0, 0, 10**9),
     ],
 )
@@ -67,7 +67,7 @@ class Pair:
 def test_each_is_gathered_once(device: int, host: Any, held: int, kept: int, reuse: int) -> None:
     """What is on the device or in host memory crosses the wire once per step; both stay within their limits.
 
-    Without reuse, DeepSpeed also releases parameters between a forward and its backward.
+    The others cross it for each forward and each backward, or once, where they stay for what reuses them soon.
     """
 
     def run() -> float:
@@ -83,9 +83,9 @@ def test_each_is_gathered_once(device: int, host: Any, held: int, kept: int, reu
                 continue
             assert (report.peak_held_bytes, report.peak_host_bytes) == (held * LAYER, kept * LAYER)
             assert report.loaded_bytes >= kept * LAYER * 2
-            left = LAYERS - held - kept
+            more = (0 if reuse else 5) * (LAYERS - held - kept)
             if step > 1:  # before, DeepSpeed learns in which order modules run, and compares it over the ranks
-                assert report.floor_bytes == (2 * GRADIENTS + 2 * left * LAYER) // 2
+                assert report.floor_bytes == (2 * GRADIENTS + more * LAYER) // 2
                 assert report.bytes_sent <= 1.02 * report.floor_bytes
         return pair.error()
 

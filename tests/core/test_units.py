@@ -20,6 +20,7 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+LEAVES = {"stage3_max_reuse_distance": 0}  # nothing stays for what comes next
 WIDTH = 8
 
 
@@ -213,7 +214,7 @@ def test_a_backward_that_begins_inside_of_a_unit() -> None:
 
     def run() -> None:
         for options in ({}, {"param_memory_budget": "all"}, {"unit_modules": ["Embedding"]}):
-            engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_max_reuse_distance": 0})
+            engine = make_engine(net := Net(), sgd(net), 3, SHARDED | LEAVES)
             attach(engine, **options)
             inside: list[torch.Tensor] = []
             net.blocks[0].narrow.register_forward_hook(lambda _, args, output, inside=inside: inside.append(output))
@@ -277,6 +278,33 @@ def test_forwards_without_gradients_gather_what_is_not_there() -> None:
         assert near[0] == [True, False, False, True, False] * 2 and all(far[0])
 
 
+@pytest.mark.parametrize(("near", "stay"), [(10**9, 36), (600, 9), (0, 0)])
+def test_what_stays_for_the_next_micro_batch(near: int, stay: int) -> None:
+    """The first units, after each backward but the last, as far as the window before tells; writes count."""
+
+    def run() -> tuple[float, list[int]]:
+        net, plain = Net(), Net()
+        engine = make_engine(net, sgd(net), 3, SHARDED | {"stage3_max_reuse_distance": near})
+        attach(engine)
+        oracle, there = Oracle(plain, sgd(plain)), []
+        for _ in range(3):
+            for k in range(3):
+                engine.backward(engine(words(k, rank()), (0, 1, 2, 3, 4), False))
+                oracle.backward(lambda r, k=k: plain(words(k, r), (0, 1, 2, 3, 4), False))
+                there.append(sum(param.ds_status.name == "AVAILABLE" for param in net.parameters()))
+                for each in (net, plain):
+                    each.blocks[0].norm.weight.data = torch.full((WIDTH,), 0.25 * (k + 1))
+                with deepspeed.zero.GatheredParameters([net.bias], modifier_rank=0), torch.no_grad():
+                    net.bias.add_(1.0)
+                plain.bias.data.add_(1.0)
+            engine.step()
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain)), there
+
+    for error, there in run_ranks(run):
+        assert error < 1e-5 and there == [0, *[stay] * 2, *[stay, stay, 0] * 2], (error, there)
+
+
 class Weight(nn.Module):
     """Returns its parameter as it is."""
 
@@ -317,7 +345,7 @@ def test_what_a_unit_returns() -> None:
 
     def run() -> tuple[float, int]:
         net, plain = Odd(), Odd()
-        oracle, engine = Oracle(plain, sgd(plain)), make_engine(net, sgd(net), 3, SHARDED)
+        oracle, engine = Oracle(plain, sgd(plain)), make_engine(net, sgd(net), 3, SHARDED | LEAVES)
         attach(engine)
         hooks = len(net.weight.weight._backward_hooks or ())
         for step in range(6):

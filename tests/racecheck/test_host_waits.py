@@ -172,7 +172,8 @@ def test_copies_on_the_host_stay_within_the_budget_as_they_are_taken() -> None:
             net = nn.Sequential(*(nn.Linear(48, 64, bias=False) if k % 2 == 0 else nn.Linear(64, 48) for k in range(2)))
             plain = copy.deepcopy(net)
             ours: dict[str, Any] = {"param_memory_budget": {"device": 0, "host": 26_000}}
-            engine = engine_of(net, 3, ours, {"stage3_param_persistence_threshold": 100})
+            zero = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0}
+            engine = engine_of(net, 3, ours, zero)
             oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
             for k in range(6):
                 engine.backward(engine(data(k, rank(), 48)).square().mean())

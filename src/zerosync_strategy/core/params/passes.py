@@ -8,36 +8,30 @@ from collections.abc import Iterator
 from zerosync_strategy.core.params.units import Unit
 
 INFINITE = float("inf")
+_UNEXPECTED = INFINITE, INFINITE
 REMEMBERED = 4
 """Passes of each kind, as of two networks that train each other, and of an evaluation."""
 
 
 class Pass:
-    """Units in the order in which they came, in a forward or a backward.
+    """Units in the order in which they came, in a forward or a backward. Distances are in elements of units.
 
-    Distances are in elements of other units. ``again``: from each to the next call of the same; ``end``: to the end;
-    ``start``: from the start to the first call of a unit.
+    ``start``: from the start to the first call of each.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         self._next: dict[Pass | None, Pass] = {}  # what has followed this one, by the pass before, the last one last
-        self.start: dict[Unit, float] = {}
-        numel = 0
-        for unit in units:
-            self.start.setdefault(unit, numel)
-            numel += unit.numel
-        self.again: list[float] = []
-        self.end: list[float] = []
-        far: dict[Unit, int] = {}
-        numel = 0
-        for unit in reversed(units):
-            self.again.append(numel - far[unit] if unit in far else INFINITE)
-            self.end.append(numel)
-            numel += unit.numel
-            far[unit] = numel
-        self.again.reverse()
-        self.end.reverse()
+        self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements that came, by place
+        self._last = {unit: place for place, unit in enumerate(units)}
+        self.start = {unit: self._before[place] for place, unit in reversed([*enumerate(units)])}
+
+    def distances(self, unit: Unit, place: int) -> tuple[float, float]:
+        """Return the distance from ``place`` to the next call of ``unit`` (infinite: none), and to the end."""
+        before, again = self._before, INFINITE
+        if unit in self._last and self._last[unit] >= place:
+            again = before[self.units.index(unit, place)] - before[place]
+        return again, before[-1] - before[place]
 
     def followed(self, by: Pass, before: Pass | None) -> None:
         """``by`` has followed this one, and ``before`` was the one before."""
@@ -64,19 +58,18 @@ class Passes:
         self.count = 0
         self._known: list[Pass] = []  # the last one first
         self._before: Pass | None = None  # the one before the last
-        self._expected: Pass | None = None
+        self._following: Pass | None = None  # what is likely to follow the last
+        self._expected: Pass | None = None  # and what this one is, until it comes otherwise
         self._now: list[Unit] = []
-        self._place: dict[Unit, int] = {}  # where each came last
 
     def comes(self, unit: Unit) -> None:
-        place = self._place[unit] = len(self._now)
+        place = len(self._now)
         self._now.append(unit)
         expected = self._expected
         if expected is None and place:
             return
         if expected is None or place >= len(expected.units) or expected.units[place] is not unit:
-            following = self._known[0].following(self._before) if self._known else None
-            likely = [*self._known] if following is None else [following, *self._known]
+            likely = () if self._following is None else (self._following, *self._known)
             self._expected = next((known for known in likely if known.units[: place + 1] == self._now), None)
 
     def ahead(self) -> Iterator[Unit]:
@@ -85,18 +78,16 @@ class Passes:
             yield from itertools.islice(self._expected.units, len(self._now), None)
 
     def distances(self, unit: Unit) -> tuple[float, float]:
-        """Return the distance from the last call of ``unit`` to its next, and to the end; infinite if unexpected."""
-        place = self._place.get(unit)
-        if place is None or self._expected is None:
-            return INFINITE, INFINITE
-        return self._expected.again[place], self._expected.end[place]
+        """Return the distance from here to the next call of ``unit``, and to the end; infinite if unexpected."""
+        return _UNEXPECTED if self._expected is None else self._expected.distances(unit, len(self._now))
 
     def start(self, unit: Unit) -> float:
         """Return the distance from the start of the next pass to ``unit``; of the one after this, if one runs."""
-        last, before = (self._known[0] if self._known else None), self._before
+        following = self._following
         if self._now:
-            last, before = self._expected, last
-        return INFINITE if last is None else (last.following(before) or last).start.get(unit, INFINITE)
+            expected = self._expected
+            following = None if expected is None else expected.following(self._known[0]) or expected
+        return INFINITE if following is None or unit not in following.start else following.start[unit]
 
     def over(self) -> None:
         """A pass has ended."""
@@ -108,4 +99,5 @@ class Passes:
             self._known[0].followed(this, self._before)
             self._before = self._known[0]
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
-        self._expected, self._now, self._place = None, [], {}
+        self._following = this.following(self._before) or this
+        self._expected, self._now = None, []

@@ -4,14 +4,15 @@
 when                           what happens to a unit
 =============================  =======================================================================================
 its forward begins             it is gathered, if it is not there; the next are gathered ahead
-its forward ends               it is resharded, but not in a backward, which is about to come to what it repeats, nor
-                               if it is needed again soon (within ``stage3_max_reuse_distance`` elements), as where
-                               forwards without gradients follow each other, or backwards and forwards in one of
-                               the model, as a step of several losses is under Lightning
+its forward ends               it is resharded, but not in a backward, which is about to come to what it repeats
 a backward comes to a call     so does the backward to each of its outputs: it is gathered, and the next ahead; units
                                whose calls began after this call had ended are resharded: the backward has left them
 the backward ends              what is left is resharded
 =============================  =======================================================================================
+
+What is needed again soon, within ``stage3_max_reuse_distance`` elements, is not resharded: it stays in a forward, or in
+a backward; from a forward to its backward; and, at rest, to the next forward, from one without gradients or from a
+backward that no step follows.
 
 So nothing is put into the graph. A backward that makes a graph (``create_graph``) keeps what it has come to until
 another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,7 @@ from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.gathers import arrived
-from zerosync_strategy.core.params.passes import Passes
+from zerosync_strategy.core.params.passes import INFINITE, Passes
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END
 from zerosync_strategy.core.params.units import Unit
@@ -53,6 +54,17 @@ class Readers(Protocol):
     def leave(self) -> None: ...
 
 
+class Stay(NamedTuple):
+    """A unit is expected, and its values stay until so many of these passes have ended.
+
+    ``at_rest``: nothing that runs may need them before it has come.
+    """
+
+    passes: Passes
+    until: int
+    at_rest: bool
+
+
 class UnitHooks:
     """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`.
 
@@ -67,13 +79,12 @@ class UnitHooks:
         self._live_numel, self._reuse_numel = gathering.max_live_numel(engine), gathering.max_reuse_numel(engine)
         self.readers: Readers | None = None
         self._forwards, self._backwards = Passes(), Passes()
-        self._early: dict[Unit, None] = {}  # gathered ahead
+        self._expected: dict[Unit, Stay] = {}  # what no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
         self._calls: list[tuple[Unit, int]] = []  # whose forwards run, with their numbers
         self._count = 0  # of calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
-        self._awaited: dict[Unit, Passes] = {}  # and what is needed again soon, before the end of a pass of these
-        self._left: dict[Unit, int] = {}  # there for the next forward, which no graph needs, until so many have ended
+        self._opened, self._closes = 0, INFINITE  # backwards until this window, and with it, as the last one tells
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
             compilation.keep_out_of_graphs(method)
@@ -139,10 +150,10 @@ class UnitHooks:
             if torch._C._current_graph_task_id() == -1:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
-                    self._awaited[unit] = self._backwards if expects else self._forwards
+                    self._expect(unit, self._backwards if expects else self._forwards)
                 elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
-                    self._left[unit] = self._forwards.count + 2  # this one and the next
-            self._reshard_unused(unit)
+                    self._expect(unit, self._forwards, 2, at_rest=True)  # this one and the next
+            self._leave_unused(unit)
         if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
             self._over(self._forwards)
 
@@ -205,10 +216,10 @@ class UnitHooks:
         unit.tasks.discard(task)
         again, end = self._backwards.distances(unit)
         if again < self._reuse_numel:
-            self._awaited[unit] = self._backwards
-        elif self._calls and end + self._forwards.start(unit) < self._reuse_numel:  # and another forward follows in it
-            self._left[unit] = self._forwards.count + 1
-        self._reshard_unused(unit)
+            self._expect(unit, self._backwards)
+        elif self._backwards.count + 1 < self._closes and end + self._forwards.start(unit) < self._reuse_numel:
+            self._expect(unit, self._forwards, at_rest=True)
+        self._leave_unused(unit)
 
     def _backward_ends(self, task: int) -> None:
         for unit in list(self._tasks.get(task, ())):
@@ -222,15 +233,7 @@ class UnitHooks:
     def _let_go_of_kept(self) -> None:
         kept, self._kept = self._kept, {}
         for unit in kept:
-            self._reshard_unused(unit)
-
-    def _let_go_of_awaited(self, passes: Passes) -> None:
-        for unit in [unit for unit, until in self._awaited.items() if until is passes]:
-            del self._awaited[unit]
-            self._reshard_unused(unit)
-
-    def _is_used(self, unit: Unit) -> bool:
-        return bool(unit.runs or unit.tasks or unit in self._kept or unit in self._awaited)
+            self._leave_unused(unit)
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
@@ -239,8 +242,7 @@ class UnitHooks:
         """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
         passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
-        for waiting in (self._early, self._awaited, self._left):
-            waiting.pop(unit, None)
+        self._expected.pop(unit, None)
         if self._cache.plan.counts:
             self._cache.plan.count(unit.params)
         if not zero3.all_gathered(unit.params):
@@ -266,26 +268,36 @@ class UnitHooks:
                 return
             numel += following.numel
         if missing:
-            self._early.update(dict.fromkeys(missing))
+            for each in missing:
+                self._expect(each, passes, at_rest=True)
             self._scheduler.issue([param for each in missing for param in each.params])
 
-    def _over(self, of: Passes) -> None:
-        """A forward of the model, or a backward, is over: what it has gathered ahead for nobody goes."""
-        of.over()
-        self._let_go_of_awaited(of)
-        early, self._early = self._early, {}
-        for unit in [*early, *(unit for unit, until in self._left.items() if until <= self._forwards.count)]:
-            self._left.pop(unit, None)
-            if not self._is_used(unit):
-                self._reshard(unit.records)
+    def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
+        """Let ``unit`` stay, if it is there, until so many ``passes`` have ended, with the one that runs."""
+        self._expected[unit] = Stay(passes, passes.count + count, at_rest)
 
-    def _reshard_unused(self, unit: Unit) -> None:
-        if unit.is_claimed and not self._is_used(unit):
-            records = unit.let_go()
-            if unit in self._left:
-                settle(records)  # read by whoever finds it, as if it were not there
-            else:
-                self._reshard(records)
+    def _over(self, of: Passes) -> None:
+        """A forward of the model, or a backward, is over: what was expected in it, and did not come, goes."""
+        of.over()
+        for unit, stay in [*self._expected.items()]:
+            if stay.passes.count >= stay.until:
+                del self._expected[unit]
+                if unit.is_claimed:
+                    self._leave_unused(unit)
+                elif not self._is_used(unit):
+                    self._reshard(unit.records)
+
+    def _is_used(self, unit: Unit) -> bool:
+        return bool(unit.runs or unit.tasks or unit in self._kept)
+
+    def _leave_unused(self, unit: Unit) -> None:
+        if not unit.is_claimed or self._is_used(unit):
+            return
+        stay = self._expected.get(unit)
+        if stay is None:
+            self._reshard(unit.let_go())
+        elif stay.at_rest:
+            settle(unit.let_go())  # read by whoever finds it, as if it were not there
 
     @internal
     def _reshard(self, records: list[Record]) -> None:
@@ -303,13 +315,16 @@ class UnitHooks:
         """No unit uses its parameters any more, and no graph will: a step follows, perhaps inside of a forward."""
         self._leave_tasks()
         self._over(self._forwards)
-        self._let_go_of_kept()
-        left, self._left = self._left, {}
+        self._kept.clear()
+        expected, self._expected = self._expected, {}
         for unit in self._units:
             if unit.is_claimed:
                 self._reshard(unit.let_go())
-            elif unit in left:
+            elif unit in expected:
                 self._reshard(unit.records)
+        count = self._backwards.count
+        if count > self._opened:
+            self._opened, self._closes = count, 2 * count - self._opened
 
     def recover(self) -> None:
         """After an exception: nothing runs any more, either."""
