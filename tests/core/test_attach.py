@@ -355,12 +355,11 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="needs an engine with an optimizer"):
             attach(engines.make_engine(network(), None))
         engine = make_engine(2)
-        engine.zero_quantized_gradients = lambda: True
-        with pytest.raises(ValueError, match="quantized gradients"):
-            attach(engine)
-        engine.zenflow = True
-        with pytest.raises(ValueError, match="ZenFlow"):
-            attach(engine)
+        config = engine._config._param_dict
+        for name, found in (("zero_quantized_gradients", "quantized gradients"), ("zenflow", "ZenFlow")):
+            config["zero_optimization"] |= {name: True}
+            with pytest.raises(ValueError, match=found):
+                attach(engine)
 
     run_ranks(run)
 

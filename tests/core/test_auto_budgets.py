@@ -72,8 +72,8 @@ class Counted:
         if self.attached is not None:
             ours = self.attached.reducer.local.now
             if self.attached.scheduler is not None:
-                ours += self.attached.scheduler.unsharded.now
-                if (shards := self.attached.scheduler.node_shards) is not None:
+                ours += self.attached.scheduler.issuing.unsharded.now
+                if (shards := self.attached.cache.plan.node_shards) is not None:
                     ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)
         return BASE + self.activations + ours

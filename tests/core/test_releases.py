@@ -47,7 +47,7 @@ def test_an_internal_is_not_asked_for_before_its_release() -> None:
                 shard_over(torch.distributed.group.WORLD, torch.nn.Linear(2, 2))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(contract, "has", lambda internal: internal is not contract.COMPILE_BACKEND and has(internal))
-            patch.setattr(type(engine), "is_deepcompile_enabled", lambda self: True)
+            patch.setitem(engine._config._param_dict, "compile", {"deepcompile": True})
             with pytest.raises(ContractError, match=r"DeepCompile needs DeepSpeed 0\.18\.9 or newer.*deepcompile"):
                 attach(engine)
 

@@ -62,6 +62,7 @@ def recomputing() -> tuple[nn.Module, Any]:
 
 
 WORKLOAD = Workload(f"{__name__}:network", micro_batches=3, dtype="fp32", deepspeed={"zero_optimization": ZERO})
+LARGE = {"zero_optimization": {**ZERO, "stage3_max_reuse_distance": 0}}  # as a large model, which stays for nothing
 
 
 def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: str = "gloo") -> dict[str, Any]:
@@ -124,7 +125,7 @@ def test_backwards_that_are_not_replayed_are_counted() -> None:
     options = OptionSet(ZEROSYNC, 3)
     sent = []
     for count in (2, 3, 7):
-        found = replayed(dataclasses.replace(WORKLOAD, micro_batches=count), options)
+        found = replayed(dataclasses.replace(WORKLOAD, micro_batches=count, deepspeed=LARGE), options)
         sent.append(sum(nbytes for _, nbytes, _ in found["collectives"].values()))
     assert sent[2] - sent[1] == 4 * (sent[1] - sent[0]) > 0
 
@@ -211,7 +212,9 @@ def test_a_plan_has_rows_along_the_scale_of_node_shards() -> None:
     assert not any("on the node" in each.name for each in usual_sets(cluster=Cluster(8)))
     in_shards = {"param_memory_budget": NODE_SHARDS, "grad_memory_budget": NODE_SHARDS}
     given = ({"param_memory_budget": "all"}, {"param_memory_budget": 0.5}, in_shards, {"grad_memory_budget": 0})
-    workload = dataclasses.replace(WORKLOAD, model=f"{__name__}:recomputing", micro_batches=5, dtype="bf16")
+    workload = dataclasses.replace(
+        WORKLOAD, model=f"{__name__}:recomputing", micro_batches=5, dtype="bf16", deepspeed=LARGE
+    )  # fmt: skip
     made = plan(workload, cluster, [OptionSet(ZEROSYNC, 3, options) for options in given])
     assert made.units == {"Sequential": 2} and made.unit_bytes > 0, made.units
     whole, half, nodes, sharded = made.outcomes

@@ -105,7 +105,7 @@ class Stage3Meter(StepMeter):
     def step_done(self, budgets: Choice | None) -> StepReport:
         report = super().step_done(budgets)
         self._cache.end_window(self.parameter_bytes)  # all that the step has released
-        self._scheduler.unsharded.reset_peak()
+        self._scheduler.issuing.unsharded.reset_peak()
         return report
 
     def _gathers_floor(self) -> Sent:
@@ -122,7 +122,7 @@ class Stage3Meter(StepMeter):
     def _parameter_peaks(self) -> dict[str, Any]:
         host, shards = self._cache.plan.host, self._cache.plan.node_shards
         return {
-            "peak_unsharded_bytes": self._scheduler.unsharded.peak,
+            "peak_unsharded_bytes": self._scheduler.issuing.unsharded.peak,
             "peak_held_bytes": self._cache.plan.peak_bytes,
             "peak_node_bytes": 0 if shards is None else shards.peak_bytes,
             "peak_host_bytes": 0 if host is None else host.peak_bytes,

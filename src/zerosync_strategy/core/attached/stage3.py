@@ -57,8 +57,8 @@ class Stage3Engine(AttachedEngine):
         self.unshard_on_read = self._parameters.unshard_on_read if config.eager_frames else None
         self.reducer.first_uses = self._first_uses
         self.scheduler.in_backward.append(self.window.comes_to)
-        self.scheduler.begun.append(self.reducer.pipeline.begun)
-        self.scheduler.count.counters.append(self.traffic)
+        self.scheduler.issuing.begun.append(self.reducer.pipeline.begun)
+        self.scheduler.issuing.count.counters.append(self.traffic)
         self._joint_step = _joint_step(engine)
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(engine.optimizer)
         self.pending = PendingGradients(engine, self.reducer, self.window, self.activity, self.traffic.apart)
@@ -102,8 +102,8 @@ class Stage3Engine(AttachedEngine):
 
     def _detach_parameters(self) -> None:
         self.scheduler.in_backward.remove(self.window.comes_to)
-        self.scheduler.begun.remove(self.reducer.pipeline.begun)
-        self.scheduler.count.counters.remove(self.traffic)
+        self.scheduler.issuing.begun.remove(self.reducer.pipeline.begun)
+        self.scheduler.issuing.count.counters.remove(self.traffic)
         self._parameters.detach()
 
     def parameters_as_they_are(self) -> AbstractContextManager[None]:
@@ -166,7 +166,7 @@ class Stage3Engine(AttachedEngine):
         if self.window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by whatever the program has called since the step
         self._parameters.forward_begins()
-        apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.count.without_gradients()
+        apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.issuing.count.without_gradients()
         with self.activity("the forward"), self.scheduler.order.forward(), apart, self._recovering():
             yield
 

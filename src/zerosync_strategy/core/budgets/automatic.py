@@ -209,7 +209,7 @@ def automatic_budgets(
         assert isinstance(gauge, DeviceGauge)
         limit = gauge.limit()
     cache = gathers[1] if gathers is not None and config.parameters.automatic else None
-    watched: list[Any] = [reducer.local] if gathers is None else [reducer.local, gathers[0].unsharded]
+    watched: list[Any] = [reducer.local] if gathers is None else [reducer.local, gathers[0].issuing.unsharded]
 
     def hold(memory: Memory) -> Choice:
         for each in watched:
@@ -230,7 +230,7 @@ def automatic_budgets(
         )
 
     budgets = AutomaticBudgets(
-        gauge, limit, lambda: 0 if cache is None or gathers is None else gathers[0].unsharded.now,
+        gauge, limit, lambda: 0 if cache is None or gathers is None else gathers[0].issuing.unsharded.now,
         0 if cache is None else cache.plan.everything, hold, zero.data_parallel_group(engine.optimizer),
     )  # fmt: skip
     for each in watched:

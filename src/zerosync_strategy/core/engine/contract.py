@@ -128,14 +128,16 @@ MARKED_GRADIENT = Internal(
 )
 COMPUTES_NORM = Internal("gradient clipping", "optimizer", "compute_grad_norm", named_in=_STAGE12, since="0.19.8")
 
-CONFIGURATION = rows("configuration", "engine", "_config")
+CONFIGURATION = (
+    *rows("configuration", "engine", "_config"),
+    *rows("configuration", "engine config", "_param_dict"),
+)  # fmt: skip
 ALL_STAGES = (
     *rows("window", "engine", """
         +backward(loss) +step +zero_grad() allreduce_gradients _backward_prologue() +is_gradient_accumulation_boundary()
         +no_sync() +destroy() zero_ignore_unused_parameters() +get_global_grad_norm()
     """),
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
-    *rows("window", "engine config", "_param_dict"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth _grad_acc_hooks"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
     *rows("window", "optimizer", "run_grad_acc_post_hooks()", until="0.18.5"),
@@ -158,7 +160,7 @@ ALL_STAGES = (
     """),
     *rows("reduction", "parameter", "grad_accum", named_in=_STAGE12),
     *rows("access to shards", "deepspeed.utils.tensor_fragment", "+safe_get_full_grad(param)"),
-    *rows("DeepCompile", "engine", "is_deepcompile_enabled() is_deepcompile_active()"),
+    *rows("DeepCompile", "engine", "is_deepcompile_active()"),
     *rows("report", "deepspeed.comm.comm", "cdb"),
     *rows("collectives", "deepspeed.comm.comm", "comms_logger"),
     *rows("collectives", "deepspeed.comm.torch", "+TorchBackend"),
@@ -240,12 +242,13 @@ STAGE_3 = (
         module_forward_pre_hook module_forward_post_hook _forward_prologue(inputs, kwargs) _forward_epilogue()
         zero_optimization_partition_weights()
     """),
-    *rows("units", "offload", "forward_hooks backward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
+    *rows("units", "offload", "forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
     *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
     *rows("units", "zero config", "+max_live_parameters +max_reuse_distance"),
     *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
     *rows("units", _LINEAR, "zero3_linear_wrap"),
-    *rows("units", _COORDINATING, "iter_params(module, recurse) z3_leaf_module(model)"),
+    *rows("units", _COORDINATING, "iter_params(module, recurse)"),
+    *rows("units", "deepspeed.utils", "+z3_leaf_module(model)"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
@@ -290,12 +293,8 @@ DEEPCOMPILE = (
     *rows("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
     *rows("DeepCompile", "deepspeed.compile.backend", "remaining_schedule"),
 )
-# Marks of configurations that ZeroSync refuses; an engine that lacks one is not so configured.
-REFUSED = (
-    *rows("window", "engine", "zenflow zero_quantized_gradients()", named_in=_ENGINE),
-    *rows("window", "engine", "_autoep_folding_spec", optional=True),
-    *rows("window", "parameter", "use_muon", named_in=_ENGINE),
-)
+# The mark of a configuration that ZeroSync refuses; an engine that lacks it is not so configured.
+REFUSED = rows("window", "engine", "_autoep_folding_spec", optional=True)
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
     SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, REFUSED,

@@ -204,7 +204,7 @@ def gathers_by_all_reduce(engine: Any) -> bool:
 
 def is_leaf(module: Any) -> bool:
     """Return whether a program has made ``module`` one that DeepSpeed gathers as a whole."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import z3_leaf_module
+    from deepspeed.utils import z3_leaf_module
 
     return bool(z3_leaf_module(module))
 

@@ -52,7 +52,6 @@ def _of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
 def _remove(offload: Any) -> None:
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
-    offload.backward_hooks.clear()
 
 
 def _use_plain_linear() -> None:

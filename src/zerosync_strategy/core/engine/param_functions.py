@@ -170,7 +170,7 @@ def _counted_apart(context: Any) -> Iterator[None]:
     """Around the beginning of ``context``, whose gathers are for no step."""
     with ExitStack() as stack:
         for owner in {record.owner for record in _records(context.params if context.enabled else ())}:
-            stack.enter_context(owner.count.in_context())
+            stack.enter_context(owner.issuing.count.in_context())
         yield
 
 

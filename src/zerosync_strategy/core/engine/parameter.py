@@ -130,7 +130,7 @@ class Record:
 
     Attributes:
         owner: has ``shards_written()``, called when the current stream writes the shards, ``arrive(param)``, which
-            ends a gather that is under way, and ``unsharded``, which counts bytes.
+            ends a gather that is under way, and ``issuing.unsharded``, which counts bytes.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: in which it is gathered among others (U1).
         bits: the claims that are set here; :attr:`claims` has all.
@@ -441,7 +441,7 @@ def _free(records: Collection[Record], returns: bool) -> None:
             else:
                 record._rows = record._memory = record.full = None
     if freed:
-        next(iter(records)).owner.unsharded.add(-freed)
+        next(iter(records)).owner.issuing.unsharded.add(-freed)
 
 
 def _set_versions(records: Iterable[Record], versions: list[int]) -> None:

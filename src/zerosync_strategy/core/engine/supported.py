@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.core.engine import contract, torch_internals
+from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.engine.contract import ContractError, Internal
 
 
@@ -17,7 +17,7 @@ def require_supported(engine: Any) -> None:
     contract.require(torch_internals.TRAINING)
     _check_configuration(engine)
     contract.require(internals_of(engine), engine)
-    if engine.is_deepcompile_enabled():
+    if zero.user_config(engine).get("compile", {}).get("deepcompile"):
         contract.need(contract.COMPILE_BACKEND, "set 'compile.deepcompile' to false")
     if getattr(engine.optimizer, "swap_optimizer", False):
         contract.need(contract.STEPPED_OFFLOADED, "offload the optimizer to the CPU")
@@ -77,7 +77,8 @@ def _check_configuration(engine: Any) -> None:
         raise TypeError(f"attach() takes the engine that deepspeed.initialize() returned, got {type(engine).__name__}.")
     contract.require(contract.CONFIGURATION, engine)
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
-    params, folding = engine.module.parameters(), getattr(engine, "_autoep_folding_spec", None)
+    given, folding = zero.user_config(engine), getattr(engine, "_autoep_folding_spec", None)
+    of_zero, of_optimizer = given.get("zero_optimization", {}), given.get("optimizer") or {}
     for is_so, problem in (
         (stage not in (1, 2, 3), f"needs ZeRO stage 1, 2 or 3, found 'zero_optimization.stage' = {stage}."),
         (isinstance(engine.module, PipelineModule),
@@ -85,13 +86,13 @@ def _check_configuration(engine: Any) -> None:
         (isinstance(optimizer, BF16_Optimizer),
          "does not support DeepSpeed's BF16_Optimizer, which ZeRO stage 1 with bf16 parameters and"
          " 'data_types.grad_accum_dtype' = 'fp32' selects. Use stage 2, or leave grad_accum_dtype out."),
-        (getattr(engine, "zenflow", False),
+        (of_zero.get("zenflow"),
          "does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."),
         (type(optimizer).__name__ == "MiCS_Optimizer",
          "does not support MiCS; remove 'zero_optimization.mics_shard_size'."),
-        (getattr(engine, "zero_quantized_gradients", bool)(),
+        (of_zero.get("zero_quantized_gradients"),
          "does not support quantized gradients; set 'zero_quantized_gradients' to false."),
-        (any(getattr(param, "use_muon", False) for param in params),
+        (str(of_optimizer.get("type")).lower() == "muon",
          "does not support DeepSpeed's own Muon, found in 'optimizer.type'. Leave that out, and give"
          " deepspeed.initialize() an optimizer: torch.optim.Muon, or a class with groups for what is no matrix."),
         (getattr(folding, "tp_size", 1) > 1,

@@ -25,7 +25,7 @@ _NOWHERE = nullcontext()
 
 
 class Issuing:
-    """Around the gathers of the module of ``engine``.
+    """Around the gathers of the module of ``engine``; ``host`` keeps copies of what has arrived.
 
     Attributes:
         names: of the parameters, by their ids.
@@ -34,16 +34,15 @@ class Issuing:
         begun: what the engines have sent that gather here, to compare where one has aborted it.
         count: of what modules and readers gather for steps.
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
-        host: keeps copies of what has arrived; ``None``: nothing does.
     """
 
-    def __init__(self, engine: Any, streams: Streams, gather_streams: list[Any]) -> None:
+    def __init__(self, engine: Any, streams: Streams, gather_streams: list[Any], host: HostCache | None) -> None:
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
         self._streams, self.gather_streams, self._device = streams, gather_streams, engine.device
         self.status = rank_status()
         self.begun: list[BegunCollectives] = []
         self.count, self.unsharded = GatherCount(), UnshardedBytes()
-        self.host: HostCache | None = None
+        self._host = host
 
     def on(self, group: GatherGroup) -> AbstractContextManager[None]:
         """Where a gather of ``group`` is issued."""
@@ -85,7 +84,7 @@ class Issuing:
     ) -> ParameterGather:  # fmt: skip
         """A gather is under way; see :class:`ParameterGather`. Not ``keeps``: no copy on the host is made of it."""
         unsharded = None if group.digest is None else self.unsharded
-        host = self.host if keeps else None
+        host = self._host if keeps else None
         return ParameterGather(wait, land, params, self._streams, group.stream, activity, self.status, unsharded, host)
 
     def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:

@@ -12,6 +12,7 @@ from zerosync_strategy.core.engine import gathering, module_hooks
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.gather_groups import gather_groups
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
@@ -38,18 +39,20 @@ class ModuleParameters:
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
-        self.scheduler = GatherScheduler(engine, streams, config.unshard_streams, messages, topology)
+        groups = gather_groups(engine, topology, streams)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
-        has_levels = any(group.nodes is not None for group in self.scheduler.groups.values())
+        has_levels = any(group.nodes is not None for group in groups.values())
         all_held = shared and limit is None
         keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
         node_shards = NodeShards(limit, shared, topology) if keeps else None
-        for group in self.scheduler.groups.values():
+        for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler.add_places(host, node_shards)
+        self.scheduler = GatherScheduler(
+            engine, streams, config.unshard_streams, messages, groups, host, node_shards
+        )  # fmt: skip
         plan = HoldPlan(
             self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
             self.scheduler.is_plain, is_constant,

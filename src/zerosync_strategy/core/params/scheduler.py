@@ -16,16 +16,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.params import gathers
-from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup, gather_groups
+from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup
 from zerosync_strategy.core.params.gathers import ParameterGather, arrived
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.issuing import Issuing
@@ -43,31 +43,32 @@ class GatherScheduler:
     Args:
         sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
-        topology: which ranks are on one node.
+        groups: by process group, in the order of gathers.
+        host: has parameters that need not be gathered again; ``None``: there are none.
+        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
 
     Attributes:
         records: of the parameters of the engine's module.
-        groups: by process group, in the order of gathers.
-        issuing: what they have in common; some of it is here, too.
+        issuing: what all gathers have in common.
+        keeps_copies: some parameters are elsewhere than in shards, too.
         before_read: called before a parameter is read that no hook has gathered.
         order: of the calls of units in forwards.
         in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
             every rank before the same gathers.
-        host: has parameters that need not be gathered again; ``None``: there are none.
-        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
     """
 
-    def __init__(self, engine: Any, streams: Streams, sharing: str, messages: Messages, topology: Topology) -> None:
+    def __init__(
+        self, engine: Any, streams: Streams, sharing: str, messages: Messages,
+        groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
+    ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
         self._prefetched_numel = gathering.prefetched_numel(engine)
-        self.groups = gather_groups(engine, topology, streams)
+        self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
         self._gather_streams = streams.make_gather_streams(count, gathering.overlaps(engine))
-        self.issuing = issuing = Issuing(engine, streams, self._gather_streams)
-        self.begun, self.count, self.unsharded = issuing.begun, issuing.count, issuing.unsharded
-        self.gathering, self.activity, self.name = issuing.gathering, issuing.activity, issuing.name
+        self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host)
         for group in self.groups.values() if self._gather_streams else ():
             group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
@@ -80,20 +81,12 @@ class GatherScheduler:
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
-        self.host: HostCache | None = None
-        self.node_shards: NodeShards | None = None
-        self._shards = AllShards(issuing, engine)
+        self._shards = AllShards(issuing, engine, node_shards)
         self.is_plain = self._shards.is_plain
-        self._sources: list[Source] = [self._shards]
-
-    def add_places(self, host: HostCache | None, node_shards: NodeShards | None) -> None:
-        """Parameters may also be where these are."""
-        self.host, self.node_shards, self.issuing.host = host, node_shards, host
-        self._shards.node_shards = node_shards
-        if node_shards is not None:
-            self._sources.insert(0, ShardsOfNode(self.issuing, node_shards))
-        if host is not None:
-            self._sources.insert(0, HostCopies(self.issuing, host))
+        copies: list[Source] = [] if host is None else [HostCopies(issuing, host)]
+        copies += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
+        self.keeps_copies = bool(copies)
+        self._sources = [*copies, self._shards]
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -105,16 +98,16 @@ class GatherScheduler:
     def before_step(self) -> None:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
-            digest.compare_window(self.name)
+            digest.compare_window(self.issuing.name)
 
     def before_checkpoint(self) -> None:
         """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
         for digest in self._digests:
-            digest.check(self.name)
+            digest.check(self.issuing.name)
 
     def compare_aborted(self) -> None:
         """Before anything is sent for a forward: nothing of an aborted window may meet it (W3)."""
-        for begun in self.begun:
+        for begun in self.issuing.begun:
             begun.compare_aborted()
 
     def shards_written(self) -> None:
@@ -132,12 +125,12 @@ class GatherScheduler:
         So copies of it, which no rank is told are out of date, are made anew.
         """
         self.shards_written()
-        for copies in (self.host, self.node_shards):
-            if copies is not None and copies.get(param) is not None:
+        for source in self._sources:
+            if source.has_copy(param):
                 self.streams.gathers_wait_for_writes(self._gather_streams)
                 group = param._zerosync_record.group
                 with self.issuing.on(group):
-                    copies.renew(param)
+                    source.renew(param)
                     self.streams.record_write()  # readers outside of gathers wait for it, too
                 self.streams.record_stream_for_gathers(param.data, group.stream)
 
@@ -153,7 +146,7 @@ class GatherScheduler:
         if self._has_empty:
             released = [param for param in released if not gathering.gather_empty(param)]
         for part in self._turn(released) if released else ():
-            self.count.add(part.params)
+            self.issuing.count.add(part.params)
             for source in self._sources:
                 left = source.issue(part, issued)
                 if not left:
@@ -227,11 +220,11 @@ class GatherScheduler:
         released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
         for _, runs in self.runs(released):
             for run in runs:
-                group = run[0]._zerosync_record.group
+                group, issuing = run[0]._zerosync_record.group, self.issuing
                 with (
-                    self.count.of_context(),
-                    self.gathering(group, run),
-                    self.issuing.status.activity(self.activity(group, run)),
+                    issuing.count.of_context(),
+                    issuing.gathering(group, run),
+                    issuing.status.activity(issuing.activity(group, run)),
                 ):
                     self._shards.gather_for_context(self._turn(run)[0])
 
@@ -253,7 +246,7 @@ class GatherScheduler:
         """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
         self.arrive(param)
         if zero3.is_released(param):
-            self.count.add((param,))
+            self.issuing.count.add((param,))
         (full,) = self.values([param])
         return full
 
@@ -270,18 +263,19 @@ class GatherScheduler:
             arrived(records)
             self.join(records)
             released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
-            self.unsharded.add(sum(map(zero3.full_bytes, params)))
+            unsharded = self.issuing.unsharded
+            unsharded.add(sum(map(zero3.full_bytes, params)))
             gathered = self._values_of_released(released, reader) if released else {}
             values = [gathered[param] if param in gathered else param.data.clone() for param in params]
             for param, full in zip(params, values, strict=True):
-                self.unsharded.free_with(full, zero3.full_bytes(param))
+                unsharded.free_with(full, zero3.full_bytes(param))
             return values
 
     def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
         self.streams.caller_waits_for_writes(self._gather_streams)
         group = params[0]._zerosync_record.group
         values: dict[Any, torch.Tensor] = {}
-        with self.issuing.status.activity(self.activity(group, params, reader)):
+        with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
             for source in self._sources:
                 if left := [param for param in params if param not in values]:
                     values.update(source.values(group, left, reader))

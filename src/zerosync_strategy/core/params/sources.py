@@ -41,10 +41,18 @@ class Part:
 
 
 class Source(ABC):
-    """A place that has values of parameters."""
+    """A place that has values of parameters: ``copies``, or the shards themselves."""
 
-    def __init__(self, issuing: Issuing) -> None:
-        self._issuing = issuing
+    def __init__(self, issuing: Issuing, copies: HostCache | NodeShards | None = None) -> None:
+        self._issuing, self._copies = issuing, copies
+
+    def has_copy(self, param: Any) -> bool:
+        return self._copies is not None and self._copies.get(param) is not None
+
+    def renew(self, param: Any) -> None:
+        """Give the copy of ``param``, which is gathered, its values."""
+        if self._copies is not None:
+            self._copies.renew(param)
 
     @abstractmethod
     def issue(self, part: Part, issued: list[ParameterGather]) -> Sequence[Any]:
@@ -65,7 +73,7 @@ class HostCopies(Source):
     """Copies in full in this rank's host memory: nothing is sent."""
 
     def __init__(self, issuing: Issuing, host: HostCache) -> None:
-        super().__init__(issuing)
+        super().__init__(issuing, host)
         self._host = host
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> list[Any]:
@@ -84,7 +92,7 @@ class ShardsOfNode(Source):
     """Shards of which the ranks of this node have all: nothing is sent between nodes."""
 
     def __init__(self, issuing: Issuing, node_shards: NodeShards) -> None:
-        super().__init__(issuing)
+        super().__init__(issuing, node_shards)
         self._node_shards = node_shards
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> list[Any]:
@@ -118,9 +126,9 @@ class ShardsOfNode(Source):
 class AllShards(Source):
     """Everybody's shards, which have everything. Node shards keep some of what comes, where there are any."""
 
-    def __init__(self, issuing: Issuing, engine: Any) -> None:
+    def __init__(self, issuing: Issuing, engine: Any, node_shards: NodeShards | None) -> None:
         super().__init__(issuing)
-        self.node_shards: NodeShards | None = None
+        self._node_shards = node_shards
         self._all_gather = gathering.flat_all_gather()
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
@@ -152,7 +160,7 @@ class AllShards(Source):
             for message, activity in part.messages:
                 with issuing.on(group):
                     arrival = message.send(send)
-                wait = arrival.wait if self.node_shards is None else partial(self.node_shards.keep, arrival)
+                wait = arrival.wait if self._node_shards is None else partial(self._node_shards.keep, arrival)
                 issued.append(self._let_arrive(group, arrival, wait, activity))
         issuing.issued(group, part.activity)
         return ()

@@ -117,7 +117,7 @@ class Copied(StateEntry):
     def zerosync_gather(self) -> torch.Tensor:
         """Become a plain tensor with the values. Collective."""
         param, record = self.zerosync_param, getattr(self.zerosync_param, "_zerosync_record", None)
-        in_order = nullcontext(0) if record is None else record.owner.gathering(record.group, [param])
+        in_order = nullcontext(0) if record is None else record.owner.issuing.gathering(record.group, [param])
         with torch.inference_mode(False), torch.no_grad(), in_order, zero3.as_it_is():
             self.data = gathering.gather_copied(param, self.zerosync_copy).to(self.device)
         del self.zerosync_copy, self.zerosync_param

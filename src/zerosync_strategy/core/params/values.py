@@ -62,7 +62,7 @@ class ParameterValues:
         self._in_shards = frozenset()
         if self._steps == WATCHED_STEPS:
             self._ask_device()
-            if self._scheduler.host is not None or self._scheduler.node_shards is not None:
+            if self._scheduler.keeps_copies:
                 self._tell_ranks()
             for record in self._records:
                 record.watched = record.found > 0

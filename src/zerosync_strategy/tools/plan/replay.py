@@ -166,7 +166,8 @@ def _steps(
             ledger.restart()
             counter.take()
             parts = []
-            for _ in range(1 if to_come and handle is not None else backwards):
+            # Which backward is the last of a step is taken from the step before.
+            for _ in range(1 if to_come > 1 and handle is not None else backwards):
                 loss = loss_of(engine, batch)
                 engine.backward(loss if handle is None else loss / backwards)
                 del loss
