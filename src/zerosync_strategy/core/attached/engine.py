@@ -138,6 +138,7 @@ class AttachedEngine(ABC):
         ready = self._required.gradient_ready
         self.reducer.attach(lambda gradient: partial(self.window.added, ready, gradient))
         AttachedEngine.all.add(self)
+        self._restore_timer = zero.time_by_the_host(self.engine)
         self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
 
     def node_shards(self) -> list[torch.Tensor]:
@@ -164,6 +165,7 @@ class AttachedEngine(ABC):
         AttachedEngine.all.discard(self)
         self.pending.restore_clip_norm()
         self._stop_counting()
+        self._restore_timer()
         self._detach_parameters()
         self.reducer.detach()
         fragments.release(self.reducer.params)

@@ -207,6 +207,10 @@ class OptimizerOverrides:
         """Raises: DeepSpeed would never step it."""
         self._zerosync_attached.refuse_param_group()
 
+    def has_overflow(self, *_: Any, **__: Any) -> bool:
+        """The norm is infinite then: neither another pass over the gradients, nor a message, nor a wait."""
+        return not self._zerosync_attached.reducer.norm().isfinite()
+
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
 
@@ -332,10 +336,6 @@ class Stage3Overrides(OptimizerOverrides):
     def zerosync_stock_norms(self) -> list[Any]:
         return super()._get_norm_groups()  # type: ignore[misc]
 
-    def has_overflow(self, *args: Any, **kwargs: Any) -> Any:
-        with zero3_optimizer.overflow_check_on_callers_stream(self):
-            return super().has_overflow(*args, **kwargs)  # type: ignore[misc]
-
     def unscale_and_clip_grads(self, *args: Any) -> None:
         """Does nothing where there is nothing to multiply by."""
         if zero3_optimizer.scales_gradients(self):
@@ -383,9 +383,6 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         if zero3_optimizer.scales_gradients(self):
             factor = zero3_optimizer.step_factor(self, total_norm)
             self._zerosync_attached.frozen.scale_gradients(sub_group_id, factor)
-
-    def has_overflow(self, *_: Any, **__: Any) -> bool:
-        return not self._zerosync_attached.reducer.norm().isfinite()
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         self._zerosync_attached.frozen.step_group(sub_group_id)

@@ -93,6 +93,8 @@ class Stage12Engine(AttachedEngine):
         with self.traffic.apart("checkpoints"):  # which have left them in DeepSpeed's layout
             self.states.to_stripes()
         self.adopt_edits()
+        if zero.offloads(self.engine.optimizer):
+            self.reducer.norm()  # for which the host waits, and so for its copies of the gradients
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

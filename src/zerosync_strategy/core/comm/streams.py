@@ -276,17 +276,17 @@ class Streams:
 class HostCopy:
     """A copy on the host of a small tensor, in pinned memory that is used again and again.
 
-    Reading it waits for the copy alone (W4).
+    Reading it waits for the copy alone (W4), and not where that has ended.
 
     Args:
         streams: of the engine.
-        numel: elements of int64, at most.
+        numel: elements of ``dtype``, at most.
     """
 
-    def __init__(self, streams: Streams, numel: int) -> None:
+    def __init__(self, streams: Streams, numel: int, dtype: torch.dtype = torch.int64) -> None:
         self._accelerator = streams._accelerator
         self.numel = numel
-        self._copy = torch.empty(numel, dtype=torch.int64)
+        self._copy = torch.empty(numel, dtype=dtype)
         self._filled = self._copy
         self._event: Any = None
         if streams.concurrent:
@@ -298,8 +298,12 @@ class HostCopy:
         if self._event is not None:
             self._event.record(self._accelerator.current_stream())
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         """Return the elements that were copied last."""
-        if self._event is not None:
+        return self.arrived().tolist()
+
+    def arrived(self) -> torch.Tensor:
+        """Return the elements that were copied last, until others are."""
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
-        return self._filled.tolist()
+        return self._filled

@@ -140,6 +140,8 @@ ALL_STAGES = (
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth _grad_acc_hooks"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
+    *rows("window", "engine config", "timers_config"),
+    *rows("gradient norm", "optimizer", "has_overflow(partition_gradients)"),
     *rows("window", "optimizer", "run_grad_acc_post_hooks()", until="0.18.5"),
     *rows("whole parameters", "optimizer", "torch_autocast_gradscaler"),
     *rows("window", "optimizer", "finalize_gradient_accumulation_boundary()", since="0.19.4"),
@@ -197,8 +199,7 @@ STAGE_1_2 = (
     AVERAGES,
 )  # fmt: skip
 STAGE_1_2_OFFLOAD = rows(
-    "reduction with an offloaded optimizer", "optimizer",
-    "param_buffer_of_bit16_for_cpu_offload_groups update_offload_overflow_tracker(grad)",
+    "reduction with an offloaded optimizer", "optimizer", "param_buffer_of_bit16_for_cpu_offload_groups"
 )  # fmt: skip
 STAGE_3 = (
     *rows("reduction", "optimizer", f"ipg_buckets fp16_groups offload_optimizer {GRADIENT_SHARDS}"),
@@ -206,8 +207,7 @@ STAGE_3 = (
     *rows("reduction", "optimizer", "swap_optimizer", named_in=_STAGE3),
     *rows("reduction", "parameter", "ds_id ds_numel"),
     *rows("gradient norm", "optimizer", """
-        _get_norm_groups() model_parallel_group has_overflow(partition_gradients) reduce_and_partition_stream
-        unscale_and_clip_grads(sub_group_id, total_norm)
+        _get_norm_groups() model_parallel_group unscale_and_clip_grads(sub_group_id, total_norm)
     """),
     *rows("access to shards", "parameter", "_z3_optimizer", named_in=_STAGE3),
     *rows("access to shards", "optimizer", """

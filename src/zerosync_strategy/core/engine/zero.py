@@ -47,6 +47,19 @@ def offloads_optimizer(configured: dict[str, Any]) -> bool:
     return bool(asked.get("device", "none") != "none")
 
 
+def time_by_the_host(engine: Any) -> Callable[[], None]:
+    """Let DeepSpeed's throughput be one by the host's clock, unless its configuration says otherwise; return the undo.
+
+    The host would wait for the device before every forward and after every step, for what overlaps, too. The option is
+    ``"timers": {"throughput": {"synchronized": true}}``.
+    """
+    timers = engine._config.timers_config
+    asked = user_config(engine).get("timers", {}).get("throughput", {}).get("synchronized", False)
+    undo = functools.partial(setattr, timers, "synchronized", timers.synchronized)
+    timers.synchronized = asked
+    return undo
+
+
 def accumulate_outside(engine: Any) -> None:
     """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
 

@@ -96,13 +96,11 @@ def discard_gradient_shard(optimizer: Any, index: int) -> None:
 
 
 def hand_over_gradients(optimizer: Any) -> None:
-    """Let the coming step find the gradient shards; an offloaded one as copies, and whether they are finite."""
+    """Let the coming step find the gradient shards; an offloaded one as copies, which are on their way."""
     if not optimizer.cpu_offload:
         return
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        shard = gradient_shard(optimizer, index)
-        master.grad.copy_(shard, non_blocking=True)
-        optimizer.update_offload_overflow_tracker(shard)  # for whose answer the host waits, and so for the copy
+        master.grad.copy_(gradient_shard(optimizer, index), non_blocking=True)
 
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:

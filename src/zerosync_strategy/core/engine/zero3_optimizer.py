@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import contract, zero3
-from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
@@ -74,18 +73,6 @@ def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
     if last.data_ptr() + last.nbytes != first.data_ptr() + numel * first.element_size():
         return None
     return first.as_strided((numel,), (1,))
-
-
-def overflow_check_on_callers_stream(optimizer: Any) -> AbstractContextManager[None]:
-    """While active, DeepSpeed looks for infinities in fp16 gradients on the current stream, which has waited for them.
-
-    The stream of its own reductions, on which it would look, waits for none of ours.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    has_streams = optimizer.reduce_and_partition_stream is not None
-    stream = get_accelerator().current_stream() if has_streams else None
-    return replaced(optimizer, "reduce_and_partition_stream", stream)
 
 
 def scales_gradients(optimizer: Any) -> bool:

@@ -2,14 +2,16 @@
 
 Off NCCL, tags tell them apart. NCCL matches collectives by their order alone: ranks that have aborted after different
 numbers of them would add up gradients of different windows, or take these for parameters. So they compare the numbers
-through the store, once, before they send anything else. Where nothing was aborted, nothing is sent or waited for.
+through the store, once, before they send anything else, by six requests of each rank at most, however long some rank
+takes. Where nothing was aborted, nothing is sent or waited for.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures.errors import RankError
 
-_POLL_SECONDS = 0.02
 _numbers = count()
 
 
@@ -73,12 +74,15 @@ class BegunCollectives:
 def _require_same(window: str, begun: int, process_group: Any) -> None:
     group: Any = process_group or dist.group.WORLD
     size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     key = f"{window}/{group.group_name}"
     store.add(f"{key}/{begun}", 1)
-    arrived, until = store.add(key, 1), time.monotonic() + timeout
-    while arrived < size and time.monotonic() <= until:
-        time.sleep(_POLL_SECONDS)
+    arrived = store.add(key, 1)
+    if arrived == size:
+        store.set(f"{key}/all", "")
+    else:
+        with suppress(dist.DistStoreError):  # the time is over
+            store.clone().wait([f"{key}/all"], timedelta(seconds=timeout))  # a connection that nobody else waits for
         arrived = store.add(key, 0)
     others = size - store.add(f"{key}/{begun}", 0)
     if others == 0:

@@ -19,7 +19,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent, Topology
-from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
@@ -90,6 +90,7 @@ class Reducer(GradientShards):
         self.items = ItemCount(config.loss_reduction)
         self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
+        self._host_norm = HostCopy(self.streams, 1, torch.float32)
         self._may_stream = config.gradients.automatic  # sooner or later
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
@@ -334,11 +335,15 @@ class Reducer(GradientShards):
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the gradients in the shards, times the loss scale; infinity if it is not finite.
 
-        The same on every rank, and computed once. A collective call after :meth:`close`.
+        The same on every rank, and computed once. A collective call after :meth:`close`. On a device with streams the
+        host waits for it here, so that whoever asks about it, as DeepSpeed does up to three times a step, does not.
         """
         if self._norm is None:
             with phase("norm"):
-                self._norm = self._compute_norm()
+                self._norm = norm = self._compute_norm()
+                if self.streams.concurrent and not self.streams.is_on_host(norm):
+                    self._host_norm.begin(norm.view(1))
+                    self._norm = self._host_norm.arrived()[0].clone()
         return self._norm
 
     def norm_changed(self) -> None:
