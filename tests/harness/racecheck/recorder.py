@@ -25,6 +25,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
+from tests.harness.racecheck.allocator import Allocator
 from tests.harness.racecheck.checker import Block, Checker, Clock, Finding, Operation, Timeline
 
 # Operators by name, where the schema does not tell what they do: some only allocate, some copy a value to the host.
@@ -52,12 +53,14 @@ class Recorder(ABC):
 
     Attributes:
         checker: holds the findings.
+        allocator: counts memory.
         operations: the operations in the order of their issue, each with its timeline's clock at that time.
         host_waits: where the host waited for the device, in order: for what, and the line.
     """
 
     def __init__(self) -> None:
         self.checker = Checker()
+        self.allocator = Allocator(self.checker.host)
         self.operations: list[tuple[Operation, Clock]] = []
         self.host_waits: list[str] = []
         self._blocks: dict[int, tuple[Block, Any]] = {}  # by storage, with a weak reference to it
@@ -172,17 +175,23 @@ class Recorder(ABC):
             if self.is_host_memory(tensor):
                 block = Block(self.checker.host, nbytes)
             elif new:
-                block = self.checker.allocate(self.current_timeline, nbytes)
+                block = self._allocate(nbytes)
             else:
                 block = Block(self.default_timeline, nbytes)
             self._blocks[key] = (block, weakref.ref(storage, partial(self._free, key)))
         return self._blocks[key][0]
+
+    def _allocate(self, nbytes: int) -> Block:
+        block = self.checker.allocate(self.current_timeline, nbytes)
+        self.allocator.allocate(block)
+        return block
 
     def _free(self, key: int, _: Any) -> None:
         with self._lock:
             block, _ = self._blocks.pop(key)
             if block.timeline is not self.checker.host:
                 self.checker.free(block)
+                self.allocator.free(block)
 
     def record(self, tensor: torch.Tensor, timeline: Timeline) -> None:
         """Record a use, as ``record_stream`` does: freed memory of ``tensor`` is reused only after the operations that
@@ -200,7 +209,7 @@ class Recorder(ABC):
                 if (had := storage.nbytes()) and not nbytes and storage._cdata in self._blocks:
                     self._free(storage._cdata, None)
                 elif nbytes and not had:
-                    block = self.checker.allocate(self.current_timeline, nbytes)
+                    block = self._allocate(nbytes)
                     self._blocks[storage._cdata] = block, weakref.ref(storage, partial(self._free, storage._cdata))
             return stock(storage, nbytes)
 

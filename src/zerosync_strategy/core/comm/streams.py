@@ -7,13 +7,15 @@ to the gradient shards there. The rules, each with its method:
   gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event
   where the backward reduces as it goes; else the reduction starts after the caller's stream, which has waited for all.
 - **B2** has no method: producers overwrite nothing that a reduction uses. What autograd accumulates after a bucket was
-  sent is in new memory.
+  sent is in other memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
-- **L1** :meth:`Streams.record_stream_for_reduction`: a gradient, or the memory of a bucket of them, belongs to a
-  producer's stream and is read by the reduction stream, so it is recorded there before it is freed. What the reduction
-  stream allocates returns to it: packed chunks after the collective, which the backend keeps alive, and gradient shards
-  after the step (S2).
+- **L1** :meth:`Streams.read_by_reduction`: a gradient, or the memory of a bucket, belongs to its producer's stream
+  and is read by the reduction stream. Of a backward that reduces as it goes it is kept, and its producers wait for the
+  reduction a few buckets later (:meth:`Streams.let_go`), so that the next gradients may have it, however far the host
+  runs ahead. Else it is recorded there before it is freed: what is recorded is given out again only once the host sees
+  the reduction complete. What the reduction stream allocates returns to it: packed chunks after the collective, which
+  the backend keeps alive, and gradient shards after the step (S2).
 - **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
   completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
@@ -134,6 +136,17 @@ class Streams:
         """Keep the memory of a gradient until the reduction stream has read it (L1)."""
         if self._reduction is not None:
             gradient.record_stream(self._reduction)
+
+    def read_by_reduction(self) -> Any:
+        """Return the event after what the reduction stream, which is current, has read by now (L1)."""
+        event = self._accelerator.Event()
+        event.record(self._reduction)
+        return event
+
+    def let_go(self, event: Any, producers: Iterable[Any]) -> None:
+        """Let the streams that have produced gradients wait until these are read; their memory is theirs again (L1)."""
+        for stream in producers:
+            stream.wait_event(event)
 
     def record_allocation(self) -> Any:
         """Return the current stream, on which memory was allocated just now, and the event after that."""

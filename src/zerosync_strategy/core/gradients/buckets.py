@@ -144,6 +144,8 @@ class GradientBucket(ABC):
         first_use: in one that reduces it by module, when the forward has used the first of its parameters.
         grad_ready, spare_events: by stream, the event after the last of its gradients that a backward which streams has
             completed there (B1); and the event to record for the next.
+        is_fresh: all its memory was allocated in the running backward, which reduces it.
+        read: gradients, or the memory of them, that the reduction stream is about to read (L1).
         target: what it has of this rank's shard: the offset and the number of elements.
     """
 
@@ -166,6 +168,8 @@ class GradientBucket(ABC):
         self.first_use = 0
         self.grad_ready: dict[Any, Any] = {}
         self.spare_events: dict[Any, Any] = {}
+        self.is_fresh = False
+        self.read: list[torch.Tensor] = []
         self.numel = sum(map(zero3.full_numel, params))
         self.dtype = local.dtype if local.converts else params[0].dtype
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
@@ -186,6 +190,11 @@ class GradientBucket(ABC):
                 param.grad = more.to(param.dtype, copy=True)
         else:
             param.grad.add_(more)
+
+    def _reads(self, memory: torch.Tensor) -> None:
+        """The reduction stream reads ``memory``, of gradients."""
+        if self.streams.concurrent:
+            self.read.append(memory)
 
     @abstractmethod
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
@@ -235,7 +244,7 @@ class GradientBucket(ABC):
         """Free the local gradients."""
 
     def free_gradients(self) -> None:
-        self.needs_reduce = False
+        self.needs_reduce = self.is_fresh = False
         self.grad_ready.clear()
         self._drop()
 

@@ -204,7 +204,7 @@ class FlatBucket(GradientBucket):
                 self._place_of(gradient).copy_(found)
         memory = self._memory
         assert memory is not None
-        self.streams.record_stream_for_reduction(memory)
+        self._reads(memory)
         if self._end < self._numel:
             above = self._from_above
             if above is None:

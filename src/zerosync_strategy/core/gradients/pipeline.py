@@ -47,6 +47,18 @@ class GradientShards(ABC):
         """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
 
 
+class _Kept:
+    """The memory of gradients of a backward that reduces as it goes, until their ``producers`` may have it again (L1).
+
+    ``event``: after the reduction has read it; ``None``: nobody has waited for that yet.
+    """
+
+    def __init__(self, memory: list[torch.Tensor], producers: list[Any]) -> None:
+        self.memory, self.producers = memory, producers
+        self.nbytes = sum(each.nbytes for each in memory)
+        self.event: Any = None
+
+
 class ReductionPipeline:
     """Launches the reductions of one optimizer's buckets, in order, and puts what arrives into its shards.
 
@@ -68,7 +80,8 @@ class ReductionPipeline:
         self.closes = False
         self.windows_closed = 0
         self.abandoned: list[InFlight] = []
-        self._in_flight: deque[tuple[GradientBucket, InFlight]] = deque()
+        self._in_flight: deque[tuple[GradientBucket, InFlight, list[_Kept]]] = deque()
+        self._kept: deque[_Kept] = deque()
         self._streaming_backwards = 0
         self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
 
@@ -92,8 +105,13 @@ class ReductionPipeline:
 
     def drop(self) -> None:
         """The window is dropped: nobody waits for what is in flight."""
-        self.abandoned.extend(reduction for _, reduction in self._in_flight)
+        self.abandoned.extend(reduction for _, reduction, _ in self._in_flight)
         self._in_flight.clear()
+        while self._kept:
+            kept = self._kept.popleft()
+            self._local.count(-kept.nbytes)
+            for memory in kept.memory:
+                self._streams.record_stream_for_reduction(memory)
         self._shards_ready = False
 
     def ready_shards(self) -> None:
@@ -116,6 +134,7 @@ class ReductionPipeline:
                     self._reduce_within(bucket, bucket.nodes, rows, part)
         if bucket.level is not Level.NODE or self.closes:
             bucket.is_reduced = True
+        self._keep(bucket)
         bucket.free_gradients()
         sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
         if bucket.level is Level.NODE and not self.closes:
@@ -137,9 +156,33 @@ class ReductionPipeline:
     def wait(self, allowed: int = 0) -> None:
         """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
         while len(self._in_flight) > allowed:
-            bucket, reduction = self._in_flight.popleft()
+            bucket, reduction, has_read = self._in_flight.popleft()
             with phase("wait_reduce_scatter", bucket.name):
                 reduction.wait()
+            for kept in has_read:
+                kept.event = self._streams.read_by_reduction()
+
+    def _keep(self, bucket: GradientBucket) -> None:
+        """Keep what the reduction of ``bucket`` reads, until :meth:`let_go`, or let the allocator wait for it."""
+        memory, bucket.read = bucket.read, []
+        if not bucket.is_fresh or not bucket.grad_ready:
+            for each in memory:
+                self._streams.record_stream_for_reduction(each)
+            return
+        kept = _Kept(memory, list(bucket.grad_ready))
+        self._local.count(kept.nbytes)
+        self._kept.append(kept)
+        if self._in_flight and self._in_flight[-1][0] is bucket:
+            self._in_flight[-1][-1].append(kept)
+        else:
+            kept.event = self._streams.read_by_reduction()
+
+    def let_go(self, allowed: int = 0) -> None:
+        """Let producers have the memory of all buckets but so many: they wait for what has read it."""
+        while len(self._kept) > allowed and (event := self._kept[0].event) is not None:
+            kept = self._kept.popleft()
+            self._streams.let_go(event, kept.producers)
+            self._local.count(-kept.nbytes)
 
     @property
     def _tag(self) -> int:
@@ -173,7 +216,7 @@ class ReductionPipeline:
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
         self.begun.add(bucket.layout.process_group)
         reduction.then(use)
-        self._in_flight.append((bucket, reduction))
+        self._in_flight.append((bucket, reduction, []))
 
     def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
         """Return where averages for ``part`` may go at once, and what puts them there in any case."""

@@ -32,6 +32,8 @@ SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
 bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds buckets too, but a parameter
 that is larger goes in messages of as many bytes as this at least."""
+KEPT_BUCKETS = 1
+"""Buckets of a backward that are reduced, and whose memory its producers need not wait for yet (L1)."""
 STEP_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
 temporary tensors of more do not fit in a processor's cache."""
@@ -176,6 +178,8 @@ class Reducer(GradientShards):
         self._to_stream = deque(bucket for bucket in self.buckets if last or bucket.level is not Level.WHOLE)
         self.pipeline.closes = last
         if self._to_stream:
+            for bucket in self._to_stream if self.streams.concurrent else ():
+                bucket.is_fresh = all(gradient.place is None for gradient in bucket.gradients)
             self._choose_when_to_reduce(midway=ready is not None)
             self.pipeline.backward_begins()
             self.streams.reductions_wait_for_caller()
@@ -233,6 +237,7 @@ class Reducer(GradientShards):
             self._has_streamed = True
             with self.streams.on_reduction_stream(bucket.grad_ready.values()):
                 self.pipeline.launch(bucket)
+            self.pipeline.let_go(KEPT_BUCKETS)
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
@@ -303,6 +308,7 @@ class Reducer(GradientShards):
     def close(self) -> None:
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
+        self.pipeline.let_go()
         if not self.shards_on_device:
             self.streams.host_waits_for_reductions()
         self.pipeline.ready_shards()

@@ -92,12 +92,6 @@ class UnpackedBucket(GradientBucket):
             for param, gradient in zip(params, gradients, strict=True)
         ]
 
-    def _record_streams(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the memory of ``gradients`` until the reduction stream has read it."""
-        for gradient in gradients:
-            if gradient is not None:
-                self.streams.record_stream_for_reduction(gradient)
-
 
 class PerParamBucket(UnpackedBucket):
     """A bucket of one layout, packed in one call."""
@@ -129,7 +123,9 @@ class PerParamBucket(UnpackedBucket):
             if any(piece.dtype is not self.dtype for piece in pieces):
                 pieces = [piece.to(layout.dtype) for piece in pieces]
             torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
-        self._record_streams(gradients)
+        for gradient in gradients:
+            if gradient is not None:
+                self._reads(gradient)
         if factor != 1.0:
             packed.mul_(factor)
         offset, width = self.target
