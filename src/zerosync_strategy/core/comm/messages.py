@@ -1,6 +1,8 @@
 """How large a message is, and how many are under way.
 
-A collective of NCCL is as large as DeepSpeed's bucket sizes say. Off NCCL ranks send point to point: between hosts in
+A collective of NCCL is as large as DeepSpeed's bucket sizes say, and 128 MiB or 2 MiB per rank at least: it takes that
+much to fill a link, and the Trainer's ``"auto"``, the square of a model's width, is far less. Where gathers come in
+between, it has 256 MiB at most, for which they wait a few ms. Off NCCL ranks send point to point: between hosts in
 small messages, because the first leaves early and the last ends soon after it is complete; within a host in large ones,
 because each wakes a thread on both sides.
 """
@@ -10,11 +12,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import digest, is_alike, is_native
 
@@ -26,13 +29,18 @@ class Messages:
     Attributes:
         nbytes: of a bucket at most, and of a part of a larger parameter.
         in_flight: reductions at a time.
+        least: of a bucket, as far as there is so much, and budgets of memory allow it.
     """
 
     nbytes: int
     in_flight: int
+    least: int = 0
 
 
 NATIVE = Messages(sys.maxsize, 2)
+LEAST, LEAST_OF_RANK = 128 * 2**20, 2 * 2**20
+AMONG_GATHERS = 256 * 2**20
+"""Bytes of a reduction at most, by NCCL, between gathers of the same process group."""
 WITHIN_HOST = Messages(16 * 2**20, 2)
 BETWEEN_HOSTS = Messages(4 * 2**20, 4)
 
@@ -40,7 +48,7 @@ BETWEEN_HOSTS = Messages(4 * 2**20, 4)
 def messages_of(process_group: Any, device: torch.device) -> Messages:
     """Return the messages of ``process_group`` for tensors on ``device``, the same on all ranks. Collective."""
     if is_native(process_group, device):
-        return NATIVE
+        return replace(NATIVE, least=max(LEAST, LEAST_OF_RANK * dist.get_world_size(process_group)))
     return WITHIN_HOST if on_one_host(process_group) else BETWEEN_HOSTS
 
 

@@ -81,8 +81,10 @@ class Reducer(GradientShards):
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         for layout in self.layouts:
             layout.nodes = topology.of(layout.process_group)
-        largest = min(max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), messages.nbytes)
-        limit = min(zero.reduce_bucket_numel(optimizer) * self._dtype.itemsize, largest)
+        largest = min(
+            max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), self._most_bytes(config, messages)
+        )
+        limit = min(max(zero.reduce_bucket_numel(optimizer) * self._dtype.itemsize, messages.least), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = self._make_buckets(config, limit, common)
@@ -105,6 +107,10 @@ class Reducer(GradientShards):
         self.pipeline = ReductionPipeline(self, config.reduction == "ordered", messages)
 
     # ---- what differs between the stages ---------------------------------------------------------------------------
+
+    def _most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+        """Return the bytes of a bucket at most, for what else is sent."""
+        return messages.nbytes
 
     @abstractmethod
     def _read_layouts(self) -> Sequence[ShardLayout]: ...

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.comm.messages import AMONG_GATHERS, Messages
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
@@ -138,6 +139,10 @@ class Stage3Reducer(Reducer):
 
     layouts: list[PerParamLayout]
     bucket_class: type[UnpackedBucket] = PerParamBucket
+
+    def _most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+        holds_all = config.parameters.device is None and not config.parameters.automatic
+        return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
 
     def _read_layouts(self) -> list[PerParamLayout]:
         self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}

@@ -179,7 +179,8 @@ class GatherScheduler:
         With ``unit_of``, what is of one unit is in one run, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
-            limit = min(self._prefetched_numel * of_group[0].element_size(), self._messages.nbytes)
+            prefetched = self._prefetched_numel * of_group[0].element_size()
+            limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
             if unit_of is None:
                 yield group.place, in_runs(of_group, limit, zero3.full_bytes)
                 continue
