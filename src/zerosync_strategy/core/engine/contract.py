@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -394,6 +395,8 @@ def fetch(internal: Internal) -> Any:
 
 def resolve(path: str) -> Any:
     """Return the module or class at ``path``; an ``ImportError`` or ``AttributeError`` where there is none."""
+    if path in sys.modules:
+        return sys.modules[path]  # a garbage collection may call this in the middle of an import
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

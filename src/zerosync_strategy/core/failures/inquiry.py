@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -41,13 +42,18 @@ _NEVER = timedelta(days=10_000)
 class Inquiries:
     """Asks all ranks, and has a thread that answers for this one with its ``state``.
 
+    Then it calls ``heard`` with what waits for the summary and returns it.
+
     A ``RuntimeError`` where the ``store`` of the process group cannot be shared.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, state: Callable[[], RankState]) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, state: Callable[[], RankState],
+        heard: Callable[[Callable[[], list[str]]], None] = lambda summary: None,
+    ) -> None:  # fmt: skip
         self._rank = rank
         self._ranks = range(world_size)
-        self._state = state
+        self._state, self._heard = state, heard
         self._ended = False
         # One connection each: while one waits, nobody else can use it.
         self._store: Any = PrefixStore(_PREFIX, store.clone())
@@ -91,8 +97,7 @@ class Inquiries:
                     break
                 self._answer(self._store, number)
                 with suppress(RuntimeError):
-                    self._store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
-                    return self._store.get(f"summary/{number}").decode().split("\n")
+                    return _summary(self._store, number)
         except RuntimeError:  # the store ends with the rank that has it
             return report(list(states.values()))
         with suppress(RuntimeError):  # a store that ends leaves what was read
@@ -142,10 +147,19 @@ class Inquiries:
                 if self._ended:
                     return
                 self._answer(store, self._number)
+                with suppress(RuntimeError):  # the collector has ended; another asks, or nobody
+                    self._heard(partial(_summary, store, self._number))
                 self._number += 1
 
     def _answer(self, store: Any, number: int) -> None:
         store.append(f"answers/{number}", json.dumps(self._state().encode()) + "\n")
+
+
+def _summary(store: Any, number: int) -> list[str]:
+    """Wait for the report of an inquiry; a ``RuntimeError`` where none comes."""
+    store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
+    lines: list[str] = store.get(f"summary/{number}").decode().split("\n")
+    return lines
 
 
 def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:

@@ -1,8 +1,8 @@
 """An error with lines that say what each rank was doing when communication failed (W4).
 
 Nothing is sent while communication works. Each process has a thread that sleeps on a key of the process group's store.
-A rank whose communication fails wakes all of them, and they write what their own process is doing (``inquiry``). A rank
-that raises another error writes it to the store first.
+A rank whose communication fails, or that waits in vain (``watch``), wakes all of them, and they write what their own
+process is doing (``inquiry``). A rank that raises another error writes it to the store first.
 """
 
 from __future__ import annotations
@@ -22,25 +22,35 @@ from typing import Any
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.failures import watch
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
 from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS, VERDICT, report
+from zerosync_strategy.core.failures.watch import HangWatch
 
 
 class RankStatus:
-    """What this process is doing, for the others to read in the ``store`` when one of them is in trouble."""
+    """What this process is doing, for the others to read in the ``store`` when one of them is in trouble.
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    After ``patience`` seconds in which nothing has come on, one of them is; zero: whatever comes.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, patience: float = 0) -> None:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
         self._progress: Callable[[], Progress | None] = lambda: None
+        self._moves = 0  # of the main thread, from activity to activity
         self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
         self._main = threading.main_thread().ident or 0
         self._inquiries: Inquiries | None = None
         with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
-            self._inquiries = Inquiries(store, rank, world_size, self._state)
+            self._inquiries = Inquiries(store, rank, world_size, self._state, self._heard)
+        self._watch: HangWatch | None = None
+        if self._inquiries is not None and world_size > 1 and patience > 0:
+            self._watch = HangWatch(patience, lambda: self._moves, self._waits, self._inquiries.ask)
         atexit.register(self._exit)
 
     def activity(
@@ -62,6 +72,7 @@ class RankStatus:
             self._progress = weakref.ref(progress)  # an engine is not kept by it
         if self._stopped is not None:
             self._stop(None)
+        self._moves += 1
         self._activities.append((what, time.monotonic()))
 
     def _raised(self, what: object, error: BaseException) -> None:
@@ -75,6 +86,7 @@ class RankStatus:
         self.record_failure(f"{type(error).__name__} in {what}", error)
 
     def _end(self, position: Callable[[], str] | None) -> None:
+        self._moves += 1
         self._activities.pop()
         if position is not None:
             self._position = position()
@@ -129,9 +141,19 @@ class RankStatus:
     def end(self) -> None:
         """Answer no more, and let go of the store. A second call does nothing."""
         atexit.unregister(self._exit)
+        if self._watch is not None:
+            self._watch.end()
         if self._inquiries is not None:
             self._inquiries.end()
         self._inquiries = None
+
+    def _waits(self) -> bool:
+        return bool(self._state().with_pending().waits_for)
+
+    def _heard(self, summary: Callable[[], list[str]]) -> None:
+        """Another rank has asked all; what it finds, a rank that waits as long prints, too."""
+        if self._watch is not None and self._watch.is_stuck():
+            self._watch.tell(summary())
 
     def _state(self) -> RankState:
         # No variable for the frame: it may be this one, which would then keep itself.
@@ -172,7 +194,9 @@ def rank_status() -> RankStatus:
             _current[1].end()
             waits.reset()
         store = dist.distributed_c10d._get_default_store()
-        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size())
+        patience = timeout_of(None).total_seconds() / 2
+        patience = patience if patience >= watch.LEAST_SECONDS else 0
+        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
     return _current[1]
 
 

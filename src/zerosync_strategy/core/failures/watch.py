@@ -1,0 +1,69 @@
+"""A verdict on a hang before the process group's timeout ends the process, on whatever backend (W4).
+
+On NCCL the host waits in no collective: where ranks wait for each other in vain, nothing of theirs runs until torch's
+watchdog ends the process. A thread looks whether the main thread has come anywhere. Where it has not for half of the
+timeout, and waits for other ranks, all ranks are asked, and this one prints what is found. Nothing is sent before.
+
+::
+
+    moving --- nothing for ``patience`` seconds, and it waits for others ---> told
+      ^                                                                        |
+      +------------------------- the main thread moves ------------------------+
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+LEAST_SECONDS = 30.0
+"""Sooner nobody is asked; a process group with a shorter timeout has its error soon enough."""
+_LOOKS = 10
+"""For each ``patience``."""
+
+
+class HangWatch:
+    """Watches the main thread of this process.
+
+    Args:
+        patience: in seconds.
+        moves: returns a number that grows as the main thread comes on.
+        waits: whether it waits for other ranks now. Asked only where it has not moved, because it may take a second.
+        ask: returns what all ranks do, in lines.
+    """
+
+    def __init__(
+        self, patience: float, moves: Callable[[], int], waits: Callable[[], bool], ask: Callable[[], list[str]]
+    ) -> None:
+        self._patience, self._moves, self._waits, self._ask = patience, moves, waits, ask
+        self._last, self._since, self._told = -1, time.monotonic(), False
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zerosync-hang-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._patience / _LOOKS):
+            if self.is_stuck():
+                self.tell(self._ask())
+
+    def is_stuck(self) -> bool:
+        """Return whether the main thread waits for others, has not moved for long, and nobody was told."""
+        moves = self._moves()
+        if moves != self._last:
+            self._last, self._since, self._told = moves, time.monotonic(), False
+        return not self._told and time.monotonic() - self._since >= self._patience and self._waits()
+
+    def tell(self, lines: list[str]) -> None:
+        """Print what ranks do, once while the main thread stands still."""
+        with self._lock:
+            if self._told:
+                return
+            self._told = True
+        waited = f"ZeroSync: this rank has waited for others for {time.monotonic() - self._since:.0f} s."
+        print("\n".join([waited, *lines]), file=sys.stderr, flush=True)
