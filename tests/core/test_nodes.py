@@ -20,6 +20,7 @@ from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.releases import needs_fp16
 from tests.harness.strict import strict
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.comm.collectives import sum_in_order
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.failures.errors import RankError
@@ -446,3 +447,27 @@ def test_one_level_sends_what_it_sends_without_nodes() -> None:
         for stage in (sent[:6], sent[6:]):
             assert stage[0:2] == stage[2:4] == stage[4:6], stage
     assert alone == uneven
+
+
+def test_groups_of_nodes_are_made_by_their_own_ranks_alone() -> None:
+    """Where ranks are bound to devices, torch would split a communicator of all ranks, of which some never come."""
+
+    def run() -> list[Any]:
+        start()
+        world, stock, found = dist.group.WORLD, dist.new_group, []
+        group = stock([0, 1, 2, 3])
+        world.bound_device_id = torch.device("cpu", 0)
+
+        def new_group(*args: Any, **kwargs: Any) -> Any:
+            found.append(world.bound_device_id)
+            return stock(*args, **kwargs)
+
+        if rank() < 4:
+            with patch.object(dist, "new_group", new_group), patch.object(nodes, "is_native", lambda *_: True):
+                Nodes(group, 2, 2).connect(torch.device("cpu"))
+        found.append(world.bound_device_id)
+        world.bound_device_id = None
+        return found
+
+    *of_nodes, other = run_ranks(run, world_size=5)
+    assert of_nodes == [[None, None, torch.device("cpu", 0)]] * 4 and other == [torch.device("cpu", 0)]

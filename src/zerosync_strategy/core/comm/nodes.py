@@ -38,6 +38,7 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -166,7 +167,10 @@ class Nodes:
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         everyone, timeout = dist.get_process_group_ranks(self.process_group), timeout_of(self.process_group)
-        return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
+        # With a bound device, torch would split the default group's communicator, in which all of its ranks take part,
+        # where only those of groups with nodes come.
+        with replaced(dist.group.WORLD, "bound_device_id", None):
+            return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of ``rows``, one per rank of the process group, that belong to ranks with this one's place."""
