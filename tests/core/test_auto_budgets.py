@@ -1,13 +1,15 @@
 """Budgets that set themselves: within the limit, alike on all ranks, chosen once, and exact."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness.data import noise
-from tests.harness.engines import attached_of, make_engine, rank
+from tests.harness.engines import attached_of, make_engine, rank, start
 from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -17,6 +19,7 @@ from zerosync_strategy.core.budgets.automatic import (
     LEVELS,
     MEASURED,
     RESERVED,
+    AutomaticBudgets,
     Memory,
     gradient_budget,
     parameter_budget,
@@ -160,6 +163,28 @@ def test_exact_and_within_the_limit(
     assert chosen[MEASURED] >= LAYER and len(set(chosen[MEASURED:])) == 1, chosen
     if room == 3.0:
         assert chosen[-1] == MODEL and steps[-1][1] <= 1.02, steps
+
+
+def test_the_limit_is_what_is_left_once_communicators_are_there() -> None:
+    """They are made when they are used first, after the engine is attached."""
+
+    def run() -> list[int]:
+        start()
+        found, free = [], [1000, 600]
+        gauge = SimpleNamespace(used=lambda: 100, peak=lambda: 200)
+
+        def hold(memory: Memory) -> Any:
+            found.append(memory.limit)
+
+        budgets = AutomaticBudgets(gauge, lambda: free[-1], lambda: 0, 400, hold, dist.group.WORLD)
+        for _ in range(MEASURED):
+            budgets.forward_ended()
+            budgets.step_begins()
+            budgets.step_ended()
+            free.append(500)
+        return found
+
+    assert run_ranks(run, world_size=1) == [[500]]
 
 
 def test_options() -> None:

@@ -124,11 +124,12 @@ class AutomaticBudgets:
     """Measures what one engine uses, and chooses what it holds.
 
     ``gathered`` returns the bytes of gathered parameters, of which ``everything`` may be held; ``hold`` holds what was
-    chosen from the coming window on. ``choice`` is ``None`` while it measures.
+    chosen from the coming window on. ``limit`` is asked for then: communicators, which backends make when they are used
+    first, take memory that no allocator of torch's knows. ``choice`` is ``None`` while it measures.
     """
 
     def __init__(
-        self, gauge: Gauge, limit: int, gathered: Callable[[], int], everything: int,
+        self, gauge: Gauge, limit: Callable[[], int], gathered: Callable[[], int], everything: int,
         hold: Callable[[Memory], Choice], process_group: Any,
     ) -> None:  # fmt: skip
         self._gauge, self._limit, self._gathered, self._everything = gauge, limit, gathered, everything
@@ -167,8 +168,9 @@ class AutomaticBudgets:
             self._looked = 0
             return
         varied = max(self._after_forwards) - min(self._after_forwards[1:])
-        needed = [max(_NEVER, each + self._unseen - self._limit) for each in self._beside]
-        *needed, varied, limit = largest([*needed, varied, -self._limit], self._process_group)
+        limit = self._limit()
+        needed = [max(_NEVER, each + self._unseen - limit) for each in self._beside]
+        *needed, varied, limit = largest([*needed, varied, -limit], self._process_group)
         self.choice = self._hold(Memory([each - limit for each in needed], self._everything, -limit, varied))
 
     def _note(self, used: int, gathered: int) -> int:
@@ -204,10 +206,14 @@ def automatic_budgets(
     """Return the budgets that set themselves, as :func:`check_limit` has let pass; ``None``: none does."""
     if not (config.parameters.automatic or config.gradients.automatic):
         return None
-    gauge, limit = gauge_of(engine.device), config.auto_limit
-    if limit is None:
+    gauge, given = gauge_of(engine.device), config.auto_limit
+
+    def limit() -> int:
+        if given is not None:
+            return given
         assert isinstance(gauge, DeviceGauge)
-        limit = gauge.limit()
+        return gauge.limit()
+
     cache = gathers[1] if gathers is not None and config.parameters.automatic else None
     watched: list[Any] = [reducer.local] if gathers is None else [reducer.local, gathers[0].issuing.unsharded]
 
