@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -24,6 +25,7 @@ from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
+from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import buckets
 from zerosync_strategy.core.params import gather_groups
@@ -295,6 +297,36 @@ def test_collectives_of_an_aborted_backward_on_nccl(
     if stage == 2:
         assert waits.error == "RankError"
         assert all("1 of 2 ranks after another number of them" in outcome.message for outcome in outcomes)
+
+
+def test_ranks_that_wait_for_others_ask_the_store_no_more_often() -> None:
+    """However long one takes: with 1,024 ranks the store could not answer 50 questions a second of each."""
+
+    class Counting:
+        requests = 0
+
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            Counting.requests += name != "clone"
+            found = getattr(self._store, name)
+            return (lambda: Counting(found())) if name == "clone" else found
+
+    def run(seconds: float) -> int:
+        start()
+        store = Counting(dist.distributed_c10d._get_default_store())
+        begun = BegunCollectives([dist.group.WORLD])
+        begun.expect()
+        begun.abort()
+        if rank() == 2:
+            time.sleep(seconds)
+        with patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+            begun.compare_aborted()
+        return Counting.requests
+
+    for requests in run_ranks(run, 1.0, world_size=3):
+        assert requests <= 6
 
 
 class Chooses(nn.Module):
