@@ -21,6 +21,7 @@ from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.gradients import buckets
 
 WIDTH, LAYERS = 16, 5
@@ -41,10 +42,17 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
     gather = buckets.all_gather
 
     def late(rows: torch.Tensor, *told: Any) -> InFlight:
+        issued_on = Streams().caller
+
+        def made() -> Any:  # after what was issued before it, as if it had been made at once
+            if issued_on is not None:
+                Streams().caller_waits_for([issued_on])
+            return gather(rows, *told).wait()
+
         for of_rank, row in enumerate(rows):
             if of_rank != rank():
                 row.fill_(torch.nan)
-        return InFlight((), lambda: gather(rows, *told).wait())
+        return InFlight((), made)
 
     monkeypatch.setattr(buckets, "all_gather", late)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))

@@ -1,5 +1,6 @@
 """Whole parameters on several nodes: what goes to owners, and what they give, crosses between two nodes once."""
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.core.test_whole import train
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.optimizers import muon
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KEPT_ON_DEVICES, SIMULATED, run_ranks
 from tests.harness.strict import strict
 from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.core.engine import zero
@@ -90,9 +91,10 @@ def test_each_byte_crosses_between_nodes_once(
         floor += SIZE // 4 // 2
     between = sum(report.bytes_sent_between_nodes for report in reports) / 4
     sent = sum(report.bytes_sent for report in reports) / 4
+    more = KEPT_ON_DEVICES * 4 * WIDTH * WIDTH if SIMULATED in os.environ else 0
     for report in reports:
         assert report.floor_bytes_between_nodes == pytest.approx(floor, abs=12), report
-        assert report.peak_unreduced_bytes <= kept, report
+        assert report.peak_unreduced_bytes <= kept + more, report
     assert between == pytest.approx(floor, abs=80), reports
     assert sent == pytest.approx(reports[0].floor_bytes, abs=300), reports
 

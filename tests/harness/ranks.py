@@ -34,6 +34,9 @@ LINGER_FAILED = 0.3  # for which rank 0, where it has failed, still hosts the st
 DUMP_GRACE = 1.0  # to write the stacks
 POLL = 0.01
 KILLED = "RankKilled"  # the error of a rank that this module ended
+KEPT_ON_DEVICES = (
+    3  # buckets whose memory producers do not have back yet, after their reduction, on the simulated device
+)
 SIMULATED = "ZEROSYNC_TEST_SIMULATED"  # in the environment, and not empty: ranks run on the simulated device
 SIMULATED_SLOWER = 4  # times the timeout of ranks: each operation is a call into Python there, each message a file
 ON_CPU = {SIMULATED: ""}  # the environment of programs to compare with, which DDP's own C++ reduces

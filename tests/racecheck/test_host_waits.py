@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -216,3 +217,31 @@ def test_the_gauge_of_a_gpu_counts_what_its_allocator_cannot_give_back(monkeypat
     assert (gauge.used(), gauge.peak()) == (100, 200)
     stats["inactive_split_bytes.all.peak"] = 40
     assert gauge.peak() == 190
+
+
+def test_what_one_rank_writes_in_a_context_reaches_all() -> None:
+    """Also to a parameter that stays for the next micro-batch, whose gather the host does not know to be complete."""
+
+    def run() -> tuple[float, list[str]]:
+        with simulate() as simulation:
+            start()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+            plain = copy.deepcopy(net)
+            engine = engine_of(net, 3, {}, {})
+            oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+            for k in range(8):
+                engine.backward(engine(data(k, rank())).square().mean())
+                oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
+                if k % 2:
+                    engine.step()
+                    oracle.step()
+                    continue
+                with deepspeed.zero.GatheredParameters([net[0].weight], modifier_rank=0), torch.no_grad():
+                    if rank() == 0:
+                        net[0].weight.fill_(0.01 * k)
+                plain[0].weight.data.fill_(0.01 * k)
+            return distance(full_parameters(net), full_parameters(plain)), list(map(str, simulation.findings))
+
+    for error, found in run_ranks(run):
+        assert error < 1e-6 and not found, (error, found)

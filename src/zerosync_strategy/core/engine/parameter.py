@@ -101,7 +101,8 @@ for _claim in Claim:
     _claim.bit = _claim.value
 MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value  # bits, for the hot paths
 _HELD = (Claim.WINDOW | Claim.PHASE).value
-_BRIEF = (Claim.MODULE | Claim.CONTEXT).value
+_CONTEXT = Claim.CONTEXT.value
+_BRIEF = MODULE | _CONTEXT
 _statuses: dict[str, Any] = {}  # DeepSpeed's, by name
 
 
@@ -396,7 +397,8 @@ def settle(records: Iterable[Record]) -> None:
         if record.bits & MODULE or param.ds_active_sub_modules:
             continue  # the first of them has given it its own
         is_there = (record.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
-        is_complete = gather is None or gather.event is None or gather.is_complete
+        # The stream that has entered a context of the program's has waited; others are the program's to order.
+        is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
