@@ -57,6 +57,15 @@ def engine_of(net: nn.Module, stage: int, ours: dict[str, Any], zero: dict[str, 
     return engine
 
 
+def trained_alike(stage: int, zero: dict[str, Any]) -> tuple[nn.Sequential, nn.Sequential, Any, Oracle]:
+    """A network and its engine; the same in plain torch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+    plain = copy.deepcopy(net)
+    engine = engine_of(net, stage, {}, zero)
+    return net, plain, engine, Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+
+
 def waits(scenario: str, layers: int, backwards: int) -> tuple[list[Counter[str]], list[str]]:
     """By step, where the host has waited, DeepSpeed's own waits included; and what the checker found."""
     stage, ours, zero, config, _ = SCENARIOS[scenario]
@@ -102,11 +111,7 @@ def test_edits_under_an_offloaded_optimizer_last(stage: int, zero: dict[str, Any
     def run() -> tuple[float, list[str]]:
         with simulate() as simulation:
             start()
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
-            plain = copy.deepcopy(net)
-            engine = engine_of(net, stage, {}, zero)
-            oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+            net, plain, engine, oracle = trained_alike(stage, zero)
             for k in range(5):
                 engine.backward(engine(data(k, rank())).square().mean())
                 oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
@@ -225,11 +230,7 @@ def test_what_one_rank_writes_in_a_context_reaches_all() -> None:
     def run() -> tuple[float, list[str]]:
         with simulate() as simulation:
             start()
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
-            plain = copy.deepcopy(net)
-            engine = engine_of(net, 3, {}, {})
-            oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+            net, plain, engine, oracle = trained_alike(3, {})
             for k in range(8):
                 engine.backward(engine(data(k, rank())).square().mean())
                 oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())

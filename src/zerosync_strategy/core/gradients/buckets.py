@@ -191,10 +191,10 @@ class GradientBucket(ABC):
         else:
             param.grad.add_(more)
 
-    def _reads(self, memory: torch.Tensor) -> None:
-        """The reduction stream reads ``memory``, of gradients."""
+    def _reads(self, *memory: torch.Tensor | None) -> None:
+        """The reduction stream reads ``memory``, of those gradients that are there."""
         if self.streams.concurrent:
-            self.read.append(memory)
+            self.read += [each for each in memory if each is not None]
 
     @abstractmethod
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:

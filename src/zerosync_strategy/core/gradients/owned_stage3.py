@@ -31,9 +31,7 @@ class OwnedUnpackedBucket(ToOwners, UnpackedBucket):
         gradients = [self._gradient(param) for param in self._in_order]
         pieces = self._pieces(self._in_order, gradients)
         memory = pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self.dtype) for piece in pieces])
-        for gradient in gradients:
-            if gradient is not None:
-                self._reads(gradient)
+        self._reads(*gradients)
         if factor != 1.0:
             memory.mul_(factor)
         yield from self._by_owner(memory)

@@ -124,9 +124,7 @@ class PerParamBucket(UnpackedBucket):
             if any(piece.dtype is not self.dtype for piece in pieces):
                 pieces = [piece.to(layout.dtype) for piece in pieces]
             torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
-        for gradient in gradients:
-            if gradient is not None:
-                self._reads(gradient)
+        self._reads(*gradients)
         if factor != 1.0:
             packed.mul_(factor)
         offset, width = self.target
