@@ -3,9 +3,10 @@
 python -m tests.gpu --out FOLDER [--dry] [--only NAME ...] [--wheels FOLDER]
 
 Each part of `parts.py` runs in a process group of its own for as long as it may; however one ends, the next begins. It
-writes FOLDER/NAME.json and prints a line, and all lines come again last. Where DeepSpeed is not installed, the wheels
-that `make gpu-wheels` has gathered are unpacked into a temporary folder. Without a GPU, or with --dry, everything runs
-on the CPU and the simulated device, to be tried. Exits 1 if a part failed or was ended.
+writes FOLDER/NAME.json, its output to FOLDER/NAME.log if it did not pass, and prints a line; all lines come again last.
+Where DeepSpeed is not installed, the wheels that `make gpu-wheels` has gathered are unpacked into a temporary folder.
+Without a GPU, or with --dry, everything runs on the CPU and the simulated device, to be tried. Exits 1 if a part failed
+or was ended.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from tests.gpu.parts import EACH_GPU, MEASURED, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0  # seconds after an interrupt, in which pytest writes down what it has
-TAIL = 3000  # characters of what a part that failed has printed
 MACHINE = """
 import json, platform, torch
 from importlib.metadata import version
@@ -59,7 +59,10 @@ def main() -> int:
             if options.only and part.name not in options.only:
                 continue
             record = {"part": part.name, "teaches": part.teaches, "dry": dry, "machine": machine}
-            record |= run(part, dry, max(1, machine["gpus"]), environment, Path(folder))
+            log = options.out.resolve() / f"{part.name}.log"
+            record |= run(part, dry, max(1, machine["gpus"]), environment, log)
+            if record["ended"] in ("passed", "no meaning"):
+                log.unlink(missing_ok=True)
             (options.out / f"{part.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             rows.append(line(record))
             print(rows[-1], flush=True)
@@ -84,11 +87,11 @@ def installed(wheels: Path, folder: Path) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(folder / "site")])}
 
 
-def run(part: Part, dry: bool, gpus: int, environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run a part to its end, or to that of its time: how it ended, and what it has measured."""
+def run(part: Part, dry: bool, gpus: int, environment: dict[str, str], log: Path) -> dict[str, Any]:
+    """Run a part to its end, or to that of its time, with its output in ``log``: how it ended, what it has measured."""
     if dry and isinstance(part.dry, str):
         return {"ended": "no meaning", "why": f"no meaning without a GPU: {part.dry}"}
-    measured, log = folder / f"{part.name}.measured", folder / f"{part.name}.log"
+    measured = log.with_suffix(".measured")
     stands_for = {MEASURED: str(measured), EACH_GPU: str(gpus)}
     command = [stands_for.get(argument, argument) for argument in (part.dry if dry else part.command)]
     own = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if dry else {"ZEROSYNC_TEST_CUDA": "1"}
@@ -106,8 +109,7 @@ def run(part: Part, dry: bool, gpus: int, environment: dict[str, str], folder: P
         "command": " ".join(command),
     }
     record |= read(measured)
-    if ended != "passed":
-        record["tail"] = log.read_text(errors="replace")[-TAIL:]
+    measured.unlink(missing_ok=True)
     return record
 
 
@@ -139,7 +141,7 @@ def read(measured: Path) -> dict[str, Any]:
     }
     return {
         "tests": {"run": len(cases), **counts},
-        "failures": {case.get("name"): each.get("message", "")[:500] for case in cases for each in case
+        "failures": {case.get("name"): each.get("message", "")[-500:] for case in cases for each in case
                      if each.tag in ("failure", "error")},
         "measured": {name: of for name, of in properties.items() if of},
     }  # fmt: skip

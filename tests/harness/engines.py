@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -19,6 +20,8 @@ def rank() -> int:
 
 
 def start(timeout: timedelta = default_pg_timeout) -> None:
+    if deepspeed.comm.is_initialized() and get_accelerator().device_name() == "cuda":
+        return  # a test on a GPU, which has made its process group
     prepare_cpu()  # anew: the last detach() of an engine undoes it
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
