@@ -1,13 +1,18 @@
-"""How much communication an optimizer step exposes on CUDA: ZeroSync and stock DeepSpeed side by side, and DDP's time.
+"""How much communication an optimizer step exposes on CUDA: ZeroSync, stock DeepSpeed, its own coalescing, DDP, FSDP2.
 
-    torchrun --nproc_per_node 8 benchmarks/exposed.py --stage 2 --layers 24 --width 2048
+    python benchmarks/exposed.py --model mlp                                  # one GPU, which is rank 0 of 64
+    torchrun --nproc_per_node 8 benchmarks/exposed.py --model gpt             # eight GPUs and NCCL
 
-Each system's step is timed three ways: as it is (T); with all collectives left out, which computes nonsense in the same
-time (compute, C); and its collectives alone, as the step issued them (communication, M). Exposed is what the step takes
-beyond its compute, as a fraction of the longer of the two: (T - C) / max(C, M). Perfect overlap has 0 where compute is
-the longer; no overlap at all has M / max(C, M). In fp32 (--no-bf16), DeepSpeed skips the optimizer where gradients are
-nonsense, so that the compute comes out short. DDP reduces in C++, where no collective can be left out, so of DDP there
-is the step alone, of parameters in the same precision and without fp32 weights. --cpu tries the program, on gloo.
+On one GPU, collectives are delays in proportion to their bytes (``links.py``): what NCCL's kernels take from those of
+the model is not in it. Each system has processes of its own, one system after the other. A step's medians are
+
+- ``step``: seconds until the device has done what the step asks for, on the slowest rank;
+- ``compute``: with links that take no time; with NCCL, with all collectives left out, which computes nonsense;
+- ``communication``: the sum of the step's delays; with NCCL, its collectives again, one after the other.
+
+``exposed`` is (step - compute) / max(compute, communication): 0 where all is hidden and compute is the longer.
+Memory is the most of the timed steps, in MiB; ``retries`` are calls of the allocator that had to free cached memory.
+--cpu tries the program without a GPU; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +20,26 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which leaves CUDA fit to be forked
+
 import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from links import Links, collectives, replay
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -36,219 +47,249 @@ from gpt import GPT, VOCABULARY
 
 from zerosync_strategy import attach, prepare_cpu
 
-COLLECTIVES = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single",
-    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "isend", "irecv",
+SYSTEMS = (
+    "ddp", "fsdp2-3", "stock-2", "coalesced-2", "zerosync-2", "stock-3", "coalesced-3", "zerosync-3", "zerosync-3-held",
+    "zerosync-3-resharding",
 )  # fmt: skip
-
-
-class _Done:
-    """What a collective that was left out returns."""
-
-    def wait(self, *_: Any) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
-
-
-@contextmanager
-def collectives(instead: Callable[..., Any]) -> Iterator[None]:
-    """Call ``instead(function, args, kwargs)`` for every collective, nested ones once."""
-    nested = False
-    places = [(module, name) for module in (dist, dist.distributed_c10d) for name in COLLECTIVES]
-    places += [(deepspeed.comm.comm.cdb, name) for name in ("all_gather_function", "reduce_scatter_function")]
-    stock = [(owner, name, getattr(owner, name)) for owner, name in places if hasattr(owner, name)]
-
-    def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal nested
-            if nested:
-                return function(*args, **kwargs)
-            nested = True
-            try:
-                return instead(function, args, kwargs)
-            finally:
-                nested = False
-
-        return call
-
-    for owner, name, function in stock:
-        setattr(owner, name, replacement(function))
-    try:
-        yield
-    finally:
-        for owner, name, function in stock:
-            setattr(owner, name, function)
+OPTIONS: dict[str, dict[str, Any]] = {"held": {"param_memory_budget": "all"}}
+ZERO: dict[str, dict[str, Any]] = {"resharding": {"stage3_max_reuse_distance": 0}}  # after each forward, as FSDP2
 
 
 class Timed:
-    """A model, its optimizer step of ``accumulate`` micro-batches, and how long that takes."""
+    """A model, and its optimizer step of ``accumulate`` micro-batches."""
 
-    def __init__(self, options: argparse.Namespace, device: Any) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.net = GPT(options.layers, options.width, options.context, heads=8).to(device)
-        self.accumulate, self.device = options.accumulate, device
-        self.tokens = torch.randint(VOCABULARY, (options.batch, options.context + 1), device=device)
+        self.accumulate, self._is_gpt = options.accumulate, options.model == "gpt"
+        width = options.width
+        if self._is_gpt:
+            self.net: nn.Module = GPT(options.layers, width, options.context, heads=max(1, width // 128))
+            self.batch = torch.randint(VOCABULARY, (options.batch, options.context + 1), device=device)
+        else:
+            layers = (nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()) for _ in range(options.layers))
+            self.net = nn.Sequential(*layers)
+            self.batch = torch.randn(options.batch * options.context, width, device=device).bfloat16()
+        self.net.to(device)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.net.blocks if self._is_gpt else self.net)  # type: ignore[arg-type]
 
     def loss(self, module: Any) -> torch.Tensor:
         """Of a micro-batch."""
-        logits = module(self.tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+        if not self._is_gpt:
+            return module(self.batch).float().square().mean() / self.accumulate
+        logits = module(self.batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), self.batch[:, 1:].flatten()) / self.accumulate
 
     def step(self) -> None:
         """Take an optimizer step."""
         raise NotImplementedError
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """Until the device has done what ``run`` asks for, on the slowest rank."""
-        synchronize = deepspeed.get_accelerator().synchronize
-        dist.barrier()
-        synchronize()
-        began = time.perf_counter()
-        run()
-        synchronize()
-        spent = torch.tensor(time.perf_counter() - began, device=self.device)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return float(spent)
 
+class DDP(Timed):
+    """DistributedDataParallel in bf16 without fp32 weights, which reduces in the last backward, by a hook of Python."""
 
-class Parallel(Timed):
-    """DistributedDataParallel, without a reduction in all but the last backward."""
-
-    def __init__(self, options: argparse.Namespace, device: Any) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         super().__init__(options, device)
-        self.ddp = DistributedDataParallel(self.net.bfloat16() if options.bf16 else self.net)
+        self.ddp = DistributedDataParallel(self.net.bfloat16(), gradient_as_bucket_view=True)
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
         self.optimizer = torch.optim.AdamW(self.net.parameters())
+
+    @staticmethod
+    def _reduce(bucket: Any) -> Any:
+        gradients = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(gradients, async_op=True).get_future().then(lambda _: gradients)
 
     def step(self) -> None:
         for k in range(self.accumulate):
             with self.ddp.no_sync() if k < self.accumulate - 1 else nullcontext():
-                (self.loss(self.ddp) / self.accumulate).backward()
+                self.loss(self.ddp).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-class System(Timed):
-    """One engine and its optimizer step."""
+class FSDP2(Timed):
+    """``fully_shard`` of each block and of the whole, which reduces in the last backward."""
 
-    def __init__(self, options: argparse.Namespace, with_zerosync: bool, device: Any) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         super().__init__(options, device)
-        net = self.net
-        self.engine, *_ = deepspeed.initialize(
-            model=net,
-            optimizer=torch.optim.AdamW(net.parameters()),
-            dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": options.batch,
-                "gradient_accumulation_steps": 1 if with_zerosync else options.accumulate,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": options.bf16},
-                "zero_optimization": {"stage": options.stage, "overlap_comm": True},
-            },
-        )
-        self.zerosync = attach(self.engine) if with_zerosync else None
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*self.blocks, self.net):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
 
     def step(self) -> None:
         for k in range(self.accumulate):
-            if self.zerosync is not None and k == self.accumulate - 1:
-                self.zerosync.window.expect_last()
-            loss = self.loss(self.engine)
-            self.engine.backward(loss / (1 if self.zerosync is None else self.accumulate))
-            if self.zerosync is None:
-                self.engine.step()
-        if self.zerosync is not None:
+            self.net.set_requires_gradient_sync(k == self.accumulate - 1)  # type: ignore[operator]
+            self.loss(self.net).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class ZeRO(Timed):
+    """A DeepSpeed engine of bf16 parameters with fp32 masters. ``kind``: who reduces its gradients."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, kind: str, stage: int, *ours: str) -> None:
+        super().__init__(options, device)
+        self.kind, variant = kind, "-".join(ours)
+        self.engine, *_ = deepspeed.initialize(
+            model=self.net,
+            optimizer=torch.optim.AdamW(self.net.parameters()),
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": options.batch,
+                "gradient_accumulation_steps": self.accumulate if kind == "stock" else 1,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": stage, "overlap_comm": True, **ZERO.get(variant, {})},
+            },
+        )
+        self.zerosync = None
+        if kind == "zerosync":
+            self.zerosync = attach(self.engine, **OPTIONS.get(variant, {}))
+
+    def step(self) -> None:
+        with self.engine.coalesce_grad_reduction() if self.kind == "coalesced" else nullcontext():
+            for k in range(self.accumulate):
+                if self.zerosync is not None and k == self.accumulate - 1:
+                    self.zerosync.window.expect_last()
+                loss = self.loss(self.engine)
+                self.engine.backward(loss * self.accumulate if self.kind == "stock" else loss)
+                if self.kind == "stock":
+                    self.engine.step()
+        if self.kind != "stock":
             self.engine.step()
 
-    def without_collectives(self) -> None:
-        with collectives(lambda function, args, kwargs: _Done()):
-            self.step()
 
-    def calls(self) -> list[tuple[Callable[..., Any], Any, Any]]:
-        """The collectives of one step."""
-        calls: list[tuple[Callable[..., Any], Any, Any]] = []
-
-        def note(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            calls.append((function, args, kwargs))
-            return function(*args, **kwargs)
-
-        with collectives(note):
-            self.step()
-        return calls
+def make(system: str, options: argparse.Namespace, device: torch.device) -> Timed:
+    """Return a system by its name, as ``zerosync-3-held``: who reduces, the stage, what is special."""
+    kind, *rest = system.split("-")
+    if kind in ("ddp", "fsdp2"):
+        return (DDP if kind == "ddp" else FSDP2)(options, device)
+    return ZeRO(options, device, kind, int(rest[0]), *rest[1:])
 
 
-def replay(calls: list[tuple[Callable[..., Any], Any, Any]]) -> None:
-    """Issue ``calls`` again, one after the other, and wait for them."""
-    works = [function(*args, **kwargs) for function, args, kwargs in calls]
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
-def measure(timed: dict[str, Timed], warmup: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians in seconds, and what is exposed; the systems take turns."""
-    results: dict[str, dict[str, float]] = {name: {} for name in timed}
-    systems = {name: system for name, system in timed.items() if isinstance(system, System)}
-
-    def take_turns(what: str, runs: dict[str, Callable[[], Any]]) -> None:
-        spent: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(warmup + rounds):
-            for name, run in runs.items():
-                spent[name].append(timed[name].seconds(run))
-        for name, of in spent.items():
-            results[name][what] = median(of[warmup:])
-
-    # In this order: the second spoils gradients, and the third parameters too.
-    take_turns("step", {name: system.step for name, system in timed.items()})
-    calls = {name: system.calls() for name, system in systems.items()}
-    take_turns("communication", {name: partial(replay, calls[name]) for name in systems})
-    take_turns("compute", {name: system.without_collectives for name, system in systems.items()})
-    for of in (results[name] for name in systems):
-        of["exposed"] = max(0.0, of["step"] - of["compute"]) / max(of["compute"], of["communication"])
-    return results
-
-
-def main() -> None:
-    """Measure, print and write down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
-    for name, default in dict(layers=12, width=1024, context=512, batch=4, accumulate=4, warmup=3, rounds=10).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--cpu", action="store_true", help="to try it: times of a CPU have no meaning here")
-    parser.add_argument("--output", type=Path, help="instead of results/DATE-exposed-STAGE.json")
-    options = parser.parse_args()
-    if not options.cpu and not torch.cuda.is_available():
-        raise SystemExit("exposed.py measures streams of CUDA, and found no GPU. On CPU, use compare.py.")
-    if "RANK" not in os.environ:
-        raise SystemExit("exposed.py is started by torchrun: torchrun --nproc_per_node 8 benchmarks/exposed.py")
+def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, Any]:
+    """Medians in seconds, what is exposed, memory. In a process of its own."""
+    is_fake = "RANK" not in os.environ
+    if is_fake:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": str(options.world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    else:
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     device = torch.device("cpu")
     if options.cpu:
         prepare_cpu()
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    deepspeed.init_distributed("gloo" if options.cpu else "nccl", verbose=False)
-    engines = {"zerosync": System(options, True, device), "stock": System(options, False, device)}
-    results = measure(
-        {**engines, "ddp": Parallel(options, device)},
-        options.warmup,
-        options.rounds,
-    )
-    if dist.get_rank() == 0:
-        versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    if is_fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
+        dist.get_backend = lambda group=None: dist.Backend("nccl")
+    deepspeed.init_distributed("gloo" if options.cpu else "nccl", dist_init_required=not is_fake, verbose=False)
+    synchronize = deepspeed.get_accelerator().synchronize
+
+    def seconds(run: Callable[[], Any]) -> float:
+        spent = []
+        for _ in range(options.warmup + options.rounds):
+            dist.barrier()
+            synchronize()
+            began = time.perf_counter()
+            run()
+            synchronize()
+            each = torch.tensor(time.perf_counter() - began, device=device)
+            dist.all_reduce(each, dist.ReduceOp.MAX)
+            spent.append(float(each))
+        return median(spent[options.warmup :])
+
+    links, unlimited = Links(options.gbits * 1e9 / 8, options.latency / 1e6), Links(math.inf)
+    found: dict[str, Any] = {"system": system}
+    with ExitStack() as stack:
+        if is_fake:
+            if not options.cpu:
+                links.calibrate()
+            stack.enter_context(collectives(links))
+        timed = make(system, options, device)
+        for _ in range(options.warmup):
+            timed.step()
         if not options.cpu:
-            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            torch.cuda.reset_peak_memory_stats()
+        found["step"] = seconds(timed.step)
+        if not options.cpu:
+            stats = torch.cuda.memory_stats()
+            found["allocated"] = stats["allocated_bytes.all.peak"] / 2**20
+            found["reserved"] = stats["reserved_bytes.all.peak"] / 2**20
+            found["retries"] = stats["num_alloc_retries"]
+        calls: list[tuple[Callable[..., Any], Any, Any]] = []
+
+        def note(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            calls.append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+        # In this order: what comes later spoils gradients, and parameters too.
+        links.reset()
+        with collectives(note):
+            timed.step()
+        found["collectives"] = len(calls)
+        found["communication"] = links.seconds if is_fake else seconds(partial(replay, calls))
+        calls.clear()
+    with collectives(unlimited if is_fake else Links(None)):
+        found["compute"] = seconds(timed.step)
+    longer = max(found["compute"], found["communication"])
+    found["exposed"] = max(0.0, found["step"] - found["compute"]) / longer
+    return found
+
+
+def in_a_process(system: str, options: argparse.Namespace, port: int, results: Any) -> None:
+    """Put what is measured into ``results``."""
+    results.put(measure(system, options, port))
+
+
+def main() -> None:
+    """Measure each system, print and write down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("mlp", "gpt"), default="mlp")
+    defaults = dict(layers=8, width=4096, context=1024, batch=8, accumulate=4, warmup=2, rounds=5, world=64)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gbits", type=float, default=400, help="that a rank sends and receives per second (400)")
+    parser.add_argument("--latency", type=float, default=50, help="microseconds of each collective besides (50)")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--cpu", action="store_true", help="to try it: times of a CPU have no meaning here")
+    parser.add_argument("--output", type=Path, help="instead of results/DATE-exposed-MODEL.json")
+    options = parser.parse_args()
+    if not options.cpu and not torch.cuda.device_count():
+        raise SystemExit("exposed.py measures streams of CUDA, and found no GPU. On CPU, use compare.py.")
+    fork, results = multiprocessing.get_context("fork"), []
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    for number, system in enumerate(options.systems, 1):
+        queue = fork.SimpleQueue()
+        process = fork.Process(target=in_a_process, args=(system, options, port + number, queue))
+        process.start()
+        process.join()
+        found = queue.get() if process.exitcode == 0 and not queue.empty() else {"system": system, "failed": True}
+        results.append(found)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"{found.pop('system'):22}" + "  ".join(f"{what} {value:.4g}" for what, value in found.items()),
+                flush=True,
+            )
+            found["system"] = system
+    if os.environ.get("RANK", "0") == "0":
+        versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
         name = "CPU" if options.cpu else torch.cuda.get_device_name()
         given = {option: value for option, value in vars(options).items() if option != "output"}
-        record = {"options": given, "ranks": dist.get_world_size(), "device": name, "versions": versions,
-                  "seconds": results}  # fmt: skip
-        name = f"{datetime.date.today()}-exposed-{options.stage}.json"
+        record = {"options": given, "device": name, "versions": versions, "systems": results}
+        name = f"{datetime.date.today()}-exposed-{options.model}.json"
         path = options.output or Path(__file__).parent / "results" / name
         path.write_text(json.dumps(record, indent=1) + "\n")
-        for system, of in results.items():
-            print(f"{system:9}" + "".join(f"{what} {value:8.4f}  " for what, value in of.items()))
         print(f"written to {path}")
+    sys.exit(any("failed" in found for found in results))
 
 
 if __name__ == "__main__":

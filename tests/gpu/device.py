@@ -1,6 +1,7 @@
 """Where tests of this folder run: on GPUs with NCCL, or on the simulated device (`pytest --simulated`)."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -51,17 +52,30 @@ def waits() -> Iterator[list[str]]:
     """A list that is filled with the lines at which the host has waited for the device, as ``"path:line"`` on CUDA."""
     found: list[str] = []
     if GPUS:
-        import warnings
+        from torch.cuda import _gpu_trace
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            yield found
-            torch.cuda.set_sync_debug_mode("default")
-        found += [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+        torch._C._activate_gpu_trace()
+
+        def waited(*_: Any) -> None:
+            found.append(_line())
+
+        registries = [getattr(_gpu_trace, f"{of}SynchronizationCallbacks") for of in ("Event", "Stream", "Device")]
+        for registry in registries:
+            registry.add_callback(waited)
+        yield found
+        for registry in registries:
+            registry.callback_list.remove(waited)
     else:
         device = running()
         assert device is not None, "tests that count host waits run on a GPU or with --simulated"
         before = len(device.host_waits)
         yield found
         found += device.host_waits[before:]
+
+
+def _line() -> str:
+    """The innermost one outside of torch and of what calls this."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

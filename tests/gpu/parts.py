@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-# What an argument of a command stands for: the file to which it writes what it has measured, and the number of GPUs.
-MEASURED, EACH_GPU = "{measured}", "{gpus}"
+# What an argument of a command stands for: the file to which it writes what it has measured.
+MEASURED = "{measured}"
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,23 @@ def tests(*arguments: str, workers: int = 0) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *report, *parallel, *arguments)
 
 
-def exposed(ranks: str, *arguments: str) -> tuple[str, ...]:
-    """`benchmarks/exposed.py` on so many ranks."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
-    return (*launcher, "benchmarks/exposed.py", "--output", MEASURED, *arguments)
+def exposed(*arguments: str) -> tuple[str, ...]:
+    """`benchmarks/exposed.py` as rank 0 of 64, whose collectives are delays."""
+    return ("-W", "ignore", "benchmarks/exposed.py", "--output", MEASURED, *arguments)
+
+
+TINY = ("--cpu", "--rounds", "1", "--warmup", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
+GPT = ("--model", "gpt", "--layers", "24", "--width", "1024")
+PARALLEL = (
+    "ddp",
+    "fsdp2-3",
+    "stock-2",
+    "zerosync-2",
+    "stock-3",
+    "zerosync-3",
+    "zerosync-3-held",
+    "zerosync-3-resharding",
+)
 
 
 PARTS = (
@@ -52,7 +65,7 @@ PARTS = (
         "exact",
         "Are stages 1 to 3 plain torch in fp32, bf16 and fp16, on the device, offloaded and on the host?",
         100,
-        tests("tests/gpu/test_exact.py", workers=4),
+        tests("tests/gpu/test_exact.py", workers=8),
         tests("tests/gpu/test_exact.py", "--simulated", workers=2),
     ),
     Part(
@@ -79,16 +92,47 @@ PARTS = (
     Part(
         "followed",
         "Does the race checker follow CUDA's own events, and find what is not ordered?",
-        30,
-        tests("tests/gpu/test_followed.py"),
+        60,
+        tests("tests/gpu/test_followed.py", workers=4),
         tests("tests/gpu/test_followed.py", "--simulated"),
     ),
     Part(
         "exposed",
-        "How long is a step, and how much of it is communication, beside stock DeepSpeed and DDP?",
-        50,
-        exposed(EACH_GPU, "--rounds", "5", "--layers", "24"),
-        exposed("2", "--cpu", "--rounds", "1", "--warmup", "1", "--layers", "2", "--width", "64", "--context", "16"),
+        "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
+        90,
+        exposed("--model", "mlp"),
+        exposed("--model", "mlp", *TINY),
+    ),
+    Part(
+        "gpt",
+        "The same of a GPT of 0.3 G parameters.",
+        90,
+        exposed(*GPT, "--systems", *PARALLEL),
+        exposed("--model", "gpt", *TINY),
+    ),
+    Part(
+        "host",
+        "How long does the host take for a step? The same with hardly any arithmetic, and links that take no time.",
+        70,
+        exposed(
+            "--model",
+            "gpt",
+            "--layers",
+            "24",
+            "--width",
+            "128",
+            "--context",
+            "32",
+            "--batch",
+            "1",
+            "--gbits",
+            "1e9",
+            "--latency",
+            "0",
+            "--systems",
+            *PARALLEL,
+        ),
+        "a CPU has no kernels to launch; benchmarks/host_work.py counts there",
     ),
     Part(
         "deepcompile",

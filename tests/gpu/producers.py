@@ -112,16 +112,18 @@ def spoil(streams: list[Any]) -> None:
 
 
 @contextmanager
-def slow_reductions(ends: list[Any] | None = None) -> Iterator[None]:
-    """Each bucket is reduced late, on the reduction stream; ``ends`` gets an event after each."""
-    stock = ReductionPipeline.launch
+def slow_reductions(read_late: bool = True) -> Iterator[list[Any]]:
+    """Each bucket is read late on the reduction stream, or its reduction ends late; the list gets an event after it."""
+    stock, ends = ReductionPipeline.launch, []
 
-    def send(self: ReductionPipeline, bucket: Any) -> None:
-        torch.cuda._sleep(CYCLES)
+    def launch(self: ReductionPipeline, bucket: Any) -> None:
+        if read_late:
+            torch.cuda._sleep(CYCLES)
         stock(self, bucket)
-        if ends is not None:
-            ends.append(torch.cuda.current_stream().record_event())
+        if not read_late:
+            torch.cuda._sleep(CYCLES)
+        ends.append(torch.cuda.current_stream().record_event())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReductionPipeline, "launch", send)
-        yield
+        patch.setattr(ReductionPipeline, "launch", launch)
+        yield ends

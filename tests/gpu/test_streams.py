@@ -41,24 +41,24 @@ def off(method: str | None) -> Iterator[None]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("rule", "slow_producers"),
-    [("record_grad_ready", True), ("wait_for_reductions", False), ("let_go", False)],
+    ("rule", "slow_producers", "ours"),
+    [("record_grad_ready", True, DURING), ("wait_for_reductions", False, {}), ("let_go", False, DURING)],
     ids=["B1", "B3", "L1"],
 )
-def test_results_need_the_rule(rule: str, slow_producers: bool, stage: int) -> None:
+def test_results_need_the_rule(rule: str, slow_producers: bool, ours: dict[str, Any], stage: int) -> None:
     """B1: two slow producers into one reduction. B3: the step after it. L1: gradients that are freed and used again.
 
     All under pressure: memory that is read too early holds no number.
     """
 
     def job() -> tuple[bool, bool]:
-        plain = train(3, 0, stage=stage, ours=DURING)
+        plain = train(3, 0, stage=stage, ours=ours)
 
         def holds(without: str | None) -> bool:
             with off(without), slow_reductions():
                 cycles = 2 * CYCLES if slow_producers else 0
                 run = {"stage": stage, "cycles": cycles, "reduce_bucket_size": 300_000}  # each of few gradients
-                return same(train(3, 2, ours=DURING, pressure=True, **run), plain)
+                return same(train(3, 2, ours=ours, pressure=True, **run), plain)
 
         return holds(None), holds(rule)
 
@@ -73,7 +73,7 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
 
     def job() -> Any:
         plain = train(1, 0, ours=DURING)
-        stock, ends = Streams.on_reduction_stream, []
+        stock = Streams.on_reduction_stream
 
         @contextmanager
         def reducing(self: Streams, events: Any = None) -> Iterator[None]:
@@ -82,7 +82,7 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
             if waits:
                 torch.cuda.current_stream().wait_stream(self._reduction)
 
-        with pytest.MonkeyPatch.context() as patch, slow_reductions(ends):
+        with pytest.MonkeyPatch.context() as patch, slow_reductions(read_late=False) as ends:
             patch.setattr(Streams, "on_reduction_stream", reducing)
             engine = make(2, ours=DURING)
             for k in range(2):
@@ -105,7 +105,7 @@ def test_backward_is_not_held_up_by_a_reduction(waits: bool, record_property: An
 
 
 def test_gradients_overlap_their_reductions_and_stocks_do_not(record_property: Any) -> None:
-    """B3, measured: the share of slow collectives that a backward hides, for ours and stock; recorded, not required."""
+    """B2, recorded: a backward's time with fast collectives over that with slow ones, which take half of it."""
 
     def job() -> dict[str, float]:
         shares = {}
@@ -139,7 +139,7 @@ def _slow_down(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     stock = getattr(owner, name)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(CYCLES // 8)
         return stock(*args, **kwargs)
 
     patch.setattr(owner, name, slow)

@@ -488,7 +488,7 @@ def strict() -> Iterator[StrictCommunicator]:
     communicator = StrictCommunicator(Path(store.get(f"strict {number}").decode()))
     named = {
         (dist, "get_backend"): lambda group=None: dist.Backend("nccl"),
-        (dist, "get_backend_config"): lambda group=None: "cpu:nccl",
+        (dist, "get_backend_config"): lambda group=None: "cpu:nccl,cuda:nccl",
         (torch.cuda.nccl, "version"): lambda: (),  # which torch tells when a collective raises
     }
     start = recorder.Recorder.start
