@@ -1,4 +1,4 @@
-"""What one GPU has to show, within eight minutes and without a network.
+"""What one GPU has to show, within ten minutes and without a network.
 
 python -m tests.gpu --out FOLDER [--dry] [--only NAME ...] [--wheels FOLDER]
 

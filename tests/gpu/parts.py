@@ -78,7 +78,7 @@ PARTS = (
     Part(
         "costs",
         "What is a step's peak of memory, and at which lines does the host wait?",
-        50,
+        60,
         tests("tests/gpu/test_step_costs.py", workers=4),
         tests("tests/gpu/test_step_costs.py", "--simulated", workers=2),
     ),

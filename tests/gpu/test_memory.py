@@ -57,6 +57,17 @@ def test_the_gauge_counts_what_the_allocator_cannot_give_back() -> None:
     run_ranks(job, world_size=1)
 
 
+def test_buffers_of_deepspeeds_reductions_go_back_to_the_device() -> None:
+    def job() -> int:
+        start()
+        net = network()
+        engine = make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.01), 3, {"reduce_bucket_size": 2**28})
+        attach(engine)
+        return torch.cuda.memory_reserved()
+
+    assert max(on_every_gpu(job)) < 2**28  # bytes
+
+
 @pytest.mark.parametrize("mebibytes", [33, 86])
 def test_pinned_blocks_are_what_torch_takes(mebibytes: int) -> None:
     def job() -> tuple[int, int]:

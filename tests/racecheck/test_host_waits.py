@@ -103,6 +103,12 @@ def test_the_host_waits_once_whatever_the_model_and_the_window(scenario: str) ->
         assert not any(races for _, races in found), found
 
 
+def test_a_rank_alone_waits_no_more() -> None:
+    """DeepSpeed's own gather of a group of one rank lets the host wait for everything."""
+    ((steps, races),) = run_ranks(waits, "3, clipped", 2, 3, world_size=1)
+    assert {count.total() for count in steps[WATCHED_STEPS:]} == {1} and not races, (steps, races)
+
+
 @pytest.mark.extended(but=("2-zero0", "3-zero2"))
 @pytest.mark.parametrize(("stage", "zero"), [(2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)])
 def test_edits_under_an_offloaded_optimizer_last(stage: int, zero: dict[str, Any]) -> None:

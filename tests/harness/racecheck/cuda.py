@@ -12,7 +12,6 @@ Limits:
 
 - Kernels launched outside of torch's operators are invisible: those of ``torch.compile``, and those that a CUDA graph
   replays.
-- ``query()`` that returned true does not count as a synchronization.
 - A wait without an event is invisible. CUDA's legacy default stream waits so for a foreign library's blocking streams.
 - Memory that was allocated before the start counts as allocated on the default stream.
 - PyTorch's hooks cannot be disabled again. They call into Python for the rest of the process, with no callbacks left.
@@ -62,6 +61,15 @@ class Follower(Recorder):
             stock(tensor, stream)
 
         self.replace(torch.Tensor, "record_stream", record_stream)
+        stock_query = torch.cuda.Event.query
+
+        def query(event: Any) -> bool:
+            is_complete: bool = stock_query(event)  # type: ignore[no-untyped-call]
+            if is_complete:
+                self.event_synchronized(event.cuda_event)
+            return is_complete
+
+        self.replace(torch.cuda.Event, "query", query)
 
     def _nodes(self) -> Nodes:
         return Nodes(self)

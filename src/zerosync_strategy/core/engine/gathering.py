@@ -143,18 +143,24 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
     From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :meth:`Record.free`.
     """
     handle = params[0].all_gather_coalesced(list(params))
+    is_alone = dist.get_world_size(params[0].ds_process_group) == 1  # nothing is sent, and the host would wait
 
     @for_training
     @torch.no_grad()
     def land() -> None:
-        handle.wait()
+        if not is_alone:
+            handle.wait()
         for param in params:
             record, values = record_of(param), param.data
             if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # a group of one rank has them in its shard
                 rows_of([record], (), [-1])
                 assert record.full is not None
-                param.data = record.full.copy_(values)
-            record.returned()
+                values = record.full.copy_(values)
+            if is_alone:
+                record.arrive(values)
+            else:
+                param.data = values
+                record.returned()
 
     return land
 

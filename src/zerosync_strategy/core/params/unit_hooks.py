@@ -243,8 +243,6 @@ class UnitHooks:
         passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
         self._expected.pop(unit, None)
-        if self._cache.plan.counts:
-            self._cache.plan.count(unit.params)
         if not zero3.all_gathered(unit.params):
             self._scheduler.issue(unit.params)
             arrived(unit.records)
@@ -253,16 +251,20 @@ class UnitHooks:
         self._gather_ahead(unit, passes)
 
     def _gather_ahead(self, unit: Unit, passes: Passes) -> None:
-        """Issue what follows, up to DeepSpeed's limits, by one message where less than half of that is under way."""
+        """Issue what follows, up to DeepSpeed's limits, by one message where less than half of that is under way.
+
+        What comes next has a message of its own, for which alone it waits.
+        """
         if not self._ahead_numel:
             return
-        numel, missing = 0, []
+        numel, missing, is_next_missing = 0, [], False
         for following in passes.ahead():
             if following is unit or following.held is not None:
                 continue
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
             if zero3.any_released(following.params):
+                is_next_missing |= not numel
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return
@@ -270,7 +272,8 @@ class UnitHooks:
         if missing:
             for each in missing:
                 self._expect(each, passes, at_rest=True)
-            self._scheduler.issue([param for each in missing for param in each.params])
+            for units in (missing[:1], missing[1:]) if is_next_missing else (missing,):
+                self._scheduler.issue([param for each in units for param in each.params])
 
     def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
         """Let ``unit`` stay, if it is there, until so many ``passes`` have ended, with the one that runs."""
