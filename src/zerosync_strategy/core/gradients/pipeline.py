@@ -122,7 +122,7 @@ class ReductionPipeline:
     def launch(self, bucket: GradientBucket) -> None:
         """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
-        before, _ = self._scales(layout)
+        before, _ = self._scales(bucket)
         self.begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self.ready_shards()
@@ -192,7 +192,10 @@ class ReductionPipeline:
     def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
         """Launch the reduction of ``rows`` over all ranks."""
         out, use = self._into_shard(bucket, part)
-        reduction = bucket.layout.reduce_scatter(rows, self._ordered, self._tag, out, self._local.empty, bucket.label)
+        average = self._averages(bucket)
+        reduction = bucket.layout.reduce_scatter(
+            rows, self._ordered, self._tag, out, self._local.empty, bucket.label, average
+        )
         self._note(bucket, reduction, use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: Part) -> None:
@@ -223,7 +226,7 @@ class ReductionPipeline:
         targets = self._shards.shard_parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced
         out = targets[0] if len(targets) == 1 and not adds and self._shards.shards_on_device else None
-        _, after = self._scales(bucket.layout)
+        _, after = self._scales(bucket)
         return out, partial(self._add_to_shard, targets, adds, after)
 
     def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
@@ -244,9 +247,20 @@ class ReductionPipeline:
             elif part.data_ptr() != target.data_ptr():
                 target.copy_(part, non_blocking=True)
 
-    def _scales(self, layout: ShardLayout) -> tuple[float, float]:
+    def _averages(self, bucket: GradientBucket) -> bool:
+        """Whether the collective itself averages."""
+        is_plain = bucket.nodes is None and not self._ordered and self._predivide == 1.0
+        return is_plain and bucket.layout.averages
+
+    @property
+    def _predivide(self) -> float:
+        return float(self._shards.optimizer.gradient_predivide_factor)
+
+    def _scales(self, bucket: GradientBucket) -> tuple[float, float]:
         """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
-        predivide = float(self._shards.optimizer.gradient_predivide_factor)
+        layout, predivide = bucket.layout, self._predivide
+        if self._averages(bucket):
+            return 1.0, 1.0
         if predivide == 1.0 and layout.dtype.itemsize < 4:
             predivide = layout.divisor
         return 1.0 / predivide, predivide / layout.divisor

@@ -137,7 +137,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int32}  # of fewer bits th
 
 
 def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
-    """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype."""
+    """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype.
+
+    On a device, of a shard in half precision, four kernels read and write 30 bytes of memory for each element.
+    """
     if shard.dtype == master.dtype:
         master.copy_(shard)
         return
@@ -145,7 +148,7 @@ def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
         piece = piece.to(of_master.device)
         written = of_master.to(piece.dtype)
         if concurrent or not torch.equal(piece, written):  # on the host, a look is cheaper than a copy
-            of_master.copy_(torch.where(piece == written, of_master, piece.to(of_master.dtype)))
+            torch.where(piece == written, of_master, piece.to(of_master.dtype), out=of_master)
 
 
 def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -> None:
