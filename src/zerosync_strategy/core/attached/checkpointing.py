@@ -24,7 +24,7 @@ from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint
-_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of FrozenParameters
+_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of Stepper
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
     """Return what a checkpoint is to hold beside the program's own state. Collective."""
-    cohorts = attached.frozen.state(attached.names, zero.data_parallel_group(attached.engine.optimizer))
+    cohorts = attached.stepper.state(attached.names, zero.data_parallel_group(attached.engine.optimizer))
     return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
 
 
@@ -129,7 +129,7 @@ def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer
     state.pop(_VERSION, None)
     cohorts = state.pop(_COHORTS, [])
     if optimizer_states:
-        attached.frozen.load(cohorts, attached.names)
+        attached.stepper.load(cohorts, attached.names)
 
 
 def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:

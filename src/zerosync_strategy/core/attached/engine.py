@@ -37,8 +37,8 @@ from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.local import keep_freed_memory
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.optimizer.frozen import FrozenParameters
 from zerosync_strategy.core.optimizer.pending import PendingGradients
+from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -55,7 +55,7 @@ class AttachedEngine(ABC):
     Attributes:
         all: the attached engines of this process; ``number`` grows in the order in which they were.
         masters: what the optimizer steps.
-        frozen: which parameters are not stepped.
+        stepper: makes the step of the torch optimizer.
         budgets: those that set themselves; ``None``: none does.
         saved: the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
         saves_by_name: the optimizer's states, each whole; else by element.
@@ -85,7 +85,7 @@ class AttachedEngine(ABC):
         self.trained = frozenset(self.reducer.params)
         self.traffic = EngineCounter(self.topology)
         self.masters = MasterWeights(self.reducer.streams)
-        self.frozen = self._make_frozen()
+        self.stepper = self._make_stepper()
         changes = LocalChanges(self.reducer.params, self.names)
         self.window = Window(
             self.reducer, config.overlap_last, self.traffic, self.activity, self._window_backward_begins, changes
@@ -112,8 +112,8 @@ class AttachedEngine(ABC):
         """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
         check_limit(engine.device, config)
 
-    def _make_frozen(self) -> FrozenParameters:
-        return FrozenParameters(self.reducer)
+    def _make_stepper(self) -> Stepper:
+        return Stepper(self.reducer)
 
     def _patch_process(self) -> None:
         """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
@@ -267,11 +267,11 @@ class AttachedEngine(ABC):
         return any(param.requires_grad for param in self.reducer.params)
 
     def _window_backward_begins(self, opens: bool) -> None:
-        self.frozen.backward_begins(opens)
+        self.stepper.backward_begins(opens)
 
     def zero_grad(self) -> None:
         self.pending.dropped()
-        self.frozen.reset()
+        self.stepper.reset()
         self._required.reset()
         self.window.zero_grad()
 
@@ -337,7 +337,7 @@ class AttachedEngine(ABC):
                 self.budgets.step_begins()
             self._before_update()
             try:
-                with phase("step"), self._updating(), self.frozen.stepping():
+                with phase("step"), self._updating(), self.stepper.stepping():
                     yield
             finally:
                 self.pending.restore_clip_norm()

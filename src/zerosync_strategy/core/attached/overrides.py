@@ -289,7 +289,7 @@ class WholeOverrides(OptimizerOverrides):
         how = (load_optimizer_states, load_from_fp32_weights or by_name, None)
         result = super().load_state_dict(state, *how, *args, **kwargs)  # type: ignore[misc]
         if by_name:
-            attached.frozen.give()
+            attached.stepper.give()
         return result
 
 
@@ -299,7 +299,7 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
     _zerosync_attached: WholeStage12Engine
 
     def _optimizer_step(self, group_no: int) -> None:
-        self._zerosync_attached.frozen.step_group(group_no)
+        self._zerosync_attached.stepper.step_group(group_no)
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Does nothing: parameters are not to know of states in flat shards."""
@@ -377,15 +377,15 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     _zerosync_attached: WholeStage3Engine
 
     def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
-        self._zerosync_attached.frozen.take_gradients(sub_group_id)
+        self._zerosync_attached.stepper.take_gradients(sub_group_id)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         if zero3_optimizer.scales_gradients(self):
             factor = zero3_optimizer.step_factor(self, total_norm)
-            self._zerosync_attached.frozen.scale_gradients(sub_group_id, factor)
+            self._zerosync_attached.stepper.scale_gradients(sub_group_id, factor)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        self._zerosync_attached.frozen.step_group(sub_group_id)
+        self._zerosync_attached.stepper.step_group(sub_group_id)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: the torch optimizer has its parameters."""
@@ -402,7 +402,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         if optim_state_key is None:
             super().set_full_hp_param(value, param)
         else:
-            self._zerosync_attached.frozen.write_state(param, value, optim_state_key)
+            self._zerosync_attached.stepper.write_state(param, value, optim_state_key)
 
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:

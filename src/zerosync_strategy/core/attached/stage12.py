@@ -70,7 +70,7 @@ class Stage12Engine(AttachedEngine):
         self.wait_for_parameters()
         self.states.to_stripes()
         self.adopt_edits()
-        self.frozen.change(change)
+        self.stepper.change(change)
         self.reducer.give_masters()
         self.masters.stepped(self._weights())
 

@@ -18,9 +18,9 @@ from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizer.frozen import counts_by_tensor
 from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.optimizer.probe import switches_weights
+from zerosync_strategy.core.optimizer.stepper import counts_by_tensor
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.full_parameters import let_average
@@ -125,7 +125,7 @@ class Stage3Engine(AttachedEngine):
                 " writes back what is gathered. Call it before or after the block."
             )
         self.adopt_edits()
-        self.frozen.change(change)
+        self.stepper.change(change)
         zero3_optimizer.take_all_master_weights(optimizer)
         self.masters.stepped(zero3_optimizer.weights(optimizer))
 

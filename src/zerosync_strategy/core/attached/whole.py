@@ -22,8 +22,8 @@ from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import AS_MANY, NOTHING_LOADED
 from zerosync_strategy.core.gradients.owned import OwnedReducer
 from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
-from zerosync_strategy.core.optimizer.exchanged import ExchangedStep
-from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStep, WholeStep
+from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
+from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStepper, WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -31,7 +31,7 @@ class WholeEngine(AttachedEngine):
     """What they have in common."""
 
     saves_by_name = True
-    frozen: WholeStep
+    stepper: WholeStepper
 
     @classmethod
     def check_options(cls, engine: Any, config: ZeroSyncConfig) -> None:
@@ -65,7 +65,7 @@ class WholeEngine(AttachedEngine):
     def examine(self, directory: Path, tag: str) -> None:
         if self.other_ranks:
             return
-        what, own = f"read the checkpoint in {directory}", self.frozen.names(self.names)
+        what, own = f"read the checkpoint in {directory}", self.stepper.names(self.names)
         group = zero.data_parallel_group(self.engine.optimizer)
 
         def look() -> tuple[str, tuple[SavedShards, bool]]:
@@ -93,7 +93,7 @@ class WholeEngine(AttachedEngine):
     def save(self, stock: Callable[[], saved_shards.State]) -> saved_shards.State:
         """Return the state of the optimizer for a checkpoint: master weights in DeepSpeed's layout, states by name."""
         state = stock()
-        return saved_shards.replaced(state, self.frozen.by_name(saved_shards.torch_state(state), self.names))
+        return saved_shards.replaced(state, self.stepper.by_name(saved_shards.torch_state(state), self.names))
 
     def loaded(self, of_ranks: Sequence[Any], optimizer_states: bool) -> list[Any]:
         """Return what DeepSpeed is to load in place of ``of_ranks``, of which this rank's own is read."""
@@ -103,11 +103,11 @@ class WholeEngine(AttachedEngine):
             state = of_ranks[rank]
             states, masters = saved_shards.torch_state(state), self._own_masters(state)
         else:
-            state, states = self.saved.state(0), self.saved.torch_state(self.frozen.names(self.names))
+            state, states = self.saved.state(0), self.saved.torch_state(self.stepper.names(self.names))
             self._read_masters(self.saved)
             masters = self._present_masters()
         if optimizer_states:
-            states = self.frozen.by_number(states, self.names)
+            states = self.stepper.by_number(states, self.names)
         loaded: list[Any] = [None] * dist.get_world_size(group)
         loaded[rank] = saved_shards.replaced(state, states, masters)
         return loaded
@@ -115,8 +115,8 @@ class WholeEngine(AttachedEngine):
     @torch.no_grad()
     def _read_masters(self, saved: SavedShards) -> None:
         """Let this rank have the saved master weights of what it owns."""
-        of_name = saved.masters([self.names[param] for param in self.frozen.masters])
-        for param, master in self.frozen.masters.items():
+        of_name = saved.masters([self.names[param] for param in self.stepper.masters])
+        for param, master in self.stepper.masters.items():
             master.data.view(-1).copy_(of_name[self.names[param]])
 
     def _own_masters(self, state: saved_shards.State) -> list[torch.Tensor] | None:
@@ -133,20 +133,20 @@ class WholeStage12Engine(WholeEngine, Stage12Engine):
 
     reducer_class = OwnedReducer
     reducer: OwnedReducer
-    frozen: OwnedStep
+    stepper: OwnedStepper
 
-    def _make_frozen(self) -> OwnedStep:
-        return OwnedStep(self.reducer)
+    def _make_stepper(self) -> OwnedStepper:
+        return OwnedStepper(self.reducer)
 
     def _make_states(self) -> OwnedStates:
-        return OwnedStates(self.reducer, self.frozen)
+        return OwnedStates(self.reducer, self.stepper)
 
     def save(self, stock: Callable[[], saved_shards.State]) -> saved_shards.State:
-        with zero12.masters_replaced(self.engine.optimizer, self.frozen.stock_masters()):
+        with zero12.masters_replaced(self.engine.optimizer, self.stepper.stock_masters()):
             return super().save(stock)
 
     def _own_masters(self, state: saved_shards.State) -> list[torch.Tensor]:
-        return self.frozen.own_masters(saved_shards.masters(state))
+        return self.stepper.own_masters(saved_shards.masters(state))
 
     def _present_masters(self) -> list[torch.Tensor]:
         return [zero12.master(self.engine.optimizer, layout.group_index) for layout in self.reducer.layouts]
@@ -157,17 +157,17 @@ class WholeStage3Engine(WholeEngine, Stage3Engine):
 
     reducer_class = OwnedStage3Reducer
     reducer: OwnedStage3Reducer
-    frozen: ExchangedStep
+    stepper: ExchangedStepper
 
-    def _make_frozen(self) -> ExchangedStep:
-        return ExchangedStep(self.reducer, self.masters.digest)
+    def _make_stepper(self) -> ExchangedStepper:
+        return ExchangedStepper(self.reducer, self.masters.digest)
 
     def _present_masters(self) -> list[torch.Tensor]:
         return zero3_optimizer.flat_master_weights(self.engine.optimizer)
 
     def read_state(self, param: Any, key: str) -> torch.Tensor:
-        """Return a state of ``param``; see :meth:`WholeStep.read_state`. Collective."""
-        return self.frozen.read_state(param, key)
+        """Return a state of ``param``; see :meth:`WholeStepper.read_state`. Collective."""
+        return self.stepper.read_state(param, key)
 
     def read_gradient(self, param: Any) -> torch.Tensor:
         """Return the averaged gradient of ``param``, in fp32. Collective."""

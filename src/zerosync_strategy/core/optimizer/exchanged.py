@@ -21,7 +21,7 @@ from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
-from zerosync_strategy.core.optimizer.whole import WholeStep
+from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 _TAG = 2**29  # below those of gathers and above those of reductions
 _IN_FLIGHT = 2
@@ -92,7 +92,7 @@ class _Batch:
         return exchange
 
 
-class ExchangedStep(WholeStep):
+class ExchangedStepper(WholeStepper):
     """Steps whole parameters for the ZeRO-3 optimizer that ``reducer`` reduces for. Collective.
 
     ``digest`` returns numbers that tell whether a flat tensor has changed.

@@ -14,8 +14,8 @@ import torch
 
 from zerosync_strategy.core.engine import memory_layout, zero3
 from zerosync_strategy.core.engine.zero import listed
-from zerosync_strategy.core.optimizer.frozen import STEPPED_BY_TENSOR
 from zerosync_strategy.core.optimizer.probe import Finding, Scope, probe
+from zerosync_strategy.core.optimizer.stepper import STEPPED_BY_TENSOR
 from zerosync_strategy.core.options.config import WHOLE
 
 _WHOLE_TENSORS = frozenset({

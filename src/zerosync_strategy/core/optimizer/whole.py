@@ -18,11 +18,11 @@ from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.gradients.owned import OwnedLayout, OwnedReducer
 from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.optimizer.frozen import FrozenParameters
 from zerosync_strategy.core.optimizer.states import StripedStates
+from zerosync_strategy.core.optimizer.stepper import Stepper
 
 
-class WholeStep(FrozenParameters):
+class WholeStepper(Stepper):
     """Lets the torch optimizer step the parameters that this rank owns. What is frozen has no gradient there.
 
     :attr:`masters` has, by parameter that this rank owns, its master weights, as the torch optimizer has them. A
@@ -122,7 +122,7 @@ def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     return {"state": {new[key]: of_param for key, of_param in state["state"].items()}, "param_groups": groups}
 
 
-class OwnedStep(WholeStep):
+class OwnedStepper(WholeStepper):
     """On stages 1 and 2: this rank's shard has the parameters that it owns, and their gradients."""
 
     def __init__(self, reducer: OwnedReducer) -> None:
@@ -185,7 +185,7 @@ class OwnedStep(WholeStep):
 class OwnedStates(StripedStates):
     """Master weights and states of an optimizer that needs whole parameters, each on its owner."""
 
-    def __init__(self, reducer: OwnedReducer, step: OwnedStep) -> None:
+    def __init__(self, reducer: OwnedReducer, step: OwnedStepper) -> None:
         super().__init__(reducer)
         self._step = step
 

@@ -1,4 +1,4 @@
-"""The torch optimizer's step: frozen parameters are left out, and it can be made part by part (N1).
+"""The stepper makes the torch optimizer's step: without frozen parameters, and part by part where it can be (N1).
 
 ZeRO steps its flat master weights in whole, frozen parameters with gradient zero: weight decay and momentum would move
 them, and thawed ones would go on at the others' step count. So the optimizer is given *runs* in their place: views of
@@ -58,8 +58,8 @@ class _Part(NamedTuple):
     stepped: Callable[[], None] | None  # called after it
 
 
-class FrozenParameters:
-    """Keeps the optimizer that ``reducer`` reduces for from stepping what is frozen."""
+class Stepper:
+    """Lets the optimizer that ``reducer`` reduces for step what is not frozen."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
