@@ -40,9 +40,9 @@ from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_opti
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
 from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.failures.verdict import END_OF_TRAINING
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import (
     drop_empty_groups,
@@ -57,7 +57,7 @@ from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
-    "END_OF_TRAINING", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
+    "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
     "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
@@ -178,7 +178,7 @@ def say_on_first_rank(text: str) -> None:
         say(text)
 
 
-def activity(what: str) -> AbstractContextManager[None]:
+def activity(what: object) -> AbstractContextManager[None]:
     """Around what a frontend does that may communicate (W4)."""
     return rank_status().activity(what)
 

@@ -12,6 +12,7 @@ from tests.faults.verdicts import FAULTS, is_right, verdicts
 from tests.harness.engines import start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.verdict import judge
@@ -40,11 +41,17 @@ def test_verdict_on_every_fault(name: str, stage: int, world_size: int) -> None:
 # ---- without ranks ---------------------------------------------------------------------------------------------------
 
 FORWARD = RankState(
-    0, activity="the forward", waits_for="the gather of 'a.weight'", steps=4, backward=2, line="t.py:3 f"
+    0,
+    activity="the forward",
+    doing=Doing.FORWARD,
+    waits_for="the gather of 'a.weight'",
+    steps=4,
+    backward=2,
+    line="t.py:3 f",
 )
 OTHER = replace(FORWARD, waits_for="the gather of 'b.weight'")
-BARRIER = replace(FORWARD, activity="", waits_for="torch.distributed.barrier()", backward=1)
-GONE, IDLE = RankState(0, Phase.GONE), replace(FORWARD, activity="", waits_for="")
+BARRIER = replace(FORWARD, activity="", doing=Doing.ELSE, waits_for="torch.distributed.barrier()", backward=1)
+GONE, IDLE = RankState(0, Phase.GONE), replace(FORWARD, activity="", doing=Doing.ELSE, waits_for="")
 
 
 def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
@@ -57,7 +64,7 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
     [
         ([FORWARD, FORWARD, OTHER], "other order", (2,)),
         ([FORWARD, OTHER], "other order", (0, 1)),  # neither departs from what it did: nobody can know
-        ([FORWARD, replace(OTHER, departure="gathered 'b' where it gathered 'a'")], "other modules", (1,)),
+        ([FORWARD, replace(OTHER, departure="gathered 'backward.b' where it gathered 'a'")], "other modules", (1,)),
         ([replace(FORWARD, departure="x"), replace(OTHER, departure="x"), FORWARD, FORWARD], "other modules", (0, 1)),
         # All depart alike, as where evaluation begins: that tells them not apart.
         ([replace(FORWARD, departure="x"), replace(FORWARD, departure="x"), replace(OTHER, departure="x")],

@@ -383,7 +383,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def on_train_end(self) -> None:
         self._abort("training ended before the optimizer step that would have used them")
-        with frontend.activity(frontend.END_OF_TRAINING):  # a rank that has fewer batches learns of it here
+        with frontend.activity(frontend.Doing.END):  # a rank that has fewer batches learns of it here
             self.barrier("zerosync_strategy.on_train_end")
         super().on_train_end()
 

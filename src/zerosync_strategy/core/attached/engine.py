@@ -30,6 +30,7 @@ from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.saved_shards import SavedShards
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import AS_MANY, CONVERT
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
@@ -239,7 +240,7 @@ class AttachedEngine(ABC):
         """Around ``engine.backward``; ``is_boundary``: DeepSpeed's own accumulation makes a step follow."""
         if is_boundary:
             self.window.expect_last()
-        with self.activity("the backward"), self.window.engine_backward():
+        with self.activity(Doing.BACKWARD), self.window.engine_backward():
             yield
 
     def backward_begins(self) -> None:
@@ -326,11 +327,11 @@ class AttachedEngine(ABC):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
-        with self.activity("the optimizer step"), self.parameters_as_they_are():
+        with self.activity(Doing.STEP), self.parameters_as_they_are():
             self.wait_for_parameters()
             if self.window.state is not WindowState.CLOSED:
                 self._required.check()
-            with self.activity("the reduction"):
+            with self.activity(Doing.REDUCTION):
                 self._before_reduction()
                 self.window.begin_step()
             if self.budgets is not None:
@@ -427,7 +428,7 @@ class AttachedEngine(ABC):
         self._compiled = CompiledGradients(gradients, self.window.add)
         return self._compiled.compiling()
 
-    def activity(self, what: str) -> AbstractContextManager[None]:
+    def activity(self, what: object) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
         return self._rank_status.activity(what, self._position, self.meter)
 

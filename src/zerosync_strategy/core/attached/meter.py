@@ -9,6 +9,7 @@ import torch
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -74,15 +75,16 @@ class StepMeter:
     def backwards(self) -> int:
         return self._window.backwards or self._window.dropped
 
-    def departure(self, in_forward: bool, in_step: bool) -> str:
+    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
         if self.report is None:
-            return ""
+            return None
         made, before = self.backwards, self.report.backwards
+        text = ""
         if in_step and made not in (0, before):
-            return f"steps after {made} backward(s), and did after {before} in the window before"
-        if in_forward and made == before:
-            return f"goes on to backward {made + 1}, and stepped after {before} in the window before"
-        return ""
+            text = f"steps after {made} backward(s), and did after {before} in the window before"
+        elif in_forward and made == before:
+            text = f"goes on to backward {made + 1}, and stepped after {before} in the window before"
+        return Departure(Cause.OTHER_BACKWARDS, text) if text else None
 
     def name_of(self, module: torch.nn.Module) -> str:
         if module is self._module:
@@ -129,7 +131,7 @@ class Stage3Meter(StepMeter):
             "loaded_bytes": 0 if host is None else host.loaded_bytes,
         }
 
-    def departure(self, in_forward: bool, in_step: bool) -> str:
+    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
         if self.report is None:
-            return ""
+            return None
         return super().departure(in_forward, in_step) or self._scheduler.departure()

@@ -10,6 +10,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.meter import StepMeter
 from zerosync_strategy.core.budgets.automatic import automatic_budgets
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients
 from zerosync_strategy.core.optimizer.states import StripedStates
@@ -86,7 +87,7 @@ class Stage12Engine(AttachedEngine):
     def forward(self) -> Iterator[None]:
         if self.arriving.is_waiting and compilation.is_compiled(self.engine.module):
             self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
-        with self.activity("the forward"):
+        with self.activity(Doing.FORWARD):
             yield
 
     def _before_update(self) -> None:

@@ -15,6 +15,7 @@ from zerosync_strategy.core.engine import contract, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import Claim, record_of
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.stage3 import Stage3Reducer
 from zerosync_strategy.core.gradients.window import WindowState
@@ -167,7 +168,7 @@ class Stage3Engine(AttachedEngine):
             self.scheduler.shards_written()  # by whatever the program has called since the step
         self._parameters.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.issuing.count.without_gradients()
-        with self.activity("the forward"), self.scheduler.order.forward(), apart, self._recovering():
+        with self.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self._recovering():
             yield
 
     @contextmanager

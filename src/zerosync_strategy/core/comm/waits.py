@@ -20,6 +20,13 @@ _COLLECTIVES = frozenset(
     for suffix in ("", "_single", "_into_tensor", "_tensor", "_coalesced")
 )  # fmt: skip
 
+
+class OfReduction(str):
+    """The label of a wait for gradients, by which ranks that reduce are known."""
+
+    __slots__ = ()
+
+
 _waits_for = ""
 _failed = ""  # the last wait that ended with an error
 _launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # a backend's own collectives: group, number, label
@@ -30,9 +37,9 @@ def launched(group: str, number: int, label: object) -> None:
     _launched.append((group, number, label))
 
 
-def labels_of_launched() -> dict[tuple[str, int], str]:
+def labels_of_launched() -> dict[tuple[str, int], object]:
     """Return the labels of the last collectives that were launched, by group and number."""
-    return {(group, number): str(label) for group, number, label in list(_launched)}
+    return {(group, number): label for group, number, label in list(_launched)}
 
 
 @contextmanager

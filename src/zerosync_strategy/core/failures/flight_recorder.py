@@ -39,7 +39,7 @@ class Recorded:
         name: torch's, with the backend's: ``"gloo:all_reduce"``.
         sizes: of its input.
         line: of the program, that issued it.
-        label: ZeroSync's for it, where it is ZeroSync's.
+        label: ZeroSync's for it, where it is ZeroSync's; ``reduces``: it reduces gradients.
     """
 
     group: str
@@ -49,6 +49,7 @@ class Recorded:
     line: str = ""
     complete: bool = True
     label: str = ""
+    reduces: bool = False
 
     @property
     def text(self) -> str:
@@ -87,7 +88,9 @@ def _read(pickled: bytes) -> list[Mapping[str, Any]]:
     return list(pickle.loads(pickled).get("entries", ()))
 
 
-def _of_interest(entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], str]) -> tuple[Recorded, ...]:
+def _of_interest(
+    entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], object]
+) -> tuple[Recorded, ...]:
     last: dict[tuple[str, bool], Mapping[str, Any]] = {}
     incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for entry in entries:
@@ -115,9 +118,10 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
 
 
-def _named(entry: Mapping[str, Any], labels: Mapping[tuple[str, int], str]) -> Recorded:
+def _named(entry: Mapping[str, Any], labels: Mapping[tuple[str, int], object]) -> Recorded:
     group, number = entry["process_group"][0], entry["collective_seq_id"]
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
     label = "" if _is_gloos(entry) else labels.get((group, number), "")  # of NCCL's, which alone are noted down
-    return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), label)
+    reduces = isinstance(label, waits.OfReduction)
+    return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), str(label), reduces)

@@ -28,9 +28,8 @@ from typing import Any, Protocol
 import torch
 
 from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.failures.doing import Cause, Departure, Doing, doing_of
 from zerosync_strategy.core.failures.flight_recorder import Recorded, program_line, recorded
-
-_GATHER = "the gather of '"
 
 
 class Phase(str, Enum):
@@ -50,16 +49,17 @@ class RankState:
     Attributes:
         phase: whether it runs, and if not, why.
         failure: why it has stopped: its exception and where that was raised, or what it was in when it lost the others.
-        activity: what it does in ZeroSync's words; empty outside of the engine.
+        activity: what it does in ZeroSync's words; empty outside of the engine. ``doing``: which of what is told apart.
         seconds: since the activity began, or -1.
         call: of ``torch.distributed``, that its main thread runs.
         position: how far it has come, in words.
         waits_for: what it waits for, or has waited for in vain; empty if it does not wait for other ranks.
+        reduces: that is a reduction of gradients.
         steps: optimizer steps done, or -1 where that is not known.
         backward: the backward of the window that it is in, or that its forward leads to; 0 before the first.
         module: whose code runs, or that a gather is for.
         line: of the program.
-        departure: how it does otherwise in this window than in its last one.
+        departure: how it does otherwise in this window than in its last one; ``departs_by``: of which cause that is.
         recorded: of each process group, the last collective in torch's flight recorder, and the first that is not
             complete.
         verdict: that it has told, and stopped.
@@ -69,15 +69,18 @@ class RankState:
     phase: Phase = Phase.RUNNING
     failure: str = ""
     activity: str = ""
+    doing: Doing = Doing.ELSE
     seconds: int = -1
     call: str = ""
     position: str = ""
     waits_for: str = ""
+    reduces: bool = False
     steps: int = -1
     backward: int = 0
     module: str = ""
     line: str = ""
     departure: str = ""
+    departs_by: Cause = Cause.OTHER_MODULES
     recorded: tuple[Recorded, ...] = ()
     verdict: str = ""
     pid: int = 0
@@ -125,7 +128,7 @@ class RankState:
             return self
         if (self.steps >= 0 or self.line) and pending.name.startswith("gloo"):
             return self
-        return replace(self, waits_for=pending.text, line=self.line or pending.line)
+        return replace(self, waits_for=pending.text, reduces=pending.reduces, line=self.line or pending.line)
 
     def encode(self) -> dict[str, Any]:
         """Return the fields that say something, for JSON."""
@@ -137,7 +140,8 @@ class RankState:
     def decode(fields: Mapping[str, Any]) -> RankState:
         state = RankState(**fields)
         records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
-        return replace(state, phase=Phase(state.phase), recorded=records)
+        phase, doing, departs_by = Phase(state.phase), Doing(state.doing), Cause(state.departs_by)
+        return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records)
 
 
 _NO_ANSWER = "gave no answer: its process has ended, or cannot be reached"
@@ -154,8 +158,8 @@ class Progress(Protocol):
     def backwards(self) -> int:
         """Backwards of the window, the running one included."""
 
-    def departure(self, in_forward: bool, in_step: bool) -> str:
-        """Return how the engine does otherwise in this window than in the last one; empty if it does not."""
+    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
+        """Return how the engine does otherwise in this window than in the last one; ``None`` if it does not."""
 
     def name_of(self, module: torch.nn.Module) -> str:
         """Return the name of a module of the engine; empty for others."""
@@ -174,25 +178,30 @@ def observe(
         failed: the main thread has waited, in vain.
         with_recorder: look into torch's flight recorder, which takes some 20 ms.
     """
-    whats = [str(what) for what, _ in activities]
+    whats = [what for what, _ in activities]
+    doings = list(map(doing_of, whats))
     # What autograd has called has lost its callers when it has raised; the program is still above who looks.
     line = _program_line(frame) or (_program_line(sys._getframe()) if failed else "")
-    gather = next((what for what in whats[::-1] if what.startswith(_GATHER)), "")
-    waits_for = gather or waits.describe_wait(frame, failed)
-    module = gather.removeprefix(_GATHER).partition("'")[0].rpartition(".")[0]
-    steps, backward, departure = -1, 0, ""
+    gather: Any = next((what for what in whats[::-1] if doing_of(what) is Doing.GATHER), None)
+    waits_for = str(gather) if gather else waits.describe_wait(frame, failed)
+    module = gather.module if gather else ""
+    steps, backward = -1, 0
+    departure: Departure | None = None
     if progress is not None:
-        in_forward = "the forward" in whats
+        in_forward = Doing.FORWARD in doings
         steps, backward = progress.steps, progress.backwards + in_forward
-        departure = progress.departure(in_forward, "the optimizer step" in whats)
+        departure = progress.departure(in_forward, Doing.STEP in doings)
         module = module or next(filter(None, map(progress.name_of, _running_modules(frame))), "")
-    return RankState(
-        rank, Phase.LOST if failed else Phase.RUNNING, activity=whats[-1] if whats else "",
-        seconds=round(time.monotonic() - activities[-1][1]) if activities else -1, call=waits.torch_collective(frame),
-        position=position, waits_for=waits_for, steps=steps, backward=backward, module=module,
-        departure=departure, recorded=recorded() if with_recorder else (), pid=os.getpid(),
-        line=line, host=socket.gethostname(),
+    state = RankState(
+        rank, Phase.LOST if failed else Phase.RUNNING, call=waits.torch_collective(frame), position=position,
+        waits_for=waits_for, reduces=isinstance(waits_for, waits.OfReduction), steps=steps, backward=backward,
+        module=module, recorded=recorded() if with_recorder else (), pid=os.getpid(), line=line,
+        host=socket.gethostname(),
     )  # fmt: skip
+    if activities:
+        seconds = round(time.monotonic() - activities[-1][1])
+        state = replace(state, activity=str(whats[-1]), doing=doings[-1], seconds=seconds)
+    return replace(state, departure=departure.text, departs_by=departure.cause) if departure else state
 
 
 def frame_of(error: BaseException) -> FrameType | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from zerosync_strategy.core.failures.doing import Cause, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 
@@ -34,15 +35,13 @@ FEWER_BATCHES = (
     " that has nothing left run a loss times 0."
 )
 """What may be the cause where a rank has ended, or is between two windows, and others are inside of one."""
-END_OF_TRAINING = "the end of the training"
-"""The activity in which a frontend lets the ranks meet there."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain: because of ``ranks``; ``cause`` is a word in the table of docs/failures.md."""
+    """Why ranks wait in vain: because of ``ranks``."""
 
-    cause: str
+    cause: Cause
     ranks: tuple[int, ...]
     text: str
 
@@ -59,10 +58,10 @@ def report(states: Sequence[RankState]) -> list[str]:
 def judge(states: Sequence[RankState]) -> Verdict | None:
     """Return the verdict on the ranks of a job, or ``None`` where none of them waits, has failed or is gone."""
     verdict = _judge(states)
-    if verdict is None or verdict.cause not in ("process ended", "elsewhere", "other call"):
+    if verdict is None or verdict.cause not in (Cause.ENDED, Cause.ELSEWHERE, Cause.OTHER_CALL):
         return verdict
     inside = [state for state in states if state.phase is not Phase.GONE and state.backward]
-    ended = [state for state in states if state.activity == END_OF_TRAINING]
+    ended = [state for state in states if state.doing is Doing.END]
     if 0 < len(inside) < len(states) or 0 < len(ended) < len(states):
         return replace(verdict, text=f"{verdict.text}. {FEWER_BATCHES}")
     return verdict
@@ -71,20 +70,20 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
 def _judge(states: Sequence[RankState]) -> Verdict | None:
     states = [state.with_pending() for state in states]
     if told := next((state.verdict for state in states if state.verdict), ""):
-        return Verdict("told before", (), told)
+        return Verdict(Cause.TOLD_BEFORE, (), told)
     failed, gone = ([state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE))
     waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed:
-        return _verdict("exception", failed, waiting, lambda state: f"raised {state.failure}")
+        return _verdict(Cause.EXCEPTION, failed, waiting, lambda state: f"raised {state.failure}")
     if gone:
-        return _verdict("process ended", gone, waiting, lambda _: "has ended without an error, or cannot be reached")
+        return _verdict(Cause.ENDED, gone, waiting, lambda _: "has ended without an error, or cannot be reached")
     if not waiting or len(states) < 2:
         return None
     if absent := [state for state in states if not state.waits_for]:
-        return _verdict("elsewhere", absent, waiting, _is_elsewhere)
+        return _verdict(Cause.ELSEWHERE, absent, waiting, _is_elsewhere)
     verdict = _all_wait(states)
     if _reduce_apart(states):
-        return replace(verdict, cause="other backwards", text=f"{verdict.text}. {OTHER_BACKWARDS}")
+        return replace(verdict, cause=Cause.OTHER_BACKWARDS, text=f"{verdict.text}. {OTHER_BACKWARDS}")
     return verdict
 
 
@@ -95,16 +94,16 @@ def _all_wait(states: Sequence[RankState]) -> Verdict:
     departed = [state for state in states if state.departure]
     if 0 < len(departed) < len(states):
         others = [state for state in states if not state.departure]
-        cause = "other backwards" if "backward" in departed[0].departure else "other modules"
+        cause = departed[0].departs_by
         return _verdict(cause, departed, others, lambda state: f"{state.departure}, and waits for {state.waits_for}")
-    outside = [state for state in states if not _is_in_step(state)]
+    outside = [state for state in states if not state.doing.is_of_step]
     if len(calls[0]) < len(calls[1]):
         chosen = calls[0]
     elif 0 < len(outside) < len(states):
         chosen = outside
     else:
         chosen = list(states)
-    cause = "other call" if any(not _is_in_step(state) for state in chosen) else "other order"
+    cause = Cause.OTHER_ORDER if all(state.doing.is_of_step for state in chosen) else Cause.OTHER_CALL
     others = [state for state in states if state not in chosen]
     alone = "alone " if len(chosen) == 1 else ""
     verdict = _verdict(cause, chosen, others, lambda state: f"{alone}waits for {state.waits_for}")
@@ -115,8 +114,8 @@ def _reduce_apart(states: Sequence[RankState]) -> bool:
     """Whether ranks reduce in different backwards of one window, or one does while others are in the step."""
     if len({state.steps for state in states}) > 1:
         return False
-    reducing = {state.backward for state in states if state.waits_for.startswith("the reduction of")}
-    in_step = {state.backward for state in states if state.activity in ("the reduction", "the optimizer step")}
+    reducing = {state.backward for state in states if state.reduces}
+    in_step = {state.backward for state in states if state.doing in (Doing.REDUCTION, Doing.STEP)}
     return bool(reducing) and len(reducing | in_step) > 1
 
 
@@ -126,9 +125,9 @@ def _same_call(states: Sequence[RankState]) -> Verdict:
     if len(by_what) > 1 and all(state.pending for state in states):
         chosen = by_what[0] if len(by_what[0]) < len(by_what[1]) else list(states)
         others = [state for state in states if state not in chosen]
-        return _verdict("other sizes", chosen, others, lambda state: f"has issued {_text(state.pending)}")
+        return _verdict(Cause.OTHER_SIZES, chosen, others, lambda state: f"has issued {_text(state.pending)}")
     return _verdict(
-        "same call", states, [], lambda state: f"waits for {state.waits_for}, as all others, and nothing arrives:"
+        Cause.SAME_CALL, states, [], lambda state: f"waits for {state.waits_for}, as all others, and nothing arrives:"
         " look at the network between them, or give the process group a longer timeout"
     )  # fmt: skip
 
@@ -155,14 +154,8 @@ def _text(recorded: Recorded | None) -> str:
     return recorded.text if recorded else "nothing"
 
 
-def _is_in_step(state: RankState) -> bool:
-    """Whether the rank is in what every optimizer step has."""
-    of_step = ("the forward", "the backward", "a backward", "the reduction", "the optimizer step", "the gather of")
-    return state.activity.startswith(of_step)
-
-
 def _verdict(
-    cause: str, chosen: Sequence[RankState], others: Sequence[RankState], did: Callable[[RankState], str]
+    cause: Cause, chosen: Sequence[RankState], others: Sequence[RankState], did: Callable[[RankState], str]
 ) -> Verdict:
     """Return the verdict that ``chosen`` are the cause, each in the words of ``did``; ``others`` wait."""
     groups = _grouped(chosen, lambda state: (did(state), state.place))

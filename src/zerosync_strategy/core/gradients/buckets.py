@@ -32,6 +32,7 @@ from zerosync_strategy.core.comm.collectives import (
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
+from zerosync_strategy.core.comm.waits import OfReduction
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.local import LocalGradient, LocalGradients
@@ -185,7 +186,7 @@ class GradientBucket(ABC):
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"
         self.names = repr(first) if len(params) == 1 else f"{first!r} to {last!r}"
-        self.label = f"the reduction of the gradients of {self.names}"
+        self.label = OfReduction(f"the reduction of the gradients of {self.names}")
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
     @abstractmethod

@@ -27,6 +27,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -177,7 +178,7 @@ class Window:
         if self._shares and self._traffic.traffic:
             self._traffic.attribute()  # parameters that were gathered on the way to this gradient
         if self._reducer.gradient_ready(gradient):
-            with self._activity("a backward"):
+            with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_complete()
             self._traffic.attribute()  # what was reduced
 
@@ -185,7 +186,7 @@ class Window:
         """The backward comes to a module of ZeRO-3; ``behind`` is as :meth:`Reducer.reduce_behind` takes it."""
         if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
             self._traffic.attribute()  # parameters that were gathered on the way
-            with self._activity("a backward"):
+            with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_behind(behind)
             self._traffic.attribute()
 
@@ -197,7 +198,7 @@ class Window:
     def _graph_done(self, graph: int) -> None:
         self._graphs.discard(graph)
         self._leave_backward()
-        with self._activity("a backward"):  # engine.backward() is one itself
+        with self._activity(Doing.OWN_BACKWARD):  # engine.backward() is one itself
             self._end_backward()
 
     def _leave_backward(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.buckets import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
@@ -38,7 +39,7 @@ class PendingGradients:
         self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
 
     def reduce(self) -> None:
-        with self._activity("the reduction"):
+        with self._activity(Doing.REDUCTION):
             self._window.reduce()
 
     def gradient_norm(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import RankStatus
 from zerosync_strategy.core.params.host_cache import HostCache
 
@@ -156,6 +157,15 @@ class GatherActivity(NamedTuple):
     ids: tuple[int, ...]
     ranks: str
     reader: str = ""
+
+    @property
+    def doing(self) -> Doing:
+        return Doing.GATHER
+
+    @property
+    def module(self) -> str:
+        """The module that has the first parameter."""
+        return self.names.get(self.ids[0], "").rpartition(".")[0]
 
     def __str__(self) -> str:
         reader = f" for {self.reader}" if self.reader else ""

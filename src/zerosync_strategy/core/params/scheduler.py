@@ -24,6 +24,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup
 from zerosync_strategy.core.params.gathers import ParameterGather, arrived
@@ -284,10 +285,10 @@ class GatherScheduler:
 
     # ---- words ---------------------------------------------------------------------------------------------------
 
-    def departure(self) -> str:
-        """Return how the gathers of this window are others than those of the last; empty if they are not."""
+    def departure(self) -> Departure | None:
+        """Return how the gathers of this window are others than those of the last; ``None`` if they are not."""
         for digest in self._digests:
             if (found := digest.departure()) is not None:
                 now, then = (gathers.listed(self.issuing.names, ids) for ids in found)
-                return f"gathered {now} where it gathered {then} in the window before"
-        return ""
+                return Departure(Cause.OTHER_MODULES, f"gathered {now} where it gathered {then} in the window before")
+        return None

@@ -1,0 +1,61 @@
+"""What a rank does, how it departs from what it did, and why ranks wait in vain: what a verdict goes by (W4).
+
+Values are what errors call them. Nothing is concluded from any other text.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Doing(str, Enum):
+    """What a rank does in the engine, as far as verdicts tell it apart."""
+
+    FORWARD = "the forward"
+    BACKWARD = "the backward"
+    OWN_BACKWARD = "a backward"  # which the engine did not begin
+    REDUCTION = "the reduction"
+    STEP = "the optimizer step"
+    GATHER = "the gather"
+    END = "the end of the training"  # where a frontend lets the ranks meet
+    ELSE = ""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether every optimizer step has it."""
+        return self not in (Doing.END, Doing.ELSE)
+
+
+def doing_of(what: object) -> Doing:
+    """Return which an activity is, that may be one, have one as ``doing``, or be any other."""
+    found = what if isinstance(what, Doing) else getattr(what, "doing", None)
+    return found if isinstance(found, Doing) else Doing.ELSE
+
+
+class Cause(str, Enum):
+    """Why ranks wait in vain. Each has a row in the table of docs/failures.md."""
+
+    EXCEPTION = "exception"
+    ENDED = "process ended"
+    ELSEWHERE = "elsewhere"
+    OTHER_BACKWARDS = "other backwards"
+    OTHER_MODULES = "other modules"
+    OTHER_CALL = "other call"
+    OTHER_ORDER = "other order"
+    OTHER_SIZES = "other sizes"
+    SAME_CALL = "same call"
+    TOLD_BEFORE = "told before"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Departure(NamedTuple):
+    """How a rank does otherwise in this window than in its last one, and of which cause that is."""
+
+    cause: Cause
+    text: str
