@@ -3,10 +3,10 @@
 Without this, a unit is gathered anew for each forward and backward, though its values change only in the optimizer
 step. A held parameter stays until the step reshards it.
 
-Held parameters are gathered in *buckets*, runs of the parameters of one process group in the order in which they were
-built, and each unit waits for its own (U2). Where all parameters of the model are held, the first unit that needs one
-in a window issues all gathers, so that no later one communicates, and ranks may run different modules (W6). Else a unit
-issues its own buckets and the next, in the order of U1.
+Held parameters are gathered in *runs*, of the parameters of one process group in the order in which they were built,
+and each unit waits for its own (U2). Where all parameters of the model are held, the first unit that needs one in a
+window issues all gathers, so that no later one communicates, and ranks may run different modules (W6). Else a unit
+issues its own runs and the next, in the order of U1.
 
 Others may reshard a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The unit's hooks see it
 before and after its forward, and what a backward may need is looked through when the backward begins.
@@ -24,12 +24,12 @@ from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record, reshard, settle, unclaimed
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.held_units import Bucket, held_buckets
+from zerosync_strategy.core.params.held_units import HeldRun, held_runs
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.units import Unit
 
 AHEAD = 2
-"""Buckets that are gathered ahead of their use, where not all parameters are held."""
+"""Runs that are gathered ahead of their use, where not all parameters are held."""
 
 
 class ParameterCache:
@@ -43,8 +43,8 @@ class ParameterCache:
         self._units, self._scheduler, self.plan = units, scheduler, plan
         self._steps = False  # an optimizer step is under way
         self.infers = False
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Record, Bucket] = {}
+        self._runs: list[HeldRun] = []
+        self._run_of: dict[Record, HeldRun] = {}
         scheduler.before_read = self.before_read
         if plan.holds_all:
             self._hold_units()
@@ -69,8 +69,8 @@ class ParameterCache:
         self.plan.reset_counts()
 
     def _begin_window(self) -> None:
-        for bucket in self._buckets:
-            bucket.issued = False
+        for run in self._runs:
+            run.issued = False
         for unit in self._units:
             unit.pending = True
 
@@ -121,8 +121,8 @@ class ParameterCache:
     # ---- units whose parameters are all held -----------------------------------------------------------------------
 
     def _hold_units(self) -> None:
-        self._buckets = held_buckets(self._units, self.plan, self._scheduler)
-        self._bucket_of = {param._zerosync_record: bucket for bucket in self._buckets for param in bucket.params}
+        self._runs = held_runs(self._units, self.plan, self._scheduler)
+        self._run_of = {param._zerosync_record: run for run in self._runs for param in run.params}
 
     def use(self, unit: Unit, model_runs: bool) -> None:
         """The forward of ``unit``, which is held, begins; ``model_runs``: as part of a forward of the whole model."""
@@ -144,13 +144,13 @@ class ParameterCache:
         """Let the parameters of a unit be there for the current stream, and issue the gathers of the next."""
         if self.plan.holds_all:
             self._issue_all()
-        buckets = [] if self.infers else unit.held or []
+        runs = [] if self.infers else unit.held or []
         complete = zero3.all_gathered(unit.params)
-        turn = {bucket.place: bucket for bucket in buckets if not (complete and bucket.issued)}
+        turn = {run.place: run for run in runs if not (complete and run.issued)}
         if model_runs and not self.plan.holds_all:
-            for bucket in buckets:
-                for ahead in self._buckets[bucket.place + 1 : bucket.place + 1 + AHEAD]:
-                    if ahead.group == bucket.group and not ahead.issued:
+            for run in runs:
+                for ahead in self._runs[run.place + 1 : run.place + 1 + AHEAD]:
+                    if ahead.group == run.group and not ahead.issued:
                         turn[ahead.place] = ahead
         for place in sorted(turn):
             self._issue(turn[place])
@@ -162,15 +162,15 @@ class ParameterCache:
         unit.pending = not all(gather.is_complete for gather in pending)
 
     def _issue_all(self) -> None:
-        """Issue the gathers of all buckets that are missing in this window: on every rank alike, whatever runs (W6)."""
-        for bucket in self._buckets:
-            if not bucket.issued:
-                self._issue(bucket)
+        """Issue the gathers of all runs that are missing in this window: on every rank alike, whatever runs (W6)."""
+        for run in self._runs:
+            if not run.issued:
+                self._issue(run)
 
     @internal
-    def _issue(self, bucket: Bucket) -> None:
-        bucket.issued = True
-        if missing := list(filter(zero3.is_released, bucket.params)):
+    def _issue(self, run: HeldRun) -> None:
+        run.issued = True
+        if missing := list(filter(zero3.is_released, run.params)):
             self._scheduler.issue(missing)
             self.plan.claim(param._zerosync_record for param in missing)
 
@@ -181,20 +181,20 @@ class ParameterCache:
         held = [record.param for record in self.plan.held()]
         if zero3.all_gathered(held) or not any(zero3.is_released(p) and not zero3.is_persistent(p) for p in held):
             return
-        records = [record for record in self.plan.held() if record in self._bucket_of]
-        for place in sorted({self._bucket_of[record].place for record in records}):
-            self._issue(self._buckets[place])
+        records = [record for record in self.plan.held() if record in self._run_of]
+        for place in sorted({self._run_of[record].place for record in records}):
+            self._issue(self._runs[place])
         arrived(records)
 
     def before_read(self, param: Any) -> None:
         """A reader whom no hook serves finds what is held there, or on its way."""
         if self._steps:
-            return  # at its end DeepSpeed gathers what is persistent, which is not to bring the rest of a bucket
-        bucket = self._bucket_of.get(param._zerosync_record)
-        if bucket is not None:
+            return  # at its end DeepSpeed gathers what is persistent, which is not to bring the rest of a run
+        run = self._run_of.get(param._zerosync_record)
+        if run is not None:
             if self.plan.holds_all:
                 self._issue_all()
-            self._issue(bucket)
+            self._issue(run)
 
     def stepping(self) -> AbstractContextManager[None]:
         """Around an optimizer step: of what it does not change, what is held stays."""

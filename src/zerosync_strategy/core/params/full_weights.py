@@ -1,6 +1,6 @@
-"""The full weights of a module, one bucket at a time, for whoever saves them or gives them to an inference engine.
+"""The full weights of a module, one run at a time, for whoever saves them or gives them to an inference engine.
 
-A bucket is a run of parameters that one message gathers. Its values are memory of their own and the parameters stay as
+A run is of parameters that one message gathers. Its values are memory of their own and the parameters stay as
 they are, so that nothing of the engine waits for the consumer, and a consumer that stops early leaves nothing behind.
 """
 

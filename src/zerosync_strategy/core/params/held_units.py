@@ -14,11 +14,11 @@ from zerosync_strategy.core.params.units import Unit
 
 
 @dataclass
-class Bucket:
-    """Parameters that are gathered by one message.
+class HeldRun:
+    """Held parameters that are gathered by one message.
 
     Attributes:
-        place: among all buckets; those of a process group follow each other.
+        place: among all runs; those of a process group follow each other.
         group: the place of the process group in the order of gathers (U1).
         params: in the order in which they were built.
         issued: in this window: what was missing is gathered, or on its way.
@@ -30,8 +30,8 @@ class Bucket:
     issued: bool = False
 
 
-def held_buckets(units: Iterable[Unit], plan: HoldPlan, scheduler: GatherScheduler) -> list[Bucket]:
-    """Let those ``units`` know which of all that stays until the step is theirs; return the buckets of that."""
+def held_runs(units: Iterable[Unit], plan: HoldPlan, scheduler: GatherScheduler) -> list[HeldRun]:
+    """Let those ``units`` know which of all that stays until the step is theirs; return the runs of that."""
     held = {}
     for unit in units:
         unit.held = None
@@ -39,18 +39,17 @@ def held_buckets(units: Iterable[Unit], plan: HoldPlan, scheduler: GatherSchedul
             held[unit] = unit.params
     by_id = {zero3.param_id(param): param for params in held.values() for param in params}
     unit_of = {param: unit for unit, params in held.items() for param in params}
-    buckets: list[Bucket] = []
-    bucket_of: dict[int, Bucket] = {}
+    found: list[HeldRun] = []
+    run_of: dict[int, HeldRun] = {}
     for trains in (True, False):  # apart, since those that are frozen are gathered once
         params = [param for param in by_id.values() if param.requires_grad == trains]
         for group, runs in scheduler.runs(params, unit_of):
-            for run in runs:
-                bucket = Bucket(len(buckets), group, run)
-                buckets.append(bucket)
-                bucket_of.update((zero3.param_id(param), bucket) for param in run)
+            for members in runs:
+                found.append(run := HeldRun(len(found), group, members))
+                run_of.update((zero3.param_id(param), run) for param in members)
     for unit, params in held.items():
-        unit.held = [buckets[place] for place in sorted({bucket_of[zero3.param_id(param)].place for param in params})]
-    return buckets
+        unit.held = [found[place] for place in sorted({run_of[zero3.param_id(param)].place for param in params})]
+    return found
 
 
 def _stays(record: Record) -> bool:

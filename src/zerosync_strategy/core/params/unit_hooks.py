@@ -16,7 +16,7 @@ backward that no step follows.
 
 So nothing is put into the graph. A backward that makes a graph (``create_graph``) keeps what it has come to until
 another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
-of torch.func runs in. A unit that is held until the step waits for its buckets, once (``cache.py``).
+of torch.func runs in. A unit that is held until the step waits for its runs, once (``cache.py``).
 
 What is gathered ahead is what has followed before (``passes.py``), so on all ranks the same.
 """

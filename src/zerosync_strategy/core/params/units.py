@@ -33,7 +33,7 @@ class Unit:
         runs: how many of its forwards run.
         tasks: backwards, by autograd's number of each, that have come to it and not left it.
         is_claimed: its values stay for one of these, or for what its hooks expect (``unit_hooks.py``).
-        held: the buckets in which it is gathered, where all of it is held until the step; ``None``: it is not.
+        held: the runs in which it is gathered, where all of it is held until the step; ``None``: it is not.
         pending: it has not waited for them in this window, or they may not be there on every stream.
     """
 
