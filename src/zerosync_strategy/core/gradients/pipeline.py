@@ -122,14 +122,14 @@ class ReductionPipeline:
     def launch(self, bucket: GradientBucket) -> None:
         """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
-        before, _ = self._scales(bucket)
+        before, _, averages = self._scales(bucket)
         self.begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self.ready_shards()
             for rows, part in bucket.reduce_scatter_inputs(before):
                 self.wait(self._messages.in_flight - 1)
                 if bucket.nodes is None:
-                    self._reduce(bucket, rows, part)
+                    self._reduce(bucket, rows, part, averages)
                 else:
                     self._reduce_within(bucket, bucket.nodes, rows, part)
         if bucket.level is not Level.NODE or self.closes:
@@ -189,12 +189,11 @@ class ReductionPipeline:
         """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
         return self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
 
-    def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
+    def _reduce(self, bucket: GradientBucket, rows: Any, part: Part, averages: bool) -> None:
         """Launch the reduction of ``rows`` over all ranks."""
         out, use = self._into_shard(bucket, part)
-        average = self._averages(bucket)
         reduction = bucket.layout.reduce_scatter(
-            rows, self._ordered, self._tag, out, self._local.empty, bucket.label, average
+            rows, self._ordered, self._tag, out, self._local.empty, bucket.label, averages
         )
         self._note(bucket, reduction, use)
 
@@ -226,7 +225,7 @@ class ReductionPipeline:
         targets = self._shards.shard_parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced
         out = targets[0] if len(targets) == 1 and not adds and self._shards.shards_on_device else None
-        _, after = self._scales(bucket)
+        _, after, _ = self._scales(bucket)
         return out, partial(self._add_to_shard, targets, adds, after)
 
     def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
@@ -247,20 +246,14 @@ class ReductionPipeline:
             elif part.data_ptr() != target.data_ptr():
                 target.copy_(part, non_blocking=True)
 
-    def _averages(self, bucket: GradientBucket) -> bool:
-        """Whether the collective itself averages."""
-        is_plain = bucket.nodes is None and not self._ordered and self._predivide == 1.0
-        return is_plain and bucket.layout.averages
+    def _scales(self, bucket: GradientBucket) -> tuple[float, float, bool]:
+        """Factors before and after the sum, and whether the collective averages instead.
 
-    @property
-    def _predivide(self) -> float:
-        return float(self._shards.optimizer.gradient_predivide_factor)
-
-    def _scales(self, bucket: GradientBucket) -> tuple[float, float]:
-        """Factors before and after the sum. In half precision a plain sum over many ranks could overflow."""
-        layout, predivide = bucket.layout, self._predivide
-        if self._averages(bucket):
-            return 1.0, 1.0
+        In half precision a plain sum over many ranks could overflow.
+        """
+        layout, predivide = bucket.layout, float(self._shards.optimizer.gradient_predivide_factor)
+        if layout.averages and bucket.nodes is None and not self._ordered and predivide == 1.0:
+            return 1.0, 1.0, True
         if predivide == 1.0 and layout.dtype.itemsize < 4:
             predivide = layout.divisor
-        return 1.0 / predivide, predivide / layout.divisor
+        return 1.0 / predivide, predivide / layout.divisor, False

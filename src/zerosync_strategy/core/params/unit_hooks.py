@@ -272,7 +272,7 @@ class UnitHooks:
         if missing:
             for each in missing:
                 self._expect(each, passes, at_rest=True)
-            for units in (missing[:1], missing[1:]) if is_next_missing else (missing,):
+            for units in (missing[:1], missing[1:]) if is_next_missing and len(missing) > 1 else (missing,):
                 self._scheduler.issue([param for each in units for param in each.params])
 
     def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
