@@ -194,6 +194,7 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
         dist.get_backend = lambda group=None: dist.Backend("nccl")
+        dist.get_backend_config = lambda group=None: "cpu:nccl,cuda:nccl"
     deepspeed.init_distributed("gloo" if options.cpu else "nccl", dist_init_required=not is_fake, verbose=False)
     synchronize = deepspeed.get_accelerator().synchronize
 
@@ -279,7 +280,7 @@ def main() -> None:
         results.append(found)
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"{found.pop('system'):22}" + "  ".join(f"{what} {value:.4g}" for what, value in found.items()),
+                f"{found.pop('system'):23}" + "  ".join(f"{what} {value:.4g}" for what, value in found.items()),
                 flush=True,
             )
             found["system"] = system

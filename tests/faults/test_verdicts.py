@@ -70,6 +70,7 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
         ([replace(FORWARD, departure="x"), replace(FORWARD, departure="x"), replace(OTHER, departure="x")],
          "other order", (2,)),
         ([FORWARD, BARRIER], "other call", (1,)),
+        ([replace(FORWARD, doing=Doing.UPDATES), BARRIER], "other call", (1,)),
         ([BARRIER, BARRIER, FORWARD], "other order", (2,)),
         ([FORWARD, IDLE, FORWARD], "elsewhere", (1,)),
         ([FORWARD, GONE, IDLE], "process ended", (1,)),

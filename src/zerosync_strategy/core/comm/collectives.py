@@ -138,7 +138,6 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     empty: Allocate = allocate,
     label: str = "",
-    average: bool = False,
 ) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
@@ -150,7 +149,6 @@ def reduce_scatter(
         tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
         empty: allocates the memory to receive into, off NCCL.
-        average: divide the sums by the number of ranks; on NCCL alone, which does so while it sums.
 
     Returns:
         A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -171,8 +169,7 @@ def reduce_scatter(
         note_launch(process_group, rows.device, label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
     result = packed.new_empty(width) if out is None else out
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    work = comm.reduce_scatter_tensor(result, packed.view(-1), op=op, group=process_group, async_op=True)
+    work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: result, alive=packed)
 

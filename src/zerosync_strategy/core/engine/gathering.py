@@ -143,7 +143,8 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
     From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :meth:`Record.free`.
     """
     handle = params[0].all_gather_coalesced(list(params))
-    is_alone = dist.get_world_size(params[0].ds_process_group) == 1  # nothing is sent, and the host would wait
+    # Nothing is sent, and the host would wait. It has to where the shard is in memory that the host writes to.
+    is_alone = dist.get_world_size(params[0].ds_process_group) == 1 and all(map(_is_on_device, params))
 
     @for_training
     @torch.no_grad()
@@ -163,6 +164,10 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
                 record.returned()
 
     return land
+
+
+def _is_on_device(param: Any) -> bool:
+    return zero3.has_plain_shard(param) and bool(param.ds_tensor.device == param.device)
 
 
 def gather_empty(param: Any) -> bool:

@@ -18,6 +18,8 @@ class Doing(str, Enum):
     REDUCTION = "the reduction"
     STEP = "the optimizer step"
     GATHER = "the gather"
+    UPDATES = "the gather of the updated parameters"
+    GRADIENTS = "the gather of the gradients"
     END = "the end of the training"  # where a frontend lets the ranks meet
     ELSE = ""
 

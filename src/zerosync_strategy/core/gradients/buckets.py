@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import (
-    Allocate,
-    InFlight,
-    all_gather,
-    backend_for,
-    is_native,
-    reduce_scatter,
-)
+from zerosync_strategy.core.comm.collectives import Allocate, InFlight, all_gather, is_native, reduce_scatter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import ShardSlice
@@ -57,7 +50,6 @@ class ShardLayout(ABC):
         params: each once.
         shard_numel: elements of one rank's shard.
         divisor: what a sum over the group is divided by to average it.
-        averages: a collective can divide by that while it sums, without a pass over memory.
         dtype: of the reduction.
         nodes: of the process group; ``None`` where two levels would be one.
         is_native: the backend has a reduce-scatter of its own.
@@ -72,8 +64,6 @@ class ShardLayout(ABC):
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.params = list(params)
         self.shard_numel, self.divisor, self.dtype = shard_numel, divisor, dtype
-        is_nccl = self.is_native and backend_for(process_group, params[0].device.type) == "nccl"
-        self.averages = is_nccl and divisor == self.world_size
 
     def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
         """As :func:`collectives.all_gather`, in two levels where that sends less."""
@@ -82,10 +72,10 @@ class ShardLayout(ABC):
         return all_gather(rows, self.process_group, tag, label)
 
     def reduce_scatter(
-        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str, average: bool
+        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
     ) -> InFlight:
         """Launch the reduction of what a bucket has yielded; see :func:`collectives.reduce_scatter`."""
-        return reduce_scatter(rows, self.process_group, ordered, tag, out, empty, label, average)
+        return reduce_scatter(rows, self.process_group, ordered, tag, out, empty, label)
 
     def in_node_shard(self, nbytes: int) -> int:
         """Return how many of so many bytes of gradients are in a node shard, the largest; of several nodes."""

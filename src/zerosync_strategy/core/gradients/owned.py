@@ -40,7 +40,6 @@ class OwnedLayout(FlatLayout):
         divisor: float, dtype: torch.dtype, group_index: int,
     ) -> None:  # fmt: skip
         super().__init__(process_group, params, offsets, 0, divisor, dtype, group_index)
-        self.averages = False  # those that do not reduce to rows
         self.owners = {param: owners[param] for param in self.params}
         self.own_offsets: dict[Any, int] = {}
         for param, owner in self.owners.items():
@@ -76,9 +75,8 @@ class OwnedLayout(FlatLayout):
         return self.own_offsets[own[0]] if own else 0, sum(map(zero3.full_numel, own))
 
     def reduce_scatter(
-        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str,
-        average: bool = False,
-    ) -> InFlight:  # fmt: skip
+        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
+    ) -> InFlight:
         own = _row_of(self.rank, rows)
         return reduce_to_owners(rows, own, self.process_group, ordered, tag, out, empty, label)
 

@@ -101,7 +101,7 @@ class PendingGradients:
         if self._are_shown or self._window.state is WindowState.CLOSED:
             yield
             return
-        with self._activity("the gather of the gradients"), self._apart(FULL_GRADIENTS):
+        with self._activity(Doing.GRADIENTS), self._apart(FULL_GRADIENTS):
             self._show()
         self._are_shown = True
         try:

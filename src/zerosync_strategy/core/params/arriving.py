@@ -21,6 +21,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.stripes import Stripe
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.params.tensor_functions import OF_ANY_VALUES
 
 _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
@@ -87,7 +88,7 @@ class ArrivingParameters:
         param, gathers = self._of.pop(id(param))
         if _awaited.pop(id(param), None) is not None and isinstance(param, _OnTheWay):
             param.__class__ = type(param).__mro__[2]
-        with self._activity("the gather of the updated parameters"):
+        with self._activity(Doing.UPDATES):
             for gather in gathers:
                 gather.wait()
         return gathers

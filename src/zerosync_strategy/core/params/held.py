@@ -84,6 +84,10 @@ class HoldPlan:
 
     # ---- the choice ----------------------------------------------------------------------------------------------
 
+    def count(self, params: Iterable[Any]) -> None:
+        """Units are about to gather those of ``params`` that are released."""
+        self._gathers.update(param._zerosync_record for param in zero3.released(params))
+
     def count_window(self) -> bool:
         """After an optimizer step: choose what to hold once a window was counted; return whether that is done now."""
         self.peak_bytes = self.held_bytes
@@ -208,11 +212,9 @@ class HoldPlan:
     def gathers_in(self, record: Record) -> tuple[int, int]:
         """Return how often the window that a step has ended had to gather a parameter, at all and from other nodes.
 
-        By what its modules asked for, which counts for the choice. Called once a window.
+        By what its modules asked for.
         """
         host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
-        if self.counts and asked:
-            self._gathers[record] += asked
         if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
             return 0, 0
         if zero3.is_persistent(param):  # DeepSpeed's own step gathers it

@@ -244,7 +244,7 @@ class UnitHooks:
         passes.comes(unit)
         self._expected.pop(unit, None)
         if not zero3.all_gathered(unit.params):
-            self._scheduler.issue(unit.params)
+            self._issue(unit.params)
             arrived(unit.records)
         self._scheduler.join(unit.records)
         unit.claim()
@@ -273,7 +273,12 @@ class UnitHooks:
             for each in missing:
                 self._expect(each, passes, at_rest=True)
             for units in (missing[:1], missing[1:]) if is_next_missing and len(missing) > 1 else (missing,):
-                self._scheduler.issue([param for each in units for param in each.params])
+                self._issue([param for each in units for param in each.params])
+
+    def _issue(self, params: list[Any]) -> None:
+        if self._cache.plan.counts:
+            self._cache.plan.count(params)
+        self._scheduler.issue(params)
 
     def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
         """Let ``unit`` stay, if it is there, until so many ``passes`` have ended, with the one that runs."""
