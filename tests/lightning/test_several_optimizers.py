@@ -20,6 +20,7 @@ from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveAfter, fit, make_trainer, strategy
 from zerosync_strategy import ZeroSyncMonitor
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.engine.parameter import record_of
 
 BATCHES = 12
 
@@ -186,6 +187,21 @@ def test_options_hold_for_each_engine(options: dict[str, Any]) -> None:
             assert counted < 1.1 * sum(report.floor_bytes for report in of_g + of_d)
         else:
             assert {report.reductions for report in of_d} == {2} and len(of_d) == 2 * len(of_g) == 6
+
+
+def test_a_budget_is_for_the_parameters_of_each_engine() -> None:
+    """What is worth holding is found out before any of them has stepped, of the whole module."""
+
+    class Held(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.names = {name for name, param in module.named_parameters() if record_of(param).hold}
+
+    def run() -> set[str]:
+        held = Held()
+        fit(Gan("toggle"), several(3, param_memory_budget=2700), BATCHES, callbacks=[held])
+        return {name.split(".")[-3] for name in held.names}
+
+    assert run_ranks(run) == [{"g", "d"}] * 2
 
 
 class Reports(Callback):
