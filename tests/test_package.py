@@ -110,7 +110,7 @@ ROOMS = {  # each with those that it may import; any of them may import the opti
     "params": {"engine", "comm", "failures"},
     "checkpoints": {"engine", "comm", "failures"},
     "options": {"engine", "comm"},
-    "optimizer": {"engine", "comm", "gradients"},
+    "optimizer": {"engine", "comm", "failures", "gradients"},
     "budgets": {"engine", "comm", "gradients", "params"},
 }
 ABOVE_THE_ROOMS = {"attached"}  # imports all of them

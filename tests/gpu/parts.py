@@ -40,17 +40,12 @@ def exposed(*arguments: str) -> tuple[str, ...]:
 
 
 TINY = ("--cpu", "--rounds", "1", "--warmup", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
-GPT = ("--model", "gpt", "--layers", "24", "--width", "1024")
-PARALLEL = (
-    "ddp",
-    "fsdp2-3",
-    "stock-2",
-    "zerosync-2",
-    "stock-3",
-    "zerosync-3",
-    "zerosync-3-held",
-    "zerosync-3-resharding",
+GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "3")
+SMALL = (
+    *("--model", "gpt", "--layers", "24", "--width", "128", "--context", "32", "--batch", "1"),
+    *("--warmup", "1", "--rounds", "3", "--gbits", "1e9", "--latency", "0"),
 )
+OURS = ("zerosync-2", "zerosync-3", "zerosync-3-held", "zerosync-3-resharding")
 
 
 PARTS = (
@@ -64,80 +59,63 @@ PARTS = (
     Part(
         "exact",
         "Are stages 1 to 3 plain torch in fp32, bf16 and fp16, on the device, offloaded and on the host?",
-        100,
+        80,
         tests("tests/gpu/test_exact.py", workers=8),
         tests("tests/gpu/test_exact.py", "--simulated", workers=2),
     ),
     Part(
         "streams",
         "Does each rule of docs/streams.md matter on real streams, which are kept busy and poisoned?",
-        90,
+        80,
         tests("tests/gpu/test_streams.py"),
         tests("tests/racecheck/test_deepspeed.py", "--extended=all", "-k", "every_rule_is_needed", workers=2),
     ),
     Part(
         "costs",
         "What is a step's peak of memory, and at which lines does the host wait?",
-        60,
+        50,
         tests("tests/gpu/test_step_costs.py", workers=4),
         tests("tests/gpu/test_step_costs.py", "--simulated", workers=2),
     ),
     Part(
         "rest",
         "What else tests/gpu has: gauges, pinned memory, edits, compiled regions, slow gathers.",
-        70,
+        65,
         tests("tests/gpu", "-k", "(test_cuda or test_memory or test_gathers) and not deepcompile", workers=4),
         "CUDA's allocator, compiled kernels and events are what these tests are about",
     ),
     Part(
         "followed",
         "Does the race checker follow CUDA's own events, and find what is not ordered?",
-        60,
+        50,
         tests("tests/gpu/test_followed.py", workers=4),
         tests("tests/gpu/test_followed.py", "--simulated"),
     ),
     Part(
         "exposed",
         "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
-        90,
+        75,
         exposed("--model", "mlp"),
         exposed("--model", "mlp", *TINY),
     ),
     Part(
         "gpt",
         "The same of a GPT of 0.3 G parameters.",
-        90,
-        exposed(*GPT, "--systems", *PARALLEL),
+        70,
+        exposed(*GPT, "--systems", "ddp", "fsdp2-3", "stock-2", "stock-3", *OURS),
         exposed("--model", "gpt", *TINY),
     ),
     Part(
         "host",
         "How long does the host take for a step? The same with hardly any arithmetic, and links that take no time.",
-        70,
-        exposed(
-            "--model",
-            "gpt",
-            "--layers",
-            "24",
-            "--width",
-            "128",
-            "--context",
-            "32",
-            "--batch",
-            "1",
-            "--gbits",
-            "1e9",
-            "--latency",
-            "0",
-            "--systems",
-            *PARALLEL,
-        ),
+        60,
+        exposed(*SMALL, "--systems", "ddp", "fsdp2-3", *OURS),
         "a CPU has no kernels to launch; benchmarks/host_work.py counts there",
     ),
     Part(
         "deepcompile",
         "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
-        60,
+        40,
         tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x"),
         tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
     ),
