@@ -55,7 +55,7 @@ def collectives(instead: Callable[..., Any]) -> Iterator[None]:
 
 
 class Delay:
-    """A collective's work, with a future as DDP wants it. ``event``: after it; ``None``: it was left out."""
+    """A collective's work, with a future as DDP wants it. ``stream``: runs it; ``None``: it was left out."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], alive: Any, stream: Any = None) -> None:
         self._outputs, self._alive, self._stream = list(outputs), alive, stream
@@ -89,17 +89,14 @@ class Links:
         latency: seconds that each takes besides.
 
     Attributes:
-        seconds: delays since :meth:`reset`; ``nbytes``, what was sent; ``calls``.
+        seconds: of all delays; whoever counts them sets it to zero.
     """
 
     def __init__(self, rate: float | None, latency: float = 0.0) -> None:
         self._rate, self._latency = rate, latency
         self._streams: dict[Any, Any] = {}
         self._hertz = 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds, self.nbytes, self.calls = 0.0, 0, 0
+        self.seconds = 0.0
 
     def calibrate(self) -> None:
         """Find out how fast the GPU counts. It counts slower while it has just been idle."""
@@ -125,7 +122,7 @@ class Links:
         world = dist.get_world_size(group)
         nbytes = int(max(output.nbytes, source.nbytes) * (2 if name == "all_reduce" else 1) * (world - 1) / world)
         seconds = nbytes / self._rate + self._latency
-        self.seconds, self.nbytes, self.calls = self.seconds + seconds, self.nbytes + nbytes, self.calls + 1
+        self.seconds += seconds
         stream = self._streams.get(group)
         if stream is None:
             stream = self._streams[group] = torch.cuda.Stream(priority=-1)
