@@ -31,7 +31,7 @@ from zerosync_strategy.core.engine import cpu, gathering, patches, zero
 from zerosync_strategy.core.engine.checkpoint_files import loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
-from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
+from zerosync_strategy.core.engine.interpose import Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
@@ -57,7 +57,7 @@ from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
-    "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "StrategyArguments", "ZeroSync",
+    "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
     "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",

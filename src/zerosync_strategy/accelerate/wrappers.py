@@ -24,7 +24,7 @@ from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
 from zerosync_strategy.accelerate.stepping import AUTO, StepPlace
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.frontend import ZeroSync
+from zerosync_strategy.frontend import Stock, ZeroSync
 
 NOTHING_TO_CLIP = (
     "clip_grad_norm_() was given no parameters, so it clips nothing, as without DeepSpeed. A filter or generator is"
@@ -198,7 +198,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
 
-class _OptimizerOverrides:
+class _OptimizerOverrides(Stock):
     """Overrides of a prepared optimizer."""
 
     zerosync: ZeroSync
@@ -223,7 +223,7 @@ class _OptimizerOverrides:
             self.optimizer.zero_grad()
 
 
-class _AcceleratorOverrides:
+class _AcceleratorOverrides(Stock):
     """Overrides of an Accelerator that has prepared a model."""
 
     deepspeed_engine_wrapped: Any
@@ -233,7 +233,7 @@ class _AcceleratorOverrides:
 
     @property
     def sync_gradients(self) -> bool:
-        return super().sync_gradients  # type: ignore[misc]
+        return super().sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
@@ -246,25 +246,25 @@ class _AcceleratorOverrides:
     ) -> Any:
         wrapped = self.deepspeed_engine_wrapped
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return wrapped.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         wrapped = self.deepspeed_engine_wrapped
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
-            return super().clip_grad_value_(parameters, clip_value)  # type: ignore[misc]
+            return super().clip_grad_value_(parameters, clip_value)
         wrapped.clip_grad_value(parameters, clip_value)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         with frontend.one_save():  # schedulers and the states of generators are part of it
-            return super().save_state(*args, **kwargs)  # type: ignore[misc]
+            return super().save_state(*args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
         if kept is not None:
             kept.zerosync.abort("training began anew")
             self.deepspeed_engine_wrapped = None  # or its engine would be destroyed
-        released = super().free_memory(*objects)  # type: ignore[misc]
+        released = super().free_memory(*objects)
         self.deepspeed_engine_wrapped = kept
         if not divides_losses(self):  # a Trainer goes on by itself
             patches.remove_user(self.deepspeed_plugin)
@@ -278,5 +278,5 @@ class _AcceleratorOverrides:
             zerosync.end()  # Accelerate destroys the process group
         self._zerosyncs.clear()
         plugin = self.deepspeed_plugin
-        super().end_training()  # type: ignore[misc]
+        super().end_training()
         patches.remove_user(plugin)

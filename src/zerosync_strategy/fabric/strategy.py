@@ -19,7 +19,7 @@ from typing_extensions import override
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import Stock, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract
@@ -408,7 +408,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return super().get_optimizer_state(optimizer)
 
 
-class _OptimizerOverrides:
+class _OptimizerOverrides(Stock):
     """Overrides of a ZeRO optimizer."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -418,7 +418,7 @@ class _OptimizerOverrides:
                 "load_state_dict() of an optimizer under ZeRO was given the state of an optimizer without ZeRO, which"
                 " it cannot shard. Load weights alone, or what fabric.save() has saved under ZeRO."
             )
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        super().load_state_dict(*args, **kwargs)
 
 
 class _BackwardSync:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from zerosync_strategy.frontend import copy_problem, interpose, readable, restore
+from zerosync_strategy.frontend import Stock, copy_problem, interpose, readable, restore
 
 from .library import (
     WEIGHT_AVERAGING,
@@ -41,13 +41,13 @@ def _without_deepspeed(trainer: Trainer) -> Any:
     return _View(trainer, strategy=_View(trainer.strategy))
 
 
-class CallbackOverrides:
+class CallbackOverrides(Stock):
     """Overrides of a callback."""
 
     @property
     def state_key(self) -> str:
         """Lightning's own, by the name of the class as it was: the key of its state in checkpoints."""
-        key: str = super().state_key  # type: ignore[misc]
+        key: str = super().state_key
         return key.removeprefix("ZeroSync")
 
 
@@ -55,7 +55,7 @@ class SchedulerOverrides(CallbackOverrides):
     """It refuses DeepSpeed, where the engine owns accumulation. Here Lightning does."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(_without_deepspeed(trainer), pl_module)  # type: ignore[misc]
+        super().on_train_start(_without_deepspeed(trainer), pl_module)
 
 
 class WeightAveragingOverrides(CallbackOverrides):
@@ -67,7 +67,7 @@ class WeightAveragingOverrides(CallbackOverrides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _check_copy(self, pl_module)
-        super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+        super().setup(trainer, pl_module, stage)
 
     def _swap_models(self, pl_module: LightningModule) -> None:
         # In half precision, the module cannot hold the average as it is: the average keeps it aside.
@@ -78,20 +78,20 @@ class WeightAveragingOverrides(CallbackOverrides):
             for tensor, data in self._zerosync_average:
                 tensor.data = data.clone()
         with _writable(pl_module):
-            super()._swap_models(pl_module)  # type: ignore[misc]
+            super()._swap_models(pl_module)
         for tensor, data in kept or ():
             tensor.data = data
 
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
         with _writable(pl_module):
-            super()._copy_average_to_current(pl_module)  # type: ignore[misc]
+            super()._copy_average_to_current(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # The engine has loaded the module, as it was when the checkpoint was saved.
         with _writable(pl_module):
             own = pl_module.state_dict()
             given = {"state_dict": own, "current_model_state": own} | checkpoint
-            super().on_load_checkpoint(trainer, pl_module, given)  # type: ignore[misc]
+            super().on_load_checkpoint(trainer, pl_module, given)
 
 
 class StochasticWeightAveragingOverrides(CallbackOverrides):
@@ -102,20 +102,20 @@ class StochasticWeightAveragingOverrides(CallbackOverrides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _check_copy(self, pl_module)
-            super().setup(_without_deepspeed(trainer), pl_module, stage)  # type: ignore[misc]
+            super().setup(_without_deepspeed(trainer), pl_module, stage)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("callbacks", {}).get(self.state_key) or {}
         if saved.get("scheduler_state") is not None:  # of a scheduler that on_train_epoch_start() makes
-            self._clear_schedulers(trainer)  # type: ignore[attr-defined]
+            self._clear_schedulers(trainer)
 
     def update_parameters(self, average_model: LightningModule, model: LightningModule, *args: Any) -> None:
         with readable(model.parameters()):
-            super().update_parameters(average_model, model, *args)  # type: ignore[misc]
+            super().update_parameters(average_model, model, *args)
 
     def transfer_weights(self, average_model: LightningModule, model: LightningModule) -> None:
         with _writable(model):
-            super().transfer_weights(average_model, model)  # type: ignore[misc]
+            super().transfer_weights(average_model, model)
 
 
 class FinetuningOverrides(CallbackOverrides):
@@ -126,12 +126,12 @@ class FinetuningOverrides(CallbackOverrides):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         trained = [param for param in pl_module.parameters() if param.requires_grad]
-        super().setup(_without_deepspeed(trainer), pl_module, stage)  # type: ignore[misc]
+        super().setup(_without_deepspeed(trainer), pl_module, stage)
         self._zerosync_froze = [param for param in trained if not param.requires_grad]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restarting = False  # the optimizer's groups are the engine's
-        super().on_fit_start(trainer, pl_module)  # type: ignore[misc]
+        super().on_fit_start(trainer, pl_module)
         groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         held = {param for params in groups for param in params}
         thaws = self._zerosync_froze if _adds_groups(self) else []
@@ -158,7 +158,7 @@ class TimerOverrides(CallbackOverrides):
     """It looks in ``on_fit_start()`` whether the time of the run it resumes was up: here that is restored later."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        super().on_train_start(trainer, pl_module)
         timer: Any = self
         timer.on_fit_start(trainer)
 

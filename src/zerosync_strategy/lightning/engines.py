@@ -143,4 +143,4 @@ class EvaluationOverrides(frontend.ModeOverrides):
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
         with frontend.loading_without_optimizer(self):
-            return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)  # type: ignore[misc]
+            return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)

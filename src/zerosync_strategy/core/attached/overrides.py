@@ -18,12 +18,12 @@ from zerosync_strategy.core.attached.stage3 import Stage3Engine
 from zerosync_strategy.core.attached.stage12 import Stage12Engine
 from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import checkpoint_files, zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.interpose import Stock, replaced
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
-class ModeOverrides:
+class ModeOverrides(Stock):
     """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
 
     module: torch.nn.Module
@@ -37,15 +37,15 @@ class ModeOverrides:
         self.module.training = mode
 
     def train(self, mode: bool = True) -> Any:
-        super().train(mode)  # type: ignore[misc]
+        super().train(mode)
         return self  # as every other module; DeepSpeed returns nothing
 
     def eval(self) -> Any:
-        super().eval()  # type: ignore[misc]
+        super().eval()
         return self
 
 
-class FrozenStay:
+class FrozenStay(Stock):
     """Overrides of ``DeepSpeedEngine``: frozen parameters stay as they are where a checkpoint has none."""
 
     module: torch.nn.Module
@@ -59,7 +59,7 @@ class FrozenStay:
         if custom_load_fn is None:
             checkpoint["module"].update(checkpoint_files.frozen_missing(self.module, checkpoint["module"]))
         load_fn = None if custom_load_fn is None else load
-        super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)  # type: ignore[misc]
+        super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)
 
 
 class EngineOverrides(ModeOverrides):
@@ -75,7 +75,7 @@ class EngineOverrides(ModeOverrides):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.forward():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = self
@@ -83,25 +83,25 @@ class EngineOverrides(ModeOverrides):
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
         with self._zerosync_attached.backward(is_boundary):
-            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+            return super().backward(loss, *args, **kwargs)
 
     def _backward_prologue(self) -> None:
         self._zerosync_attached.backward_begins()
-        super()._backward_prologue()  # type: ignore[misc]
+        super()._backward_prologue()
         zero.expect_end(self)
 
     # On ZeRO-3, DeepSpeed goes through all modules before and after a forward, for hooks that are not there.
 
     def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
         with replaced(self._zerosync_attached, "is_preparing", True):
-            return super()._forward_prologue(*args, **kwargs)  # type: ignore[misc]
+            return super()._forward_prologue(*args, **kwargs)
 
     def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
         with replaced(self._zerosync_attached, "is_preparing", True):
-            return super()._forward_epilogue(*args, **kwargs)  # type: ignore[misc]
+            return super()._forward_epilogue(*args, **kwargs)
 
     def zero_optimization_partition_weights(self) -> bool:
-        return not self._zerosync_attached.is_preparing and super().zero_optimization_partition_weights()  # type: ignore[misc]
+        return not self._zerosync_attached.is_preparing and super().zero_optimization_partition_weights()
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
@@ -120,17 +120,17 @@ class EngineOverrides(ModeOverrides):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.check_step()
-        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        result = super().step(*args, **kwargs)
         self._zerosync_attached.window.end_engine_step()
         return result
 
     def get_global_grad_norm(self) -> Any:
         self._zerosync.norm_is_read()
-        return super().get_global_grad_norm()  # type: ignore[misc]
+        return super().get_global_grad_norm()
 
     def zero_grad(self) -> None:
         self._zerosync_attached.zero_grad()
-        super().zero_grad()  # type: ignore[misc]
+        super().zero_grad()
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
@@ -143,7 +143,7 @@ class EngineOverrides(ModeOverrides):
         attached = self._zerosync_attached
         with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
             state = {**(client_state or {}), **checkpointing.client_state(attached)}
-            return super().save_checkpoint(save_dir, tag, state, names_latest, *args, **kwargs)  # type: ignore[misc]
+            return super().save_checkpoint(save_dir, tag, state, names_latest, *args, **kwargs)
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -152,7 +152,7 @@ class EngineOverrides(ModeOverrides):
         states = load_optimizer_states and not load_module_only
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with checkpointing.loading(self._zerosync_attached, load_dir, tag, states, load_module_only) as tag:
-            loaded = super().load_checkpoint(load_dir, tag, *options, **kwargs)  # type: ignore[misc]
+            loaded = super().load_checkpoint(load_dir, tag, *options, **kwargs)
             if loaded[0] is not None:
                 checkpointing.restore_universal(
                     self._zerosync_attached, loaded[0], load_module_strict, load_optimizer_states
@@ -168,40 +168,40 @@ class EngineOverrides(ModeOverrides):
     ) -> None:
         if strict and not isinstance(self, FrozenStay):
             checkpointing.require_frozen(self.module, checkpoint["module"])
-        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
+        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
     def load_universal_checkpoint(self) -> bool:
         """Let DeepSpeed load what is by names, too, in the way of a universal checkpoint."""
-        return self._zerosync_attached.saved is not None or super().load_universal_checkpoint()  # type: ignore[misc]
+        return self._zerosync_attached.saved is not None or super().load_universal_checkpoint()
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
         with self._zerosync_attached.traffic.apart("full weights"):
-            state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
+            state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
         # DeepSpeed's None, on all ranks but the first, makes save_pretrained() read the module's own there, alone.
         return {} if state is None else state
 
     def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.compiling():
-            return super().get_deepcompile_backend(*args, **kwargs)  # type: ignore[misc]
+            return super().get_deepcompile_backend(*args, **kwargs)
 
     def destroy(self) -> None:
         self._zerosync_attached.destroyed()  # this object is a plain engine from here on
         self.destroy()
 
 
-class OptimizerOverrides:
+class OptimizerOverrides(Stock):
     """Overrides of a ZeRO optimizer on every stage."""
 
     _zerosync_attached: AttachedEngine
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with self._zerosync_attached.step():
-            return super().step(*args, **kwargs)  # type: ignore[misc]
+            return super().step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._zerosync_attached.zero_grad()
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: Any) -> None:
         """Raises: DeepSpeed would never step it."""
@@ -215,19 +215,19 @@ class OptimizerOverrides:
         """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
 
     def zerosync_stock_finalize(self) -> None:
-        super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
+        super().finalize_gradient_accumulation_boundary()
 
 
-class SwitchOverrides:
+class SwitchOverrides(Stock):
     """Overrides of a torch optimizer whose ``train()`` and ``eval()`` exchange the weights that it steps for others."""
 
     _zerosync_attached: AttachedEngine
 
     def train(self) -> None:
-        self._zerosync_attached.switch("train", super().train)  # type: ignore[misc]
+        self._zerosync_attached.switch("train", super().train)
 
     def eval(self) -> None:
-        self._zerosync_attached.switch("eval", super().eval)  # type: ignore[misc]
+        self._zerosync_attached.switch("eval", super().eval)
 
 
 class ZeroSwitchOverrides:
@@ -253,19 +253,19 @@ class Stage12Overrides(OptimizerOverrides):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.in_stock_layout()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.in_stock_layout()
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().load_state_dict(*args, **kwargs)
 
     def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()  # type: ignore[misc]
+        super()._link_all_hp_params()
         self._zerosync_attached.fragments_linked()
 
     def refresh_fp32_params(self) -> None:
         self._zerosync_attached.in_stock_layout()
-        super().refresh_fp32_params()  # type: ignore[misc]
+        super().refresh_fp32_params()
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
         return self._zerosync_attached.reducer.norm()
@@ -277,7 +277,7 @@ class WholeOverrides(OptimizerOverrides):
     _zerosync_attached: WholeEngine
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._zerosync_attached.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))  # type: ignore[misc]
+        return self._zerosync_attached.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))
 
     def load_state_dict(
         self, state_dict_list: Any, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False,
@@ -287,7 +287,7 @@ class WholeOverrides(OptimizerOverrides):
         by_name = attached.saved is not None
         state = attached.loaded(state_dict_list, load_optimizer_states)
         how = (load_optimizer_states, load_from_fp32_weights or by_name, None)
-        result = super().load_state_dict(state, *how, *args, **kwargs)  # type: ignore[misc]
+        result = super().load_state_dict(state, *how, *args, **kwargs)
         if by_name:
             attached.stepper.give()
         return result
@@ -325,7 +325,7 @@ class Stage3Overrides(OptimizerOverrides):
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if not self._zerosync_attached.step_jointly(sub_group_id):
-            super()._optimizer_step(sub_group_id)  # type: ignore[misc]
+            super()._optimizer_step(sub_group_id)
 
     def _partition_all_parameters(self) -> None:
         self._zerosync_attached.release_parameters()
@@ -334,39 +334,39 @@ class Stage3Overrides(OptimizerOverrides):
         return [self._zerosync_attached.reducer.norm()]
 
     def zerosync_stock_norms(self) -> list[Any]:
-        return super()._get_norm_groups()  # type: ignore[misc]
+        return super()._get_norm_groups()
 
     def unscale_and_clip_grads(self, *args: Any) -> None:
         """Does nothing where there is nothing to multiply by."""
         if zero3_optimizer.scales_gradients(self):
-            super().unscale_and_clip_grads(*args)  # type: ignore[misc]
+            super().unscale_and_clip_grads(*args)
 
     # What DeepSpeed's functions safe_get_... and safe_set_... call. Those that set a full tensor fail in DeepSpeed on a
     # rank whose shard is not full.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:
         self._zerosync_attached.pending.check_reduced("safe_get_local_grad()")
-        return super().get_local_fp32_grad_for_param(param)  # type: ignore[misc]
+        return super().get_local_fp32_grad_for_param(param)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         self._zerosync_attached.pending.check_reduced("safe_set_local_grad()")
-        super().set_local_grad_for_param(value, param)  # type: ignore[misc]
+        super().set_local_grad_for_param(value, param)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
-        super().set_local_grad_for_param(zero3.shard_of(param, value), param)  # type: ignore[misc]
+        super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
         self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
-        super().update_fp32_grad_for_param_vectorized(update_func, param_list)  # type: ignore[misc]
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)  # type: ignore[misc]
+        super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        super().set_local_hp_param(value, param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 
@@ -395,7 +395,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
-            return super().get_full_hp_param(param)  # type: ignore[misc]
+            return super().get_full_hp_param(param)
         return self._zerosync_attached.read_state(param, optim_state_key)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
@@ -407,7 +407,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
             self._zerosync_attached.refuse_local("safe_get_local_optimizer_state()")
-        return super().get_local_fp32_param(param)  # type: ignore[misc]
+        return super().get_local_fp32_param(param)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is not None:

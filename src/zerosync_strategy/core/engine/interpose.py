@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+Stock: Any = object
+"""The base of a class of overrides: its ``super()`` comes to the methods of whatever object it is interposed on."""
 _PREFIX = "ZeroSync"
 
 

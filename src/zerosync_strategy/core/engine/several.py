@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import gathering, zero
-from zerosync_strategy.core.engine.interpose import interpose
+from zerosync_strategy.core.engine.interpose import Stock, interpose
 
 
 def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
@@ -79,7 +79,7 @@ def show_parameters(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) ->
     interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
 
 
-class _ParamGroupsOverrides:
+class _ParamGroupsOverrides(Stock):
     """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
 
     _zerosync_groups: Sequence[Sequence[nn.Parameter]]
@@ -91,7 +91,7 @@ class _ParamGroupsOverrides:
 
     @property
     def param_groups(self) -> list[Any]:
-        stock: list[dict[str, Any]] = super().param_groups  # type: ignore[misc]
+        stock: list[dict[str, Any]] = super().param_groups
         return [_Group(group, params) for group, params in zip(stock, self._zerosync_groups, strict=True)]
 
 
