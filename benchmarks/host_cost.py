@@ -208,17 +208,17 @@ def _living() -> Any:
 @contextmanager
 def _steps_uncut() -> Iterator[None]:
     """While active, ranges of master weights are stepped at once, as on a device other than the CPU."""
-    from zerosync_strategy.core.gradients import stage3, stage12
+    from zerosync_strategy.core.optimizer import masters
 
     def uncut(master: Any, begin: int, end: int, stepped: Any = None) -> Iterator[Any]:
         yield begin, end, stepped
 
-    cut = stage12.step_slices
-    stage12.step_slices = stage3.step_slices = uncut
+    cut = masters.step_slices
+    masters.step_slices = uncut
     try:
         yield
     finally:
-        stage12.step_slices = stage3.step_slices = cut
+        masters.step_slices = cut
 
 
 def _collectives(engine: Any) -> Any:

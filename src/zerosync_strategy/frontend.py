@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
+from zerosync_strategy.core.attached.checkpointing import remedy_for_other_ranks
 from zerosync_strategy.core.attached.overrides import FrozenStay, ModeOverrides
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
@@ -195,7 +196,7 @@ def report_failure(error: BaseException) -> None:
 
 def other_ranks(zerosync: ZeroSync) -> str:
     """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
-    return zerosync._attached.other_ranks
+    return remedy_for_other_ranks(zerosync._attached)
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.optimizer import masters
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step have several pieces."""
-    monkeypatch.setattr(reducer, "STEP_NUMEL", 50)
+    monkeypatch.setattr(masters, "STEP_NUMEL", 50)

@@ -74,9 +74,9 @@ class Counted:
         ours = 0
         if self.attached is not None:
             ours = self.attached.reducer.local.now
-            if self.attached.scheduler is not None:
-                ours += self.attached.scheduler.issuing.unsharded.now
-                if (shards := self.attached.cache.plan.node_shards) is not None:
+            if self.attached.parameters.scheduler is not None:
+                ours += self.attached.parameters.scheduler.issuing.unsharded.now
+                if (shards := self.attached.parameters.cache.plan.node_shards) is not None:
                     ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)
         return BASE + self.activations + ours

@@ -19,6 +19,7 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.engine import zero3_optimizer
 from zerosync_strategy.core.gradients import buckets, reducer
+from zerosync_strategy.core.optimizer import masters
 
 WIDTHS = (7, 9, 11, 5, 6)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -50,7 +51,7 @@ def groups_of(net: Any) -> list[dict[str, Any]]:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(200, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 200)  # as many by NCCL
-    monkeypatch.setattr(reducer, "STEP_NUMEL", 16)
+    monkeypatch.setattr(masters, "STEP_NUMEL", 16)
 
 
 @pytest.fixture
@@ -146,15 +147,15 @@ def test_a_gather_begins_before_the_step_ends(gathers: list[str]) -> None:
 
 
 def test_only_the_host_steps_by_what_fits_its_caches() -> None:
-    assert len(list(reducer.step_slices(torch.empty(500), 0, 500))) > 1
-    assert list(reducer.step_slices(torch.empty(500, device="meta"), 100, 500)) == [(100, 500, None)]
+    assert len(list(masters.step_slices(torch.empty(500), 0, 500))) > 1
+    assert list(masters.step_slices(torch.empty(500, device="meta"), 100, 500)) == [(100, 500, None)]
 
 
 @pytest.mark.parametrize("numel", [64, 10**6])
 def test_small_pieces_are_stepped_together(
     numel: int, gathers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(reducer, "STEP_NUMEL", numel)
+    monkeypatch.setattr(masters, "STEP_NUMEL", numel)
 
     def run() -> list[int]:
         net = network()
@@ -217,7 +218,7 @@ def test_a_step_that_raises_half_way(tmp_path: Path) -> None:
         zerosync = attach(engine)
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters()))
         stock, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
-        assert len(attached_of(zerosync).reducer.step_slices()[0][1]) > 3
+        assert len(attached_of(zerosync).parameters.masters.slices()[0][1]) > 3
 
         def failing(*args: Any) -> Any:
             calls.append(args)

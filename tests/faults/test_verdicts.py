@@ -109,7 +109,7 @@ def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pyt
         monkeypatch.setattr(collectives, "backend_for", lambda *_: "nccl")
         for k in range(3):
             words = f"the reduction of the gradients of '{k}'"
-            collectives.reduce_scatter(torch.ones(2, 4), dist.group.WORLD, False, label=words).wait()
+            collectives.reduce_scatter(torch.ones(2, 4), dist.group.WORLD, collectives.Summing(label=words)).wait()
         bindings: Any = torch._C._distributed_c10d
         dump = pickle.loads(bindings._dump_fr_trace())
         if "entries" not in dump:

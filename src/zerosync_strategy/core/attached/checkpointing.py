@@ -12,13 +12,21 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.engine import checkpoint_files, zero
 from zerosync_strategy.core.engine.several import as_trained
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import HALF_LOADED, NOTHING_LOADED, NothingReplaced, RankError
+from zerosync_strategy.core.failures.errors import (
+    AS_MANY,
+    CONVERT,
+    HALF_LOADED,
+    NOTHING_LOADED,
+    NothingReplaced,
+    RankError,
+)
 from zerosync_strategy.core.params.export import export
 from zerosync_strategy.core.params.full_weights import FullWeights
 from zerosync_strategy.version import __version__
@@ -33,9 +41,9 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
     engine = attached.engine
     if engine.global_rank == 0:
         attached.window.warn_if_open("save_checkpoint() was called")
-    attached.before_save()
-    with attached.parameters_as_they_are():
-        attached.adopt_edits()  # a resumed run starts from the master weights
+    attached.parameters.before_save()
+    with attached.parameters.as_they_are():
+        attached.parameters.adopt_edits()  # a resumed run starts from the master weights
     save = EngineSave(Path(path), tag, engine.global_steps, attached.config.checkpoint_checksums, save_latest)
     verifiable = checkpoint_files.writes_at_once(engine)
     with _checkpointing(attached, save.what), engine_save(save, verifiable):
@@ -59,28 +67,31 @@ def loading(
     """Around ``load_checkpoint``; the value: the tag to load."""
     engine = attached.engine
     is_universal, is_stage_3 = checkpoint_files.loads_universal(engine), zero.stage(engine) == 3
-    if is_universal and attached.shards_over_groups:
+    if is_universal and attached.reducer.shards.over_groups:
         raise ValueError(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
             " save_checkpoint() wrote, on as many ranks."
         )
     weights_in_shards = is_stage_3 and not module_only
+    other_ranks = remedy_for_other_ranks(attached)
     source = Source(
         Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
-        other_ranks=attached.other_ranks if optimizer_states else "",
+        other_ranks=other_ranks if optimizer_states else "",
         latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
         weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
         files=lambda directory, tag: checkpoint_files.files_to_load(
-            engine, directory, tag, optimizer_states, None if attached.other_ranks else 0
+            engine, directory, tag, optimizer_states, None if other_ranks else 0
         ),
     )  # fmt: skip
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
         tag = verify(source)
-        if optimizer_states and tag is not None:
-            attached.examine(Path(path), tag)
+        if optimizer_states and tag is not None and attached.by_name is not None:
+            attached.by_name.examine(Path(path), tag)
+        elif optimizer_states and tag is not None:
+            refuse_states_by_name(engine, Path(path), tag)
     # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
     attached.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
@@ -92,7 +103,8 @@ def loading(
     except Exception as error:
         failed.append(error)
     finally:
-        attached.saved = None
+        if attached.by_name is not None:
+            attached.by_name.saved = None
         attached.states_loaded()
 
     def loaded() -> tuple[str, None]:
@@ -102,6 +114,18 @@ def loading(
 
     with attached.activity(f"the attempt to {what}"):
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
+
+
+def remedy_for_other_ranks(attached: AttachedEngine) -> str:
+    """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
+    if attached.by_name is not None:
+        return attached.by_name.other_ranks
+    return AS_MANY if any(each.by_name is not None for each in AttachedEngine.all) else CONVERT
+
+
+def reads_by_name(attached: AttachedEngine) -> bool:
+    """Return whether each rank reads the checkpoint that is being loaded by names; else DeepSpeed does."""
+    return attached.by_name is not None and attached.by_name.saved is not None
 
 
 def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -120,7 +144,7 @@ def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, o
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
     if checkpoint_files.loads_universal(attached.engine):
         trained = [param for each in AttachedEngine.all for param in each.reducer.params]
-        is_universal = optimizer_state and attached.saved is None
+        is_universal = optimizer_state and not reads_by_name(attached)
         checkpoint_files.restore_rest(attached.engine, trained, model_file, strict, is_universal)
 
 
@@ -144,7 +168,7 @@ def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
 
 def check_full_state_dict(attached: AttachedEngine) -> None:
     """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
-    if attached.shards_over_groups:
+    if attached.reducer.shards.over_groups:
         raise ValueError(
             "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
             " shard by shard_over(). Use engine.zerosync.full_state(): each group's first"
@@ -157,9 +181,9 @@ def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
     # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
     apart = attached.traffic.apart("checkpoints")
     with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.reducer.params):
-        attached.in_stock_layout()
-        with attached.parameters_as_they_are():
-            attached.release_held()
+        attached.parameters.in_stock_layout()
+        with attached.parameters.as_they_are():
+            attached.parameters.release_held()
             yield
 
 
@@ -180,7 +204,7 @@ def full_weights(attached: AttachedEngine, module: torch.nn.Module | None, dtype
             f"full_weights() and export() take a dtype= for floating-point weights, got {dtype}. Leave it out, or"
             " convert the tensors."
         )
-    return FullWeights(module, attached.scheduler, dtype, attached.version, attached.activity)
+    return FullWeights(module, attached.parameters.scheduler, dtype, attached.parameters.version, attached.activity)
 
 
 def export_weights(

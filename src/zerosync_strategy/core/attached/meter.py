@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,37 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.report import StepReport
 
+_PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
+
+
+class GatherMeter:
+    """Of the units of ZeRO-3: what they had to gather, and the peaks of its memory."""
+
+    def __init__(self, scheduler: GatherScheduler, cache: ParameterCache) -> None:
+        self.scheduler, self.cache = scheduler, cache
+
+    def floor(self, parameter_bytes: Mapping[Any, Sent]) -> Sent:
+        """Return what this rank had to send to gather parameters, for a window and its step, and count from zero."""
+        nbytes = between = 0
+        for param, sent in parameter_bytes.items():
+            gathers, crossings = self.cache.plan.gathers_in(param._zerosync_record)
+            param._zerosync_record.gathers = 0
+            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
+            between += crossings * sent.between
+        return Sent(nbytes, between)
+
+    def peaks(self) -> dict[str, Any]:
+        """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
+        plan = self.cache.plan
+        host, shards = plan.host, plan.node_shards
+        of_host = (0, 0) if host is None else (host.peak_bytes, host.loaded_bytes)
+        node = 0 if shards is None else shards.peak_bytes
+        return dict(zip(_PEAKS, (self.scheduler.issuing.unsharded.peak, plan.peak_bytes, node, *of_host), strict=True))
+
+    def end_window(self, parameter_bytes: Mapping[Any, Sent]) -> None:
+        self.cache.end_window(parameter_bytes)  # all that the step has released
+        self.scheduler.issuing.unsharded.reset_peak()
+
 
 class StepMeter:
     """Makes a report of each optimizer step of one engine, and says how far the engine has come.
@@ -26,11 +58,15 @@ class StepMeter:
         parameter_bytes: by parameter, what one rank must send to give it to all ranks once.
     """
 
-    def __init__(self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer) -> None:
+    def __init__(
+        self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer,
+        gathers: GatherMeter | None,
+    ) -> None:  # fmt: skip
         self._module, self._traffic, self._window, self._reducer = module, traffic, window, reducer
+        self._gathers, self._counts_gathers = gathers, True
         self.steps = 0
         self.report: StepReport | None = None
-        self.parameter_bytes = reducer.parameters_floor()
+        self.parameter_bytes = reducer.shards.parameters_floor()
         self._all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
     @property
@@ -43,7 +79,11 @@ class StepMeter:
         window = self._window
         self.steps += 1
         self._traffic.enter(None)
-        floor = self._reducer.pipeline.sent_floor.plus(self._gathers_floor())
+        gathers = self._gathers
+        needed = self._all_once
+        if gathers is not None:
+            needed = gathers.floor(self.parameter_bytes) if self._counts_gathers else Sent()
+        floor = self._reducer.pipeline.sent_floor.plus(needed)
         self.report = report = StepReport(
             step=self.steps,
             backwards=window.backwards,
@@ -56,18 +96,16 @@ class StepMeter:
             collectives=self._traffic.take(),
             apart=self._traffic.take_apart(),
             budgets=budgets,
-            **self._parameter_peaks(),
+            **(dict.fromkeys(_PEAKS, 0) if gathers is None else gathers.peaks()),
         )
         window.end_step()
+        if gathers is not None:
+            gathers.end_window(self.parameter_bytes)
         return report
 
-    def _gathers_floor(self) -> Sent:
-        """Return what this rank must send to gather parameters, for a window and its step."""
-        return self._all_once
-
-    def _parameter_peaks(self) -> dict[str, Any]:
-        """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
-        return {"peak_unsharded_bytes": 0, "peak_held_bytes": 0, "peak_host_bytes": 0, "loaded_bytes": 0}
+    def compiling(self) -> None:
+        """DeepCompile's graphs count no gathers."""
+        self._counts_gathers = False
 
     # ---- how far the engine has come -----------------------------------------------------------------------------
 
@@ -84,54 +122,11 @@ class StepMeter:
             text = f"steps after {made} backward(s), and did after {before} in the window before"
         elif in_forward and made == before:
             text = f"goes on to backward {made + 1}, and stepped after {before} in the window before"
-        return Departure(Cause.OTHER_BACKWARDS, text) if text else None
+        if text:
+            return Departure(Cause.OTHER_BACKWARDS, text)
+        return None if self._gathers is None else self._gathers.scheduler.departure()
 
     def name_of(self, module: torch.nn.Module) -> str:
         if module is self._module:
             return type(module).__name__
         return next((name for name, each in self._module.named_modules() if each is module), "")
-
-
-class Stage3Meter(StepMeter):
-    """The meter of a ZeRO-3 engine, whose modules gather parameters; DeepCompile's graphs count no gathers."""
-
-    def __init__(
-        self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer,
-        scheduler: GatherScheduler, cache: ParameterCache,
-    ) -> None:  # fmt: skip
-        super().__init__(module, traffic, window, reducer)
-        self._scheduler = scheduler
-        self._cache = cache
-        self.counts_gathers = True
-
-    def step_done(self, budgets: Choice | None) -> StepReport:
-        report = super().step_done(budgets)
-        self._cache.end_window(self.parameter_bytes)  # all that the step has released
-        self._scheduler.issuing.unsharded.reset_peak()
-        return report
-
-    def _gathers_floor(self) -> Sent:
-        if not self.counts_gathers:
-            return Sent()
-        nbytes = between = 0
-        for param, sent in self.parameter_bytes.items():
-            gathers, crossings = self._cache.plan.gathers_in(param._zerosync_record)
-            param._zerosync_record.gathers = 0
-            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
-            between += crossings * sent.between
-        return Sent(nbytes, between)
-
-    def _parameter_peaks(self) -> dict[str, Any]:
-        host, shards = self._cache.plan.host, self._cache.plan.node_shards
-        return {
-            "peak_unsharded_bytes": self._scheduler.issuing.unsharded.peak,
-            "peak_held_bytes": self._cache.plan.peak_bytes,
-            "peak_node_bytes": 0 if shards is None else shards.peak_bytes,
-            "peak_host_bytes": 0 if host is None else host.peak_bytes,
-            "loaded_bytes": 0 if host is None else host.loaded_bytes,
-        }
-
-    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
-        if self.report is None:
-            return None
-        return super().departure(in_forward, in_step) or self._scheduler.departure()

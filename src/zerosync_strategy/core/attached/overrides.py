@@ -14,9 +14,6 @@ import torch
 
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.stage3 import Stage3Engine
-from zerosync_strategy.core.attached.stage12 import Stage12Engine
-from zerosync_strategy.core.attached.whole import WholeEngine, WholeStage3Engine, WholeStage12Engine
 from zerosync_strategy.core.engine import checkpoint_files, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import Stock, replaced
 from zerosync_strategy.core.optimizer.probe import switches_weights
@@ -74,7 +71,7 @@ class EngineOverrides(ModeOverrides):
         return self._zerosync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.forward():
+        with self._zerosync_attached.parameters.forward():
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +83,7 @@ class EngineOverrides(ModeOverrides):
             return super().backward(loss, *args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        self._zerosync_attached.backward_begins()
+        self._zerosync_attached.graph_begins()
         super()._backward_prologue()
         zero.expect_end(self)
 
@@ -109,17 +106,17 @@ class EngineOverrides(ModeOverrides):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Nothing is sent before the step in any case; legal on every stage. A step inside is illegal, as in stock."""
-        with self._zerosync_attached.postponing_step("no_sync()"):
+        with self._zerosync_attached.guards.postponing_step("no_sync()"):
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """DeepSpeed's explicit window: ours is open already, and the step after the block closes it."""
-        with self._zerosync_attached.postponing_step("coalesce_grad_reduction()"):
+        with self._zerosync_attached.guards.postponing_step("coalesce_grad_reduction()"):
             yield
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.check_step()
+        self._zerosync_attached.guards.check_step()
         result = super().step(*args, **kwargs)
         self._zerosync_attached.window.end_engine_step()
         return result
@@ -172,7 +169,7 @@ class EngineOverrides(ModeOverrides):
 
     def load_universal_checkpoint(self) -> bool:
         """Let DeepSpeed load what is by names, too, in the way of a universal checkpoint."""
-        return self._zerosync_attached.saved is not None or super().load_universal_checkpoint()
+        return checkpointing.reads_by_name(self._zerosync_attached) or super().load_universal_checkpoint()
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
@@ -205,7 +202,7 @@ class OptimizerOverrides(Stock):
 
     def add_param_group(self, param_group: Any) -> None:
         """Raises: DeepSpeed would never step it."""
-        self._zerosync_attached.refuse_param_group()
+        self._zerosync_attached.guards.refuse_param_group()
 
     def has_overflow(self, *_: Any, **__: Any) -> bool:
         """The norm is infinite then: neither another pass over the gradients, nor a message, nor a wait."""
@@ -245,18 +242,18 @@ class ZeroSwitchOverrides:
 class Stage12Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
 
-    _zerosync_attached: Stage12Engine
+    _zerosync_attached: Any  # whose parameters are FlatParameters
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.gather_parameters():
+        with self._zerosync_attached.parameters.gather_after_step():
             return super().step(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.in_stock_layout()
+        self._zerosync_attached.parameters.in_stock_layout()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.in_stock_layout()
+        self._zerosync_attached.parameters.in_stock_layout()
         return super().load_state_dict(*args, **kwargs)
 
     def _link_all_hp_params(self) -> None:
@@ -264,7 +261,7 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_attached.fragments_linked()
 
     def refresh_fp32_params(self) -> None:
-        self._zerosync_attached.in_stock_layout()
+        self._zerosync_attached.parameters.in_stock_layout()
         super().refresh_fp32_params()
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
@@ -274,29 +271,24 @@ class Stage12Overrides(OptimizerOverrides):
 class WholeOverrides(OptimizerOverrides):
     """What both stages' overrides have in common where each parameter has an owner."""
 
-    _zerosync_attached: WholeEngine
+    _zerosync_attached: Any  # whose stepper is a WholeStepper, and whose states are by name
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._zerosync_attached.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))
+        return self._zerosync_attached.by_name.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))
 
     def load_state_dict(
         self, state_dict_list: Any, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False,
         checkpoint_folder: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        attached = self._zerosync_attached
-        by_name = attached.saved is not None
-        state = attached.loaded(state_dict_list, load_optimizer_states)
-        how = (load_optimizer_states, load_from_fp32_weights or by_name, None)
-        result = super().load_state_dict(state, *how, *args, **kwargs)
-        if by_name:
-            attached.stepper.give()
-        return result
+        def load(state: Any, from_masters: bool) -> Any:
+            how = (load_optimizer_states, load_from_fp32_weights or from_masters, None)
+            return super(WholeOverrides, self).load_state_dict(state, *how, *args, **kwargs)
+
+        return self._zerosync_attached.by_name.load(state_dict_list, load_optimizer_states, load)
 
 
 class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2 where each parameter has an owner."""
-
-    _zerosync_attached: WholeStage12Engine
 
     def _optimizer_step(self, group_no: int) -> None:
         self._zerosync_attached.stepper.step_group(group_no)
@@ -311,24 +303,24 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
         """Does nothing: parameters that owners have read are with all ranks."""
 
     def _restore_from_bit16_weights(self) -> None:
-        self._zerosync_attached.adopt_edits()
+        self._zerosync_attached.parameters.adopt_edits()
 
 
 class Stage3Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-3."""
 
-    _zerosync_attached: Stage3Engine
+    _zerosync_attached: Any  # whose parameters are ShardedParameters
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
             super().zero_grad(*args, **kwargs)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        if not self._zerosync_attached.step_jointly(sub_group_id):
+        if not self._zerosync_attached.parameters.step_jointly(sub_group_id):
             super()._optimizer_step(sub_group_id)
 
     def _partition_all_parameters(self) -> None:
-        self._zerosync_attached.release_parameters()
+        self._zerosync_attached.parameters.release()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_attached.reducer.norm()]
@@ -374,8 +366,6 @@ class Stage3Overrides(OptimizerOverrides):
 class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     """Overrides of the optimizer of ZeRO-3 where each parameter has an owner."""
 
-    _zerosync_attached: WholeStage3Engine
-
     def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
         self._zerosync_attached.stepper.take_gradients(sub_group_id)
 
@@ -396,7 +386,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
-        return self._zerosync_attached.read_state(param, optim_state_key)
+        return self._zerosync_attached.stepper.read_state(param, optim_state_key)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
@@ -406,43 +396,50 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
-            self._zerosync_attached.refuse_local("safe_get_local_optimizer_state()")
+            _refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is not None:
-            self._zerosync_attached.refuse_local("safe_set_local_optimizer_state()")
+            _refuse_local("safe_set_local_optimizer_state()")
         super().set_local_hp_param(value, param)
 
     def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
-        return self._zerosync_attached.read_gradient(param) if param.requires_grad else None
+        return self._zerosync_attached.stepper.read_gradient(param) if param.requires_grad else None
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
-        self._zerosync_attached.write_gradient(param, value)
+        self._zerosync_attached.stepper.write_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
         self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:
-            value = update_func(self._zerosync_attached.read_gradient(param), param)
-            self._zerosync_attached.write_gradient(param, value)
+            value = update_func(self._zerosync_attached.stepper.read_gradient(param), param)
+            self._zerosync_attached.stepper.write_gradient(param, value)
 
     def get_local_fp32_grad_for_param(self, param: Any) -> NoReturn:
-        self._zerosync_attached.refuse_local("safe_get_local_grad()")
+        _refuse_local("safe_get_local_grad()")
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> NoReturn:
-        self._zerosync_attached.refuse_local("safe_set_local_grad()")
+        _refuse_local("safe_set_local_grad()")
+
+
+def _refuse_local(function: str) -> NoReturn:
+    """Raise: a rank has no shard of a gradient or a state."""
+    raise ValueError(
+        f"{function} found an optimizer that needs whole parameters, whose gradients and states are not sharded."
+        f" Use {function.replace('local', 'full')}."
+    )
 
 
 def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
     """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them."""
-    of_stage: tuple[type[AttachedEngine], type[OptimizerOverrides]]
+    overrides: type[OptimizerOverrides]
     if zero.stage(engine) == 3:
-        of_stage = (WholeStage3Engine, WholeStage3Overrides) if whole else (Stage3Engine, Stage3Overrides)
+        overrides = WholeStage3Overrides if whole else Stage3Overrides
     else:
-        of_stage = (WholeStage12Engine, WholeStage12Overrides) if whole else (Stage12Engine, Stage12Overrides)
-    attached_class, overrides = of_stage
-    attached = attached_class(engine, config)
+        overrides = WholeStage12Overrides if whole else Stage12Overrides
+    attached = AttachedEngine(engine, config, whole)
     layer: type = overrides
     switching = []
     if switches_weights(stepping := zero.stepping_optimizer(engine)):

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,25 +130,30 @@ def _backends(config: str) -> dict[str, str]:
     return dict(pair.split(":") for pair in config.split(","))
 
 
-def reduce_scatter(
-    rows: torch.Tensor,
-    process_group: Any,
-    ordered: bool,
-    tag: int = 0,
-    out: torch.Tensor | None = None,
-    empty: Allocate = allocate,
-    label: str = "",
-) -> InFlight:
+class Summing(NamedTuple):
+    """How ranks are summed over.
+
+    Attributes:
+        ordered: in fp32 and in a fixed order on NCCL too.
+        tag: off NCCL, only calls with the same tag meet.
+        empty: allocates the memory to receive into, off NCCL.
+        label: of the reduction, for errors.
+    """
+
+    ordered: bool = False
+    tag: int = 0
+    empty: Allocate = allocate
+    label: str = ""
+
+
+def reduce_scatter(rows: torch.Tensor, process_group: Any, how: Summing, out: torch.Tensor | None = None) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
-    With ``ordered``, and off NCCL, each rank receives its row from every rank and adds them up.
+    In a fixed order, and off NCCL, each rank receives its row from every rank and adds them up.
 
     Args:
         rows: one row per rank, each contiguous. Must stay as it is until the wait, which may write to it.
-        ordered: sum in fp32 and in a fixed order on NCCL too.
-        tag: off NCCL, only calls with the same tag meet.
         out: where the result may go.
-        empty: allocates the memory to receive into, off NCCL.
 
     Returns:
         A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
@@ -161,16 +166,16 @@ def reduce_scatter(
         out = None
     if not is_native(process_group, rows.device):
         parts, own = dict(enumerate(rows)), rows[dist.get_rank(process_group)]
-        return sum_messages(parts, own, range(world_size), process_group, tag, out, empty, label)
+        return sum_messages(parts, own, range(world_size), process_group, how, out)
     packed = rows.contiguous()
-    if ordered:
+    if how.ordered:
         received_all = torch.empty_like(packed)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
-        note_launch(process_group, rows.device, label)
+        note_launch(process_group, rows.device, how.label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
     result = packed.new_empty(width) if out is None else out
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
-    note_launch(process_group, rows.device, label)
+    note_launch(process_group, rows.device, how.label)
     return InFlight([work], lambda: result, alive=packed)
 
 
@@ -291,8 +296,8 @@ def exchange(
 
 
 def sum_messages(
-    sent: Mapping[int, torch.Tensor], own: torch.Tensor, ranks: Sequence[int], process_group: Any, tag: int,
-    out: torch.Tensor | None, empty: Allocate, label: str,
+    sent: Mapping[int, torch.Tensor], own: torch.Tensor, ranks: Sequence[int], process_group: Any, how: Summing,
+    out: torch.Tensor | None,
 ) -> InFlight:  # fmt: skip
     """Give each of ``ranks`` what is ``sent`` to it; the result is the sum of what this rank is given, in their order.
 
@@ -305,14 +310,14 @@ def sum_messages(
     if number in sent:
         dtype = sent[number].dtype
     givers = len(ranks) - 1 if own.numel() else 0
-    received = list(empty(givers * own.numel(), dtype, own.device).view(givers, *own.shape)) if givers else []
+    received = list(how.empty(givers * own.numel(), dtype, own.device).view(givers, *own.shape)) if givers else []
     gathered = [*received[:number], own, *received[number:]]
     messages = [
         (rank, _flat(sent[peer]) if peer in sent else (), _flat(gathered[peer]) if givers else ())
         for peer, rank in enumerate(ranks)
         if peer != number
     ]
-    return exchange(messages, process_group, tag, label, lambda: sum_in_order(gathered, out))
+    return exchange(messages, process_group, how.tag, how.label, lambda: sum_in_order(gathered, out))
 
 
 def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

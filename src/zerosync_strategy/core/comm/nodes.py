@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import (
-    Allocate,
     InFlight,
     Message,
+    Summing,
     all_gather,
     count_sent,
     exchange,
@@ -200,7 +200,7 @@ class Nodes:
         ]
         return exchange(messages, self.process_group, tag, "", lambda: rows)
 
-    def reduce_within(self, rows: torch.Tensor, ordered: bool, tag: int, empty: Allocate, label: str) -> InFlight:
+    def reduce_within(self, rows: torch.Tensor, how: Summing) -> InFlight:
         """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.
 
         Returns:
@@ -209,17 +209,16 @@ class Nodes:
         width = rows.shape[1]
         by_place = rows.view(self.count, self.size, width).transpose(0, 1)
         if is_native(self.process_group, rows.device):
-            reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, ordered, label=label)
+            reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, how)
             reduction.then(lambda sums: sums.view(self.count, width))
             return reduction
         _, ranks = self.ranks_within(rows.device)
         own = by_place[self.place]
-        return sum_messages(dict(enumerate(by_place)), own, ranks, self.process_group, tag, None, empty, label)
+        return sum_messages(dict(enumerate(by_place)), own, ranks, self.process_group, how, None)
 
     def reduce_between(
-        self, sums: torch.Tensor, dtype: torch.dtype, ordered: bool, tag: int, out: torch.Tensor | None,
-        empty: Allocate, label: str,
-    ) -> InFlight:  # fmt: skip
+        self, sums: torch.Tensor, dtype: torch.dtype, how: Summing, out: torch.Tensor | None
+    ) -> InFlight:
         """Sum node shards over the nodes, sent in ``dtype``.
 
         Returns:
@@ -227,10 +226,10 @@ class Nodes:
         """
         sent = sums.to(dtype)
         if is_native(self.process_group, sums.device):
-            return reduce_scatter(sent, self._between, ordered, out=out, label=label)
+            return reduce_scatter(sent, self._between, how, out)
         _, ranks = self.ranks_between(sums.device)
         own = sums[self.node]
-        return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, tag, out, empty, label)
+        return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, how, out)
 
     def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
         """As :func:`collectives.all_gather` off NCCL, in two levels."""

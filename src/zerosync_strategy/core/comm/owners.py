@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import (
-    Allocate,
     InFlight,
     Message,
+    Summing,
     digest,
     exchange,
     is_alike,
@@ -108,8 +108,8 @@ def step_cost(shape: Sequence[int], options: Mapping[str, Any]) -> float:
 
 
 def reduce_to_owners(
-    rows: Mapping[int, torch.Tensor], own: torch.Tensor, process_group: Any, ordered: bool, tag: int,
-    out: torch.Tensor | None, empty: Allocate, label: str, ranks: Sequence[int] | None = None,
+    rows: Mapping[int, torch.Tensor], own: torch.Tensor, process_group: Any, how: Summing, out: torch.Tensor | None,
+    ranks: Sequence[int] | None = None,
 ) -> InFlight:  # fmt: skip
     """Sum over ``ranks`` of ``process_group``; each receives the sum of its row, where it has one.
 
@@ -117,7 +117,7 @@ def reduce_to_owners(
         rows: flat, by the rank that owns each, its number among ``ranks``; the same on every rank. Must stay as they
             are until the wait, which may write to them.
         own: this rank's; empty where it has none. Off NCCL it may be of a wider dtype than what is sent.
-        ordered, tag, out, empty, label: as for :func:`collectives.reduce_scatter`.
+        out: where the result may go.
         ranks: of ``process_group``, in their order; ``None``: all. On NCCL, those are all.
 
     Returns:
@@ -130,22 +130,22 @@ def reduce_to_owners(
     if out is not None and (out.device != device or out.dtype != own.dtype):
         out = None
     if not is_native(process_group, device):
-        return sum_messages(rows, own, ranks, process_group, tag, out, empty, label)
+        return sum_messages(rows, own, ranks, process_group, how, out)
     if not rows:
         return InFlight([], lambda: own)
-    if ordered:
+    if how.ordered:
         packed = torch.cat([rows[owner] for owner in sorted(rows)])
         received_all = packed.new_empty(count, own.numel())
         sizes = [rows[owner].numel() if owner in rows else 0 for owner in range(count)]
         work = comm.all_to_all_single(
             received_all.view(-1), packed, [own.numel()] * count, sizes, group=process_group, async_op=True
         )
-        note_launch(process_group, device, label)
+        note_launch(process_group, device, how.label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
     works = []
     for owner, row in rows.items():
         works.append(comm.reduce(row, dist.get_global_rank(process_group, owner), group=process_group, async_op=True))
-        note_launch(process_group, device, label)
+        note_launch(process_group, device, how.label)
     return InFlight(works, lambda: rows.get(number, own), alive=rows)
 
 

@@ -5,30 +5,25 @@ backward completes their gradients. A backward may *stream* some of them: it red
 the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone: none when
 coalesced without a budget; all without coalescing; with a budget, those that do not fit into it; all in the backward
 that is known to be the last.
-
-Over a process group of W ranks, each rank's shard of the gradients has the same number of elements, padding included.
-So all shards, one rank's in each row, are a matrix; a layout says where in it each gradient lies.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import Allocate, InFlight, all_gather, is_native, reduce_scatter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.comm.waits import OfReduction
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.local import LocalGradient, LocalGradients
+from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, ShardLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 AUTO_BUCKETS = 16
@@ -43,97 +38,12 @@ class Level(enum.Enum):
     SHARD = enum.auto()  # in ZeRO's own shards: reduced in each backward
 
 
-class ShardLayout(ABC):
-    """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
-
-    Attributes:
-        params: each once.
-        shard_numel: elements of one rank's shard.
-        divisor: what a sum over the group is divided by to average it.
-        dtype: of the reduction.
-        nodes: of the process group; ``None`` where two levels would be one.
-        is_native: the backend has a reduce-scatter of its own.
-    """
-
-    def __init__(
-        self, process_group: Any, params: Sequence[Any], shard_numel: int, divisor: float, dtype: torch.dtype
-    ) -> None:
-        self.process_group = process_group
-        self.nodes: Nodes | None = None
-        self.is_native = bool(params) and is_native(process_group, params[0].device)
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.params = list(params)
-        self.shard_numel, self.divisor, self.dtype = shard_numel, divisor, dtype
-
-    def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
-        """As :func:`collectives.all_gather`, in two levels where that sends less."""
-        if self.nodes is not None and not self.is_native:
-            return self.nodes.all_gather(rows, tag, label)
-        return all_gather(rows, self.process_group, tag, label)
-
-    def reduce_scatter(
-        self, rows: Any, ordered: bool, tag: int, out: torch.Tensor | None, empty: Allocate, label: str
-    ) -> InFlight:
-        """Launch the reduction of what a bucket has yielded; see :func:`collectives.reduce_scatter`."""
-        return reduce_scatter(rows, self.process_group, ordered, tag, out, empty, label)
-
-    def in_node_shard(self, nbytes: int) -> int:
-        """Return how many of so many bytes of gradients are in a node shard, the largest; of several nodes."""
-        assert self.nodes is not None
-        return nbytes // self.nodes.size
-
-    def gather_shards(
-        self, dtype: torch.dtype, device: torch.device, read: Callable[[torch.Tensor, int], None]
-    ) -> torch.Tensor:
-        """Return the memory of all shards, in ``dtype``, for :meth:`gradient_in`. Collective.
-
-        ``read`` copies this rank's shard from an offset on into a tensor.
-        """
-        memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
-        for rows, offset in self.matrices(memory):
-            read(rows[self.rank], offset)
-            self.all_gather(rows).wait()
-        return memory
-
-    @abstractmethod
-    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the matrices of shards in ``memory``, which has all shards: rows by rank, and where in the shard."""
-
-    @abstractmethod
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
-        """Return the gradient of ``param``, flat, in ``memory``, which has all shards. May be a copy."""
-
-    @abstractmethod
-    def shard_slices(self, param: Any) -> list[ShardSlice]:
-        """Return which parts of the gradient of ``param`` are in this rank's shard."""
-
-
-class Part(NamedTuple):
-    """Where the result of a reduction belongs: elements of this rank's shard.
-
-    ``begin`` is where it begins in the bucket, and tells parts apart, of which this rank may have no element.
-    """
-
-    offset: int
-    numel: int
-    begin: int
-
-
-class ReduceScatterInput(NamedTuple):
-    """A matrix of which rank r receives the sum of row r, and where in this rank's shard that belongs.
-
-    Where parameters have owners (``owned.py``), the rows are of any lengths, by rank; in two levels, by place.
-    """
-
-    rows: Any
-    part: Part
-
-
 class GradientBucket(ABC):
     """Parameters of one layout whose gradients are reduced together.
 
     Attributes:
         params, gradients: in the order of the layout.
+        placement: where the gradients belong.
         level: where gradients are added up; changes between two windows.
         chunk_bytes: of one reduce-scatter, where the bucket may be divided.
         name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
@@ -147,16 +57,13 @@ class GradientBucket(ABC):
             completed there (B1); and the event to record for the next.
         is_fresh: all its memory was allocated in the running backward, which reduces it.
         read: gradients, or the memory of them, that the reduction stream is about to read (L1).
-        target: what it has of this rank's shard: the offset and the number of elements.
     """
 
-    target: tuple[int, int]
-
     def __init__(
-        self, layout: ShardLayout, params: Sequence[Any], level: Level, *, chunk_bytes: int, local: LocalGradients,
-        streams: Streams, names: Mapping[Any, str],
+        self, layout: ShardLayout, params: Sequence[Any], level: Level, placement: Placement, *, chunk_bytes: int,
+        local: LocalGradients, streams: Streams, names: Mapping[Any, str],
     ) -> None:  # fmt: skip
-        self.layout = layout
+        self.layout, self.placement = layout, placement
         self.params = list(params)
         self.gradients = [LocalGradient(param, self) for param in self.params]
         self.level = level
@@ -197,16 +104,18 @@ class GradientBucket(ABC):
         if self.streams.concurrent:
             self.read += [each for each in memory if each is not None]
 
-    @abstractmethod
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         """Yield every gradient times ``factor``, zeros where there is none; on the reduction stream."""
+        memory = self._packed()
+        if self.placement.is_empty:
+            return
+        if factor != 1.0:
+            memory.mul_(factor)
+        yield from self.placement.inputs(memory, self._chunk_width, self.nodes)
 
-    def _by_columns(self, rows: torch.Tensor, offset: int, width: int) -> Iterator[ReduceScatterInput]:
-        """Yield ``rows``, of which this rank's belongs at ``offset`` of its shard, by ``width`` columns."""
-        for first in range(0, rows.shape[1], width):
-            columns = rows[:, first : first + width]
-            part = Part(offset + first, columns.shape[1], first)
-            yield ReduceScatterInput(columns.to(self.layout.dtype), part)
+    @abstractmethod
+    def _packed(self) -> torch.Tensor:
+        """Return the gradients, flat, as :attr:`placement` has them in order."""
 
     # ---- in two levels ---------------------------------------------------------------------------------------------
 
@@ -215,16 +124,6 @@ class GradientBucket(ABC):
         """The nodes within and between which it is reduced; ``None``: over all ranks at once."""
         nodes = self.layout.nodes
         return nodes if self.level is Level.NODE or not self.layout.is_native else None
-
-    def reduce_within(self, nodes: Nodes, rows: Any, ordered: bool, tag: int) -> InFlight:
-        """Sum what the bucket has yielded over the ranks of this node; returns the node shard of it."""
-        return nodes.reduce_within(rows, ordered, tag, self.local.empty, self.label)
-
-    def reduce_between(
-        self, nodes: Nodes, part: Part, sums: torch.Tensor, ordered: bool, tag: int, out: torch.Tensor | None
-    ) -> InFlight:
-        """Sum node shards over the nodes; returns this rank's elements. See :meth:`Nodes.reduce_between`."""
-        return nodes.reduce_between(sums, self.layout.dtype, ordered, tag, out, self.local.empty, self.label)
 
     def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
         if part in self.node_shard:
@@ -251,12 +150,12 @@ class GradientBucket(ABC):
 
 
 def choose_buckets(
-    layouts: Sequence[Any], local: LocalGradients, config: ZeroSyncConfig, limit: int
-) -> Iterator[tuple[Any, list[tuple[list[Any], Level]]]]:
-    """Yield each layout, in the order of the parameters, with the parameters of its buckets, and their level.
+    layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int
+) -> Iterator[tuple[ShardLayout, list[tuple[list[Any], Level]]]]:
+    """Yield the layouts, the last one first, each with the parameters of its buckets, and their level, in its order.
 
-    Buckets come in about the order in which backward is expected to complete them: from the last parameter to the
-    first. One bucket has at most ``limit`` bytes, or one parameter.
+    Backward is expected to complete them from the last one to the first. One bucket has at most ``limit`` bytes, or one
+    parameter.
     """
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
     level_of, limit = _choose_levels(layouts, nbytes, config, limit)
@@ -267,12 +166,12 @@ def choose_buckets(
                 (params[::-1], level)
                 for level, of_level in groupby(reversed(layout.params), level_of.__getitem__)
                 for params in in_runs(of_level, limit, nbytes.__getitem__)
-            ],
+            ][::-1],
         )
 
 
 def _choose_levels(
-    layouts: Sequence[Any], nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int
+    layouts: Sequence[ShardLayout], nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int
 ) -> tuple[dict[Any, Level], int]:
     """Return the level of each parameter's gradient, of ``nbytes``, and a new limit of buckets."""
     in_shards = {

@@ -6,7 +6,6 @@ Gradients are reduce-scattered in chunks of a bounded size, and a few chunks are
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,37 +13,15 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, phase
+from zerosync_strategy.core.comm.collectives import InFlight, Summing, phase
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Nodes, Sent, Topology
-from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, Part, ShardLayout
-from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
+from zerosync_strategy.core.gradients.placement import Part, ShardLayout
+from zerosync_strategy.core.gradients.shards import GradientShards
 
 _Use = Callable[[torch.Tensor], None]
-
-
-class GradientShards(ABC):
-    """Where the pipeline puts averages: this rank's gradient shards, as one ZeRO optimizer has them.
-
-    ``shards_on_device``: else in host memory, of an offloaded optimizer.
-    """
-
-    optimizer: Any
-    layouts: Sequence[ShardLayout]
-    local: LocalGradients
-    streams: Streams
-    topology: Topology
-    shards_on_device = True
-
-    @abstractmethod
-    def allocate_shards(self) -> None:
-        """Make this rank's gradient shards, with any values."""
-
-    @abstractmethod
-    def shard_parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
-        """Return the elements of this rank's shard from ``offset`` on, in order, in as few flat tensors as can be."""
 
 
 class _Kept:
@@ -116,7 +93,7 @@ class ReductionPipeline:
 
     def ready_shards(self) -> None:
         if not self._shards_ready:
-            self._shards.allocate_shards()
+            self._shards.allocate()
             self._shards_ready = True
 
     def launch(self, bucket: GradientBucket) -> None:
@@ -184,20 +161,19 @@ class ReductionPipeline:
             self._streams.let_go(event, kept.producers)
             self._local.count(-kept.nbytes)
 
-    @property
-    def _tag(self) -> int:
-        """An aborted backward's messages, or those of a rank that disagrees, never join another reduction."""
-        return self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+    def _how(self, bucket: GradientBucket) -> Summing:
+        # By the tag, an aborted backward's messages, or those of a rank that disagrees, never join another reduction.
+        tag = self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+        return Summing(self._ordered, tag, self._local.empty, bucket.label)
 
     def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
         """Launch the reduction of ``rows`` over all ranks."""
         out, use = self._into_shard(bucket, part)
-        reduction = bucket.layout.reduce_scatter(rows, self._ordered, self._tag, out, self._local.empty, bucket.label)
-        self._note(bucket, reduction, use)
+        self._note(bucket, bucket.placement.reduce(rows, self._how(bucket), out), use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: Part) -> None:
         """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
-        reduction = bucket.reduce_within(nodes, rows, self._ordered, self._tag)
+        reduction = bucket.placement.reduce_within(nodes, rows, self._how(bucket))
         if bucket.level is Level.NODE and not self.closes:
             self._note(bucket, reduction, partial(bucket.keep_node_sums, part))
         else:
@@ -210,7 +186,7 @@ class ReductionPipeline:
         """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
         if (kept := bucket.take_node_sums(part)) is not None:
             sums = kept.add_(sums)
-        reduction = bucket.reduce_between(nodes, part, sums, self._ordered, self._tag, out)
+        reduction = bucket.placement.reduce_between(nodes, part, sums, self._how(bucket), out)
         self._note(bucket, reduction, use)
 
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
@@ -220,9 +196,9 @@ class ReductionPipeline:
 
     def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
         """Return where averages for ``part`` may go at once, and what puts them there in any case."""
-        targets = self._shards.shard_parts(bucket.layout, part.offset, part.numel)
+        targets = self._shards.parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced
-        out = targets[0] if len(targets) == 1 and not adds and self._shards.shards_on_device else None
+        out = targets[0] if len(targets) == 1 and not adds and self._shards.on_device else None
         _, after = self._scales(bucket.layout)
         return out, partial(self._add_to_shard, targets, adds, after)
 
@@ -234,7 +210,7 @@ class ReductionPipeline:
         for target in targets:
             part = average[done : done + target.numel()]
             done += target.numel()
-            if adds and not self._shards.shards_on_device and self._streams.concurrent:
+            if adds and not self._shards.on_device and self._streams.concurrent:
                 # Summed on the device: the host would have to wait for each part.
                 before = torch.empty(len(target), dtype=target.dtype, device=part.device)
                 before.copy_(target, non_blocking=True)

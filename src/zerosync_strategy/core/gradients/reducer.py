@@ -8,24 +8,23 @@ again. What a reduction costs the host is in proportion to the number of paramet
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Sent, Topology
-from zerosync_strategy.core.comm.streams import HostCopy, Streams
+from zerosync_strategy.core.comm.nodes import Sent
+from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, ShardLayout
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
 from zerosync_strategy.core.gradients.items import ItemCount
-from zerosync_strategy.core.gradients.local import LocalGradient, LocalGradients
-from zerosync_strategy.core.gradients.pipeline import GradientShards, ReductionPipeline
+from zerosync_strategy.core.gradients.local import LocalGradient
+from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
+from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
@@ -34,25 +33,10 @@ bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket 
 that is larger goes in messages of as many bytes as this at least."""
 KEPT_BUCKETS = 1
 """Buckets of a backward that are reduced, and whose memory its producers need not wait for yet (L1)."""
-STEP_NUMEL = 2**18
-"""Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
-temporary tensors of more do not fit in a processor's cache."""
 
 
-class StepSlice(NamedTuple):
-    """Elements of master weights that are stepped at a time; then ``stepped`` is called, where there is one."""
-
-    begin: int
-    end: int
-    stepped: Callable[[], None] | None
-
-
-StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
-"""Master weights, each with its slices."""
-
-
-class Reducer(GradientShards):
-    """Reduces the local gradients of one DeepSpeed ZeRO optimizer.
+class Reducer:
+    """Reduces the local gradients of one DeepSpeed ZeRO optimizer, into its ``shards``.
 
     A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's shard.
 
@@ -65,29 +49,19 @@ class Reducer(GradientShards):
         only_adds: the running backward reduces nothing, so that who has its ``place`` has nothing to do.
     """
 
-    buckets: Sequence[GradientBucket]
-
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages, topology: Topology
-    ) -> None:
-        self.optimizer = optimizer = engine.optimizer
-        self._dtype = zero.reduction_dtype(engine)
-        self.step_cost = config.cost_function  # by which parameters that have owners are given to them
-        self.topology = topology
-        self.streams = Streams()
-        self.layouts = self._read_layouts()
-        self.params = [param for layout in self.layouts for param in layout.params]
-        self.local = LocalGradients(optimizer, self.streams)
+        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages,
+        first_uses: Callable[[], Mapping[int, int] | None],
+    ) -> None:  # fmt: skip
+        self.shards, self.optimizer, self.layouts = shards, shards.optimizer, shards.layouts
+        self.params, self.streams, self.local = shards.params, shards.streams, shards.local
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
-        for layout in self.layouts:
-            layout.nodes = topology.of(layout.process_group)
-        largest = min(
-            max(sum(map(self.local.nbytes, self.params)) // 4, SMALL_BYTES), self._most_bytes(config, messages)
-        )
-        limit = min(max(zero.reduce_bucket_numel(optimizer) * self._dtype.itemsize, messages.least), largest)
+        nbytes = sum(map(self.local.nbytes, self.params))
+        largest = min(max(nbytes // 4, SMALL_BYTES), shards.most_bytes(config, messages))
+        limit = min(max(zero.reduce_bucket_numel(self.optimizer) * shards.dtype.itemsize, messages.least), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
-        self.buckets = self._make_buckets(config, limit, common)
+        self.buckets = shards.make_buckets(config, limit, common)
         for layout in self.layouts:
             if layout.params and layout.nodes is not None and config.gradients.device is not None:
                 layout.nodes.connect(layout.params[0].device)
@@ -102,63 +76,18 @@ class Reducer(GradientShards):
         self.only_adds = False
         self._hooks: GradientHooks | None = None  # while it is attached
         self._late: LocalGradient | None = None  # whose hooks may still run when the backward begins by it
-        self.first_uses: Callable[[], Mapping[int, int] | None] = lambda: None
+        self.first_uses = first_uses
         self._reduces_by_module = False  # the running backward, and not by gradient
-        self.pipeline = ReductionPipeline(self, config.reduction == "ordered", messages)
-
-    # ---- what differs between the stages ---------------------------------------------------------------------------
-
-    def _most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
-        """Return the bytes of a bucket at most, for what else is sent."""
-        return messages.nbytes
-
-    @abstractmethod
-    def _read_layouts(self) -> Sequence[ShardLayout]: ...
-
-    @abstractmethod
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
-        """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
-
-    @abstractmethod
-    def hand_over(self) -> None:
-        """Let DeepSpeed's step find the shards. Sends nothing."""
-
-    @abstractmethod
-    def _compute_norm(self) -> torch.Tensor:
-        """Compute what :meth:`norm` returns."""
-
-    @abstractmethod
-    def master_shards(self) -> list[zero.MasterShard]:
-        """Return this rank's master weights by the parameters that they are of, as a step has them."""
-
-    @abstractmethod
-    def step_slices(self) -> StepSlices:
-        """Return this rank's master weights, and the slices in which a step can be made; none: at once."""
-
-    @abstractmethod
-    def _discard_shards(self) -> None:
-        """Remove the shards of this window from DeepSpeed's optimizer."""
-
-    @abstractmethod
-    def parameters_floor(self) -> dict[Any, Sent]:
-        """Return, by parameter, what one rank must send to give it to all ranks once."""
+        self.pipeline = ReductionPipeline(shards, config.reduction == "ordered", messages)
 
     def gradients_floor(self) -> Sent:
         """Return what one rank must send to reduce all gradients once."""
         floor = Sent()
         for bucket in self.buckets:
             floor = floor.plus(
-                self.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
+                self.shards.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
             )
         return floor
-
-    def masters_in_groups(self) -> AbstractContextManager[None]:
-        """While active, the groups of the torch optimizer have this rank's master weights."""
-        return nullcontext()
-
-    @abstractmethod
-    def states_made(self) -> None:
-        """The torch optimizer has made states after its first step."""
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -315,17 +244,18 @@ class Reducer(GradientShards):
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
         self.pipeline.let_go()
-        if not self.shards_on_device:
+        if not self.shards.on_device:
             self.streams.host_waits_for_reductions()
         self.pipeline.ready_shards()
         for bucket in self.buckets:
             if not bucket.is_reduced:
-                for part in self.shard_parts(bucket.layout, *bucket.target):
+                place = bucket.placement
+                for part in self.shards.parts(bucket.layout, place.offset, place.width):
                     part.zero_()
             bucket.is_reduced = False
         if self.layouts:
             self._divide_by_items()
-        self.hand_over()
+        self.shards.hand_over()
         self.norm_changed()
         self.pipeline.closed()
 
@@ -336,12 +266,12 @@ class Reducer(GradientShards):
         self.items.reset()
         if items is None:
             return
-        if not self.shards_on_device:
+        if not self.shards.on_device:
             items = items.cpu()
         for layout in self.layouts:
             # It has a dimension, so that torch multiplies in fp32: in fp16, one over the items has few bits.
             factor = torch.where(items > 0, layout.divisor / items, 0.0).view(1)
-            for part in self.shard_parts(layout, 0, layout.shard_numel):
+            for part in self.shards.parts(layout, 0, layout.shard_numel):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
@@ -352,7 +282,7 @@ class Reducer(GradientShards):
         """
         if self._norm is None:
             with phase("norm"):
-                self._norm = norm = self._compute_norm()
+                self._norm = norm = self.shards.norm()
                 if self.streams.concurrent and not self.streams.is_on_host(norm):
                     self._host_norm.begin(norm.view(1))
                     self._norm = self._host_norm.arrived()[0].clone()
@@ -366,6 +296,7 @@ class Reducer(GradientShards):
         """The step has used the shards: count bytes from here."""
         self.pipeline.sent_floor = Sent()
         self.local.reset_peak()
+        self.shards.stepped()
 
     # ---- dropping --------------------------------------------------------------------------------------------------
 
@@ -381,7 +312,7 @@ class Reducer(GradientShards):
                 bucket.take_node_sums(part)
             bucket.is_reduced = False
         self.items.reset()
-        self._discard_shards()
+        self.shards.discard()
 
     def interrupted(self) -> None:
         """An exception has ended a backward, at another place on each rank."""
@@ -397,13 +328,3 @@ class Reducer(GradientShards):
             self.pipeline.begun.abort()
         self.drop()
         zero.reset_backward(self.optimizer)
-
-
-def step_slices(
-    master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None
-) -> Iterator[StepSlice]:
-    """Yield the elements of ``master`` from ``begin`` to ``end`` in slices, of which the last one calls ``stepped``."""
-    count = max(1, (end - begin) // STEP_NUMEL) if master.device.type == "cpu" else 1
-    for first in range(begin, begin + (count - 1) * STEP_NUMEL, STEP_NUMEL):
-        yield StepSlice(first, first + STEP_NUMEL, None)
-    yield StepSlice(begin + (count - 1) * STEP_NUMEL, end, stepped)

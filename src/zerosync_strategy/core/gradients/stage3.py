@@ -1,11 +1,14 @@
-"""The reduction of ZeRO-3: each parameter is sharded by itself; it may be resharded while its gradient is unsharded."""
+"""The gradient shards of ZeRO-3: one per parameter, over the process group that shards it.
+
+With an optimizer that needs whole parameters, they are on owners, and DeepSpeed's own have nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,165 +16,74 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm.messages import AMONG_GATHERS, Messages
 from zerosync_strategy.core.comm.nodes import Sent
-from zerosync_strategy.core.comm.stripes import ShardSlice
+from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.gradients.buckets import (
-    GradientBucket,
-    ReduceScatterInput,
-    ShardLayout,
-    choose_buckets,
-)
-from zerosync_strategy.core.gradients.local import LocalGradient
-from zerosync_strategy.core.gradients.reducer import Reducer, StepSlices, step_slices
+from zerosync_strategy.core.gradients.buckets import choose_buckets
+from zerosync_strategy.core.gradients.owned import OwnedLayout
+from zerosync_strategy.core.gradients.per_param import PerParamLayout
+from zerosync_strategy.core.gradients.shards import GradientShards
+from zerosync_strategy.core.gradients.unpacked import UnpackedBucket
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
-class PerParamLayout(ShardLayout):
-    """Parameter ``params[i]`` has ``shard_numels[i]`` columns, which begin where those of the one before end."""
+class PerParamShards(GradientShards):
+    """In DeepSpeed's buffer; or on owners, in :attr:`owned` of this window, by layout."""
 
-    def __init__(
-        self, process_group: Any, params: Sequence[Any], shard_numels: Sequence[int], divisor: float, dtype: torch.dtype
-    ) -> None:
-        super().__init__(process_group, params, sum(shard_numels), divisor, dtype)
-        self.shard_numels = dict(zip(params, shard_numels, strict=True))
-        self.columns: dict[Any, int] = {}
-        column = 0
-        for param, shard_numel in self.shard_numels.items():
-            self.columns[param] = column
-            column += shard_numel
-        self.column_list = list(self.columns.values())
+    layouts: list[PerParamLayout | OwnedLayout]
 
-    def matrices(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-        yield memory.view(self.world_size, self.shard_numel), 0
-
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
-        rows = memory.view(self.world_size, self.shard_numel)
-        columns = rows.narrow(1, self.columns[param], self.shard_numels[param])
-        return columns.reshape(-1)[: zero3.full_numel(param)]
-
-    def shard_slices(self, param: Any) -> list[ShardSlice]:
-        shard_numel, numel = self.shard_numels[param], zero3.full_numel(param)
-        first, last = (min((self.rank + k) * shard_numel, numel) for k in (0, 1))
-        return [ShardSlice(first, last, self.columns[param])]
-
-
-class UnpackedBucket(GradientBucket):
-    """A bucket whose gradients stay where autograd accumulates them until they are reduced."""
-
-    def collect(self, gradient: LocalGradient) -> None:
-        param, place = gradient.param, gradient.place
-        found = param.grad
-        if found is None:
-            if self.local.converts:
-                zero.set_accumulated_gradient(param, None)  # a hook has dropped it
-            return
-        if self.local.converts:
-            more, before = found.detach().to(self.local.dtype), zero.accumulated_gradient(param)
-            found = more if before is None else before.add_(more)
-            zero.set_accumulated_gradient(param, found)
-            param.grad = None
-        if place is None:
-            self.local.count(self.local.nbytes(param))
-        gradient.place = found
-
-    def _drop(self) -> None:
-        self.local.count(-sum(self.local.nbytes(each.param) for each in self.gradients if each.place is not None))
-        for gradient in self.gradients:
-            gradient.place = gradient.param.grad = None
-            if self.local.converts:
-                zero.set_accumulated_gradient(gradient.param, None)
-
-    def _gradient(self, param: Any) -> torch.Tensor | None:
-        return zero.accumulated_gradient(param) if self.local.converts else param.grad
-
-    def _pieces(self, params: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""
-        return [
-            torch.zeros(zero3.full_numel(param), dtype=self.dtype, device=param.device)
-            if gradient is None
-            else gradient.reshape(-1)
-            for param, gradient in zip(params, gradients, strict=True)
-        ]
-
-
-class PerParamBucket(UnpackedBucket):
-    """A bucket of one layout, packed in one call."""
-
-    layout: PerParamLayout
-
-    def __init__(self, *common: Any, **named: Any) -> None:
-        super().__init__(*common, **named)
-        layout, params = self.layout, self.params
-        self._width = sum(layout.shard_numels[param] for param in params)
-        # torch._chunk_cat cuts a tensor as ZeRO-3 does: into shards that are as even as can be, the last ones padded.
-        for param in params:
-            assert layout.shard_numels[param] == -(-zero3.full_numel(param) // layout.world_size)
-        self.target = (layout.columns[params[0]], self._width)
-
-    def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
-        layout = self.layout
-        gradients = [self._gradient(param) for param in self.params]
-        device = self.params[0].device
-        shape = layout.world_size, self._width
-        dense = gradients[0]
-        if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
-            packed = dense.view(shape).to(layout.dtype)  # as it lies
-        elif all(gradient is None for gradient in gradients):
-            packed = torch.zeros(shape, dtype=layout.dtype, device=device)
-        else:
-            packed = torch.empty(shape, dtype=layout.dtype, device=device)
-            pieces = self._pieces(self.params, gradients)
-            if any(piece.dtype is not self.dtype for piece in pieces):
-                pieces = [piece.to(layout.dtype) for piece in pieces]
-            torch._chunk_cat(pieces, 0, layout.world_size, out=packed)
-        self._reads(*gradients)
-        if factor != 1.0:
-            packed.mul_(factor)
-        offset, width = self.target
-        # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
-        yield from self._by_columns(packed, offset, self._chunk_width if len(self.params) == 1 else width)
-
-
-class Stage3Reducer(Reducer):
-    """Reduces into one shard per parameter, over the process group that shards the parameter."""
-
-    layouts: list[PerParamLayout]
-    bucket_class: type[UnpackedBucket] = PerParamBucket
-
-    def _most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
-        holds_all = config.parameters.device is None and not config.parameters.automatic
-        return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
-
-    def _read_layouts(self) -> list[PerParamLayout]:
-        self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}
+    def _read_layouts(self, config: ZeroSyncConfig) -> list[PerParamLayout | OwnedLayout]:
         optimizer = self.optimizer
-        self.shards_on_device = not zero.offloads(optimizer)
+        self.on_device = not zero.offloads(optimizer)
+        self.owned: dict[OwnedLayout, torch.Tensor] = {}
+        self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}
         by_group: dict[Any, list[Any]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
-        layouts = []
+        options = {}
+        if self.whole:
+            groups = zip(zero3_optimizer.torch_groups(optimizer), optimizer.optimizer.param_groups, strict=True)
+            options = {param: of_group for params, of_group in groups for param in params}
+        everyone = dist.get_world_size(zero.data_parallel_group(optimizer))
+        layouts: list[PerParamLayout | OwnedLayout] = []
         for process_group, params in by_group.items():
-            world_size = dist.get_world_size(process_group)
-            shard_numels = [zero3.shard_numel(param) for param in params]
             # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
-            ranks = max(world_size, dist.get_world_size(zero.data_parallel_group(optimizer)))
+            ranks = max(dist.get_world_size(process_group), everyone)
             divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
-            layouts.append(PerParamLayout(process_group, params, shard_numels, divisor, self._dtype))
+            common = (divisor, self.dtype, self.topology.of(process_group))
+            if not self.whole:
+                layouts.append(PerParamLayout(process_group, params, *common))
+                continue
+            described = [(zero3.full_shape(param), options[param]) for param in params]
+            owners = choose_owners(described, config.cost_function, process_group)
+            offsets = dict(zip(params, itertools.accumulate([0, *map(zero3.full_numel, params)]), strict=False))
+            owner_of = dict(zip(params, owners, strict=True))
+            layouts.append(OwnedLayout(offsets, owner_of, process_group, *common))
+        self.over_groups = any(layout.world_size < everyone for layout in layouts)
         return layouts
 
-    def _make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:
-        buckets = [
-            self.bucket_class(layout, params, level, **common)
-            for layout, chosen in choose_buckets(self.layouts, self.local, config, limit)
-            for params, level in chosen
-        ]
+    def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+        holds_all = config.parameters.device is None and not config.parameters.automatic
+        return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
+
+    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:
+        buckets: list[UnpackedBucket] = []
+        for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
+            placements = layout.divide([params for params, _ in chosen])
+            of_layout = zip(chosen, placements, strict=True)
+            made = [UnpackedBucket(layout, params, level, place, **common) for (params, level), place in of_layout]
+            buckets += made[::-1]
         # With several layouts, those of the later modules first.
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
-    def allocate_shards(self) -> None:
-        pass  # DeepSpeed keeps them
+    def allocate(self) -> None:  # DeepSpeed keeps its own
+        dtype = zero.accumulation_dtype(self.optimizer)
+        for layout in self.layouts:
+            if isinstance(layout, OwnedLayout):
+                self.owned[layout] = self.local.empty(layout.shard_numel, dtype, layout.params[0].device)
 
-    def shard_parts(self, layout: PerParamLayout, offset: int, numel: int) -> list[torch.Tensor]:
+    def parts(self, layout: PerParamLayout | OwnedLayout, offset: int, numel: int) -> list[torch.Tensor]:
+        if isinstance(layout, OwnedLayout):
+            return [self.owned[layout].narrow(0, offset, numel)]
         shards, key = zero3_optimizer.gradient_shards(self.optimizer), (layout, offset, numel)
         known = self._runs.get(key)
         if not numel:
@@ -181,20 +93,36 @@ class Stage3Reducer(Reducer):
         return [shards[run.param_id].as_strided((run.numel,), (1,), run.begin) for run in known.runs]
 
     def hand_over(self) -> None:
-        zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
+        if not self.whole:
+            zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
+            return
+        # What this rank counts in the norm. The step reads what is owned.
+        by_group = [list(self.owned.values())]
+        if not self._computes_norm:
+            own, nothing = self.own_gradients(), by_group[0][0][:0]
+            groups = zero3_optimizer.param_groups(self.optimizer)
+            by_group = [[own.get(param, nothing) for param in group] for group in groups]
+        zero3_optimizer.give_gradients(self.optimizer, by_group)
+
+    def own_gradients(self) -> dict[Any, torch.Tensor]:
+        """Return the averaged gradients of the parameters that this rank owns, flat."""
+        return {
+            param: part.of(shard)
+            for layout, shard in self.owned.items()
+            for param in layout.own_offsets
+            for part in layout.shard_slices(param)
+        }
+
+    def layout_of(self, param: Any) -> OwnedLayout:
+        """Return the layout with an owner of ``param``."""
+        return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
     @property
     def _computes_norm(self) -> bool:
         """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
-        return self.shards_on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
+        return self.on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
 
-    @property
-    def over_groups(self) -> bool:
-        """Whether some parameters are sharded over fewer ranks than all; the same on every rank."""
-        everyone = dist.get_world_size(zero.data_parallel_group(self.optimizer))
-        return any(layout.world_size < everyone for layout in self.layouts)
-
-    def _compute_norm(self) -> torch.Tensor:
+    def norm(self) -> torch.Tensor:
         """As in the base class, over groups of ranks too (U3).
 
         Where DeepSpeed computes it, it does by group of parameters, and sums over the ranks that shard these.
@@ -219,22 +147,13 @@ class Stage3Reducer(Reducer):
         comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
         return total.sqrt().to(norms)
 
-    def master_shards(self) -> list[zero.MasterShard]:
-        return zero3_optimizer.master_shards(self.optimizer)
-
-    def masters_in_groups(self) -> AbstractContextManager[None]:
-        return zero3_optimizer.masters_in_groups(self.optimizer)
-
-    def states_made(self) -> None:
-        pass  # no parameter refers to them
-
-    def step_slices(self) -> StepSlices:
-        """As in the base class; nothing is sent by slice, but the C library gives small temporary tensors at once."""
-        masters = zero3_optimizer.flat_master_weights(self.optimizer)
-        return [(flat, list(step_slices(flat, 0, flat.numel()))) for flat in masters]
-
-    def _discard_shards(self) -> None:
+    def discard(self) -> None:
         zero3_optimizer.discard_gradients(self.optimizer)
+        self.owned.clear()
+
+    def stepped(self) -> None:
+        if self.whole:
+            self.discard()
 
     def parameters_floor(self) -> dict[Any, Sent]:
         floor = {}
@@ -261,14 +180,14 @@ class _Runs(NamedTuple):
 
 def _runs(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: int, numel: int) -> _Runs:
     """Return ``numel`` elements of a rank's shard in as few runs as can be: DeepSpeed lays them into one buffer."""
-    columns, runs, last = layout.column_list, list[_Run](), None
-    index, end = bisect_right(columns, offset) - 1, offset + numel
+    begins, runs, last = layout.begin_list, list[_Run](), None
+    index, end = bisect_right(begins, offset) - 1, offset + numel
     first_id = zero3.param_id(layout.params[index])
     while offset < end:
         param_id = zero3.param_id(layout.params[index])
         shard = shards[param_id]
-        first = offset - columns[index]
-        size = min(shard.numel(), end - columns[index]) - first
+        first = offset - begins[index]
+        size = min(shard.numel(), end - begins[index]) - first
         begin, memory = int(shard.storage_offset()) + first, shard.untyped_storage().data_ptr()
         if runs and memory == last and runs[-1].begin + runs[-1].numel == begin:
             runs[-1] = runs[-1]._replace(numel=runs[-1].numel + size)

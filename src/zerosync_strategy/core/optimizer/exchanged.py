@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.fragments import require_numel
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.owned_stage3 import OwnedStage3Reducer
+from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.stage3 import PerParamShards
+from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 _TAG = 2**29  # below those of gathers and above those of reductions
@@ -98,38 +102,38 @@ class ExchangedStepper(WholeStepper):
     ``digest`` returns numbers that tell whether a flat tensor has changed.
     """
 
-    _reducer: OwnedStage3Reducer
-
-    def __init__(self, reducer: OwnedStage3Reducer, digest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(reducer)
-        self._digest = digest
+    def __init__(
+        self, reducer: Reducer, shards: PerParamShards, masters: ShardMasters,
+        digest: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(shards, masters)
+        self._pipeline, self._shards, self._digest = reducer.pipeline, shards, digest
         self._digests: list[torch.Tensor] = []  # of this rank's shards of the master weights after the last step
         self._batches: list[_Batch] = []
-        optimizer = reducer.optimizer
-        masters = reducer.master_shards()
-        self._flats = [master.flat for master in masters]
+        of_params = masters.by_param()
+        self._flats = [master.flat for master in of_params]
         # Where in the master weights of which sub-group this rank's shard of each parameter is.
         self._places = {
-            param: (index, begin, end) for index, master in enumerate(masters) for param, begin, end in master.slices
+            param: (index, begin, end) for index, master in enumerate(of_params) for param, begin, end in master.slices
         }
         itemsize = self._flats[0].element_size()
         self._sent = Sent()  # by a rank, as a mean: its shards of all parameters
-        for layout in reducer.layouts:
+        for layout in (layout for layout in shards.layouts if isinstance(layout, OwnedLayout)):
             for params in zero.in_runs(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
                 self._batches.append(_Batch(layout, params))
             for param in layout.own_offsets:
                 flat = self._flats[self._places[param][0]]
                 self.masters[param] = torch.nn.Parameter(flat.new_empty(zero3.full_shape(param)))
             nbytes = sum(map(zero3.shard_numel, layout.params)) * itemsize
-            self._sent = self._sent.plus(reducer.topology.sent(nbytes, layout.process_group, distinct=True))
-        self.take(zero3_optimizer.torch_groups(optimizer))
+            self._sent = self._sent.plus(shards.topology.sent(nbytes, layout.process_group, distinct=True))
+        self.take(zero3_optimizer.torch_groups(self._zero))
         self._read_masters()
 
     # DeepSpeed does the three for each sub-group in turn; here they are for all, with the first, or the last one.
 
     def take_gradients(self, index: int) -> None:
         if index == 0:
-            for param, gradient in self._reducer.own_gradients().items():
+            for param, gradient in self._shards.own_gradients().items():
                 master = self.masters[param]
                 master.grad = None if param in self.left_out else gradient.view_as(master).to(master.dtype)
 
@@ -143,18 +147,38 @@ class ExchangedStepper(WholeStepper):
         if index < len(self._flats) - 1:
             return
         self._adopt_edits()
-        zero.step_torch_optimizer(self._reducer.optimizer)
+        zero.step_torch_optimizer(self._zero)
         with phase("from_owners"):
             self.give()
-        self._reducer.pipeline.sent_floor = self._reducer.pipeline.sent_floor.plus(self._sent)
+        self._pipeline.sent_floor = self._pipeline.sent_floor.plus(self._sent)
 
     def change(self, change: Callable[[], None]) -> None:
         self._adopt_edits()
         change()
         self.give()
 
+    def masters_in_stock_layout(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the shards are
+
+    def own_masters(self, stock: list[torch.Tensor]) -> None:
+        return None
+
+    def present_masters(self) -> list[torch.Tensor]:
+        return zero3_optimizer.flat_master_weights(self._zero)
+
+    def read_gradient(self, param: Any) -> torch.Tensor:
+        """Return the averaged gradient of ``param``, in fp32. Collective."""
+        layout = self._shards.layout_of(param)
+        return layout.read(self._shards.owned[layout], param)
+
+    def write_gradient(self, param: Any, value: torch.Tensor) -> None:
+        """Set the averaged gradient of ``param``, where this rank owns it."""
+        require_numel(value, zero3.full_shape(param))
+        layout = self._shards.layout_of(param)
+        layout.write(value, self._shards.owned[layout], param)
+
     def owner(self, param: Any) -> tuple[int, Any]:
-        layout = self._reducer.layout_of(param)
+        layout = self._shards.layout_of(param)
         return layout.owners[param], layout.process_group
 
     @torch.no_grad()
@@ -164,7 +188,7 @@ class ExchangedStepper(WholeStepper):
             for batch in self._batches
         )
         self._digests = self._digests_now()
-        zero3_optimizer.reassign_shards(self._reducer.optimizer)
+        zero3_optimizer.reassign_shards(self._zero)
 
     @torch.no_grad()
     def _read_masters(self) -> None:
@@ -180,7 +204,7 @@ class ExchangedStepper(WholeStepper):
     def _is_edited(self) -> bool:
         """Return whether a rank's shard of the master weights is another than after the last step. Collective."""
         changed = [now.ne(before).any() for now, before in zip(self._digests_now(), self._digests, strict=True)]
-        group = zero.data_parallel_group(self._reducer.optimizer)
+        group = zero.data_parallel_group(self._zero)
         return bool(largest([int(torch.stack(changed).any())], group)[0])
 
     def _digests_now(self) -> list[torch.Tensor]:

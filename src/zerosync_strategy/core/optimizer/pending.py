@@ -15,7 +15,7 @@ import torch
 
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
-from zerosync_strategy.core.gradients.buckets import ShardLayout
+from zerosync_strategy.core.gradients.placement import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.states import StripedStates
@@ -130,7 +130,7 @@ class PendingGradients:
 
     def _read_shard(self, layout: ShardLayout, into: torch.Tensor, offset: int) -> None:
         """Copy this rank's shard from ``offset`` on, without the loss scale."""
-        parts = self._reducer.shard_parts(layout, offset, into.numel())
+        parts = self._reducer.shards.parts(layout, offset, into.numel())
         for place, part in zip(into.split([part.numel() for part in parts]), parts, strict=True):
             place.copy_(self._unscaled(part, into.dtype))
 
@@ -142,9 +142,9 @@ class PendingGradients:
                 for own in layout.shard_slices(param):
                     if own.start < own.stop:
                         part = None if param.grad is None else param.grad.reshape(-1)[own.start : own.stop]
-                        (target,) = self._reducer.shard_parts(layout, own.offset, own.stop - own.start)
+                        (target,) = self._reducer.shards.parts(layout, own.offset, own.stop - own.start)
                         self._write(part, target)
-        self._reducer.hand_over()
+        self._reducer.shards.hand_over()
         self._reducer.norm_changed()
 
     def _write(self, part: torch.Tensor | None, target: torch.Tensor) -> None:

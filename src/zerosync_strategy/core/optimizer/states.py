@@ -7,22 +7,22 @@ next step once more. What the optimizer does to an element must not depend on it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero12
-from zerosync_strategy.core.gradients.flat import FlatLayout
-from zerosync_strategy.core.gradients.stage12 import Stage12Reducer
+from zerosync_strategy.core.gradients.stage12 import FlatLayout, FlatShards
+from zerosync_strategy.core.gradients.striped import StripedLayout
 
 
 class StripedStates:
-    """Master weights and states of the ZeRO-1 or ZeRO-2 optimizer that ``reducer`` reduces for."""
+    """Master weights and states of the ZeRO-1 or ZeRO-2 optimizer of ``shards``."""
 
-    def __init__(self, reducer: Stage12Reducer) -> None:
-        self._optimizer = reducer.optimizer
-        self._layouts = reducer.layouts
+    def __init__(self, shards: FlatShards) -> None:
+        self._optimizer, self._layouts = shards.optimizer, shards.layouts
         self._is_stock = True  # in DeepSpeed's layout
         self._is_checked = False
 
@@ -57,7 +57,7 @@ class StripedStates:
         """
         if self._is_checked:
             return
-        for layout in (layout for layout in self._layouts if not layout.is_stock):
+        for layout in self._striped:
             master = zero12.master(self._optimizer, layout.group_index)
             for name, value in self._states_of(master).items():
                 self._is_checked = True
@@ -69,14 +69,19 @@ class StripedStates:
                         " optimizer, or stage 3."
                     )
 
+    @property
+    def _striped(self) -> Iterator[StripedLayout]:
+        """Yield the layouts whose shards may have to be brought into DeepSpeed's own."""
+        for layout in self._layouts:
+            if isinstance(layout, StripedLayout) and not layout.stripes.is_stock:
+                yield layout
+
     # ---- helpers -------------------------------------------------------------------------------------------------
 
     def _move(self, to_stock: bool) -> None:
         if self._is_stock == to_stock:
             return
-        for layout in self._layouts:
-            if layout.is_stock:
-                continue
+        for layout in self._striped:
             flat = zero12.flat_parameters(self._optimizer, layout.group_index)
             master = zero12.master(self._optimizer, layout.group_index)
             if master.dtype == flat.dtype:  # they are the same
@@ -89,7 +94,7 @@ class StripedStates:
                     self._exchange(value, layout, to_stock, flat.device)
         self._is_stock = to_stock
 
-    def _exchange(self, shard: torch.Tensor, layout: FlatLayout, to_stock: bool, device: torch.device) -> None:
+    def _exchange(self, shard: torch.Tensor, layout: StripedLayout, to_stock: bool, device: torch.device) -> None:
         shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, device))
 
     def _states_of(self, master: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from torch.optim import optimizer as torch_optimizer
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import MasterShard, offloads
-from zerosync_strategy.core.gradients.reducer import Reducer, StepSlice, StepSlices
+from zerosync_strategy.core.gradients.shards import GradientShards
+from zerosync_strategy.core.optimizer.masters import Masters, StepSlice, StepSlices
 
 State = dict[str, Any]
 Runs = list[tuple[int, int]]
@@ -59,22 +60,22 @@ class _Part(NamedTuple):
 
 
 class Stepper:
-    """Lets the optimizer that ``reducer`` reduces for step what is not frozen."""
+    """Lets the optimizer of these ``shards`` and master weights step what is not frozen."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-        self._cohorts = [_Cohort(set(reducer.params))]
+    def __init__(self, shards: GradientShards, masters: Masters) -> None:
+        self._zero, self._params, self._masters = shards.optimizer, shards.params, masters
+        self._cohorts = [_Cohort(set(shards.params))]
         self._frozen: set[Any] | None = None  # in all backwards since the last step; None before the first
 
     @property
     def _optimizer(self) -> Any:
         """The torch optimizer that steps the master weights."""
-        return self._reducer.optimizer.optimizer
+        return self._zero.optimizer
 
     def backward_begins(self, is_first: bool) -> None:
         """A backward begins, the first of its step or not: what requires a gradient now is stepped."""
         with zero3.as_it_is():
-            frozen = {param for param in self._reducer.params if not param.requires_grad}
+            frozen = {param for param in self._params if not param.requires_grad}
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
 
     def reset(self) -> None:
@@ -91,7 +92,7 @@ class Stepper:
         if len(self._cohorts) == 1 and slices is None:
             yield
             return
-        masters = self._reducer.master_shards() if len(self._cohorts) > 1 else None
+        masters = self._masters.by_param() if len(self._cohorts) > 1 else None
         if slices is None:
             slices = _whole(masters or ())
         if masters is None:
@@ -107,11 +108,11 @@ class Stepper:
 
     def change(self, change: Callable[[], None]) -> None:
         """Call ``change``, a method of the torch optimizer, which changes the weights of what it has stepped."""
-        with self._reducer.masters_in_groups():
+        with self._masters.in_groups():
             if len(self._cohorts) == 1:
                 change()
                 return
-            masters = self._reducer.master_shards()
+            masters = self._masters.by_param()
             parts = self._parts(_whole(masters), masters, self._cohorts)
             stepped = [part for part in parts if part.scalars is not None]
             with self._without_params():
@@ -119,9 +120,9 @@ class Stepper:
 
     def _slices(self) -> StepSlices | None:
         """Return the slices in which the coming step is to be made; ``None``: at once."""
-        if offloads(self._reducer.optimizer) or not _can_step_by_part(self._optimizer):
+        if offloads(self._zero) or not _can_step_by_part(self._optimizer):
             return None
-        slices = self._reducer.step_slices()
+        slices = self._masters.slices()
         return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
     def _scalars_now(self, flats: Sequence[Any]) -> dict[int, State]:
@@ -130,7 +131,7 @@ class Stepper:
 
     def _split(self, frozen: set[Any]) -> None:
         if len(self._cohorts) == 1:
-            self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._reducer.master_shards()])
+            self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._masters.by_param()])
         for cohort in list(self._cohorts):
             apart = cohort.params & frozen
             if apart and apart != cohort.params:
@@ -217,7 +218,7 @@ class Stepper:
             for key, value in _shaped_states(state, view).items():
                 if whole.get(key) is None:
                     whole[key] = torch.zeros_like(part.flat.data, dtype=value.dtype)
-                    self._reducer.states_made()
+                    self._masters.states_made()
                 if value.untyped_storage().data_ptr() != whole[key].untyped_storage().data_ptr():
                     whole[key][begin:end].copy_(value)
         return scalars
@@ -242,7 +243,7 @@ class Stepper:
         """Go on with what :meth:`state` has returned."""
         cohort_of = {name: number for number, (of_cohort, _) in enumerate(state) for name in of_cohort}
         cohorts = [_Cohort(set(), copy.deepcopy(scalars)) for _, scalars in state] or [_Cohort(set())]
-        for param in self._reducer.params:
+        for param in self._params:
             cohorts[cohort_of.get(names[param], 0)].params.add(param)
         self._cohorts = cohorts
         self._frozen = None

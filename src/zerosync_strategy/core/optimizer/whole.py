@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
-from zerosync_strategy.core.gradients.owned import OwnedLayout, OwnedReducer
-from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.owned import OwnedLayout
+from zerosync_strategy.core.gradients.shards import GradientShards
+from zerosync_strategy.core.gradients.stage12 import FlatShards
+from zerosync_strategy.core.optimizer.masters import FlatMasters, Masters
 from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.optimizer.stepper import Stepper
 
@@ -29,13 +31,13 @@ class WholeStepper(Stepper):
     ``ValueError``: the optimizer has stepped DeepSpeed's flat shards.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        super().__init__(reducer)
+    def __init__(self, shards: GradientShards, masters: Masters) -> None:
+        super().__init__(shards, masters)
         self.left_out: set[Any] = set()  # of the running step
         self.masters: dict[Any, torch.nn.Parameter] = {}
-        if any(reducer.optimizer.optimizer.state.get(master.flat) for master in reducer.master_shards()):
+        if any(self._optimizer.state.get(master.flat) for master in masters.by_param()):
             raise ValueError(
-                f"attach() found that the optimizer {type(reducer.optimizer.optimizer).__name__}, which needs whole"
+                f"attach() found that the optimizer {type(self._optimizer).__name__}, which needs whole"
                 " parameters, has stepped flat shards. Call attach() before the first step and before"
                 " load_checkpoint()."
             )
@@ -115,6 +117,18 @@ class WholeStepper(Stepper):
     def give(self) -> None:
         """Give all ranks what owners have in their :attr:`masters`. Collective."""
 
+    @abstractmethod
+    def masters_in_stock_layout(self) -> AbstractContextManager[None]:
+        """While active, DeepSpeed finds this rank's master weights in its own layout. Collective."""
+
+    @abstractmethod
+    def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return what DeepSpeed is to load in place of what it has saved so; ``None``: that. Collective."""
+
+    @abstractmethod
+    def present_masters(self) -> list[torch.Tensor]:
+        """Return the master weights that DeepSpeed has of this rank."""
+
 
 def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the ``state_dict()`` of a torch optimizer with ``new`` keys of its parameters."""
@@ -125,15 +139,14 @@ def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
 class OwnedStepper(WholeStepper):
     """On stages 1 and 2: this rank's shard has the parameters that it owns, and their gradients."""
 
-    def __init__(self, reducer: OwnedReducer) -> None:
-        super().__init__(reducer)
-        self._gather = reducer.gather_parameters
-        self._layouts: list[OwnedLayout] = reducer.layouts
-        zero_optimizer = reducer.optimizer
+    def __init__(self, shards: FlatShards, masters: FlatMasters) -> None:
+        super().__init__(shards, masters)
+        self._give = masters.give
+        self._layouts = [layout for layout in shards.layouts if isinstance(layout, OwnedLayout)]
         groups: list[list[Any]] = [[] for _ in self._optimizer.param_groups]
         for layout in self._layouts:
-            flat = zero12.give_own_master(zero_optimizer, layout.group_index, layout.shard_numel)
-            groups[layout.group_index] = zero12.params_in_order(zero_optimizer, layout.group_index)
+            flat = zero12.give_own_master(self._zero, layout.group_index, layout.shard_numel)
+            groups[layout.group_index] = zero12.params_in_order(self._zero, layout.group_index)
             self.masters |= {param: self._view(flat, layout, param) for param in layout.own_offsets}
         self.take(groups)
 
@@ -146,15 +159,14 @@ class OwnedStepper(WholeStepper):
 
     def step_group(self, index: int) -> None:
         """DeepSpeed has the gradients of the group ``index`` ready; with those of the last one, step."""
-        optimizer = self._reducer.optimizer
         for layout in (layout for layout in self._layouts if layout.group_index == index):
-            flat = zero12.master(optimizer, index)
+            flat = zero12.master(self._zero, index)
             for param, begin in layout.own_offsets.items():
                 master, end = self.masters[param], begin + param.numel()
                 master.data = flat.data[begin:end].view(param.shape)
                 master.grad = None if param in self.left_out else flat.grad[begin:end].view(param.shape)
         if index == len(self._optimizer.param_groups) - 1:
-            zero.step_torch_optimizer(optimizer)
+            zero.step_torch_optimizer(self._zero)
 
     def owner(self, param: Any) -> tuple[int, Any]:
         layout = next(layout for layout in self._layouts if param in layout.owners)
@@ -162,22 +174,22 @@ class OwnedStepper(WholeStepper):
 
     @torch.no_grad()
     def give(self) -> None:
-        self._gather()
+        self._give()
 
-    def stock_masters(self) -> list[torch.Tensor]:
-        """Return this rank's master weights as DeepSpeed lays them out, by group. Collective."""
-        optimizer = self._reducer.optimizer
+    def masters_in_stock_layout(self) -> AbstractContextManager[None]:
         masters = []
         for layout in self._layouts:
-            master, flat = (each(optimizer, layout.group_index) for each in (zero12.master, zero12.flat_parameters))
+            master, flat = (each(self._zero, layout.group_index) for each in (zero12.master, zero12.flat_parameters))
             masters.append(layout.to_stock(master.data, flat.numel(), flat.device))
-        return masters
+        return zero12.masters_replaced(self._zero, masters)
+
+    def present_masters(self) -> list[torch.Tensor]:
+        return [zero12.master(self._zero, layout.group_index) for layout in self._layouts]
 
     def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's master weights of what :meth:`stock_masters` has returned. Collective."""
         masters = []
         for layout, saved in zip(self._layouts, stock, strict=True):
-            flat = zero12.flat_parameters(self._reducer.optimizer, layout.group_index)
+            flat = zero12.flat_parameters(self._zero, layout.group_index)
             masters.append(layout.from_stock(saved, flat.numel(), flat.device))
         return masters
 
@@ -185,8 +197,8 @@ class OwnedStepper(WholeStepper):
 class OwnedStates(StripedStates):
     """Master weights and states of an optimizer that needs whole parameters, each on its owner."""
 
-    def __init__(self, reducer: OwnedReducer, step: OwnedStepper) -> None:
-        super().__init__(reducer)
+    def __init__(self, shards: FlatShards, step: OwnedStepper) -> None:
+        super().__init__(shards)
         self._step = step
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""What a program may not call when: each is an error that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.gradients.window import Window
+
+
+class Guards:
+    """The contexts that one engine is in, and what it trained when it was attached."""
+
+    def __init__(self, engine: Any, trained: list[Any], names: Mapping[Any, str], window: Window) -> None:
+        self._optimizer, self._trained, self._names, self._window = engine.optimizer, trained, names, window
+        # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
+        self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
+        self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
+        self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
+        self.infers = False  # in gathered_for_inference()
+
+    @contextmanager
+    def postponing_step(self, context: str) -> Iterator[None]:
+        """Around what runs inside of DeepSpeed's ``context``, in which a step is illegal."""
+        self._postponing.append(context)
+        try:
+            yield
+        finally:
+            self._postponing.pop()
+
+    @contextmanager
+    def inferring(self) -> Iterator[None]:
+        with replaced(self, "infers", True):
+            yield
+
+    def check_inference(self, call: str) -> None:
+        if self.infers:
+            raise RuntimeError(
+                f"{call} was called inside of gathered_for_inference(), which releases parameters at its end. Call it"
+                " after the block."
+            )
+
+    def check_step(self) -> None:
+        self.check_inference("engine.step()")
+        if self._postponing:
+            raise RuntimeError(
+                f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"
+                " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
+                " in any case."
+            )
+        if len(self._optimizer.optimizer.param_groups) != self._param_groups:
+            self.refuse_param_group()
+
+    def refuse_param_group(self) -> None:
+        raise ValueError(
+            "add_param_group() was called on the optimizer of a DeepSpeed engine, which lays out what it trains when it"
+            " is built: the added parameters would never be stepped. Give the optimizer all parameters before that, in"
+            " as many groups as will need options of their own, and freeze after it those that are to train later. (In"
+            " Lightning, a BaseFinetuning callback may freeze them before.)"
+        )
+
+    def trains(self, by_all: Iterator[Any]) -> bool:
+        """Return whether a backward, which begins, may give a gradient to a parameter of the optimizer.
+
+        A ``RuntimeError``: one requires a gradient that no optimizer has, of those that train ``by_all`` engines.
+        """
+        if thawed := [param for param in self._untrained if param.requires_grad]:  # none may be left out silently (N1)
+            trained = set(map(id, by_all))
+            if names := [repr(self._names[param]) for param in thawed if id(param) not in trained]:
+                raise RuntimeError(
+                    f"backward() found that {zero.listed(names)} required no gradient when the DeepSpeed engine was"
+                    " built and requires one now. ZeRO would never train it. Let it require a gradient while the engine"
+                    " is built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that"
+                    " is not to be trained must stay frozen."
+                )
+        return any(param.requires_grad for param in self._trained)
+
+    def zeroed(self, params: Set[int]) -> bool:
+        """``zero_grad()`` of a module with ``params``, by id, has removed gradients: return whether these are all.
+
+        A ``RuntimeError``: those of some alone cannot be dropped any more.
+        """
+        own = set(map(id, self._trained))
+        if own <= params:
+            return True
+        if self._window.has_reduced and not own.isdisjoint(params):
+            raise RuntimeError(
+                "module.zero_grad() was called for some of the parameters that an optimizer trains, and their gradients"
+                " are in ZeRO's shards already, or in another dtype: they were to be reduced in the backward (an"
+                " announced last one, coalesce=False, grad_memory_budget) or accumulated apart (grad_accum_dtype). Call"
+                " zero_grad() of the whole model or of the optimizer, or leave these options out and set"
+                " overlap_last=False."
+            )
+        return False

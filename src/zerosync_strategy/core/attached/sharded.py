@@ -1,0 +1,236 @@
+"""Parameters of ZeRO-3: what gathers, holds and unshards them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.attached.parameters import Parameters, Parts
+from zerosync_strategy.core.engine import contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.module_hooks import drop_functions
+from zerosync_strategy.core.engine.parameter import Claim, record_of
+from zerosync_strategy.core.engine.transformers import nothing_is_sharded
+from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.errors import RankError
+from zerosync_strategy.core.gradients.stage3 import PerParamShards
+from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.optimizer.masters import ShardMasters
+from zerosync_strategy.core.optimizer.probe import switches_weights
+from zerosync_strategy.core.optimizer.stepper import counts_by_tensor
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.edits import write_gathered_to_shards
+from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.state_entries import warn_of_what_is_left
+from zerosync_strategy.core.report import size_text
+
+_MODIFIED = "modified by an inplace operation"  # torch, of what autograd has saved
+_BEGINS_INSIDE = (
+    "If nothing was: under ZeRO-3, a backward also meets this that begins inside of a unit, with a loss of what a hook"
+    " has caught there or the module has kept, and not with what the unit returns: its parameters are not gathered."
+    " Choose smaller units (unit_modules), or hold the parameters (param_memory_budget='all')."
+)
+
+
+class ShardedParameters(Parameters):
+    """Each sharded by itself, and gathered by units. ``of_module`` has what all engines of the module share.
+
+    Attributes:
+        unshard_on_read: ``None`` without ``eager_frames``.
+        is_compiled: DeepCompile gathers.
+    """
+
+    masters: ShardMasters
+    scheduler: GatherScheduler
+
+    def __init__(self, parts: Parts, shards: PerParamShards, of_module: ModuleParameters) -> None:
+        self._parts, self._of_module, self._optimizer = parts, of_module, shards.optimizer
+        self.masters = ShardMasters(shards)
+        self._trained = frozenset(parts.reducer.params)
+        self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
+        self.unshard_on_read = of_module.unshard_on_read if parts.config.eager_frames else None
+        self.is_compiled = False
+        self._issuing = of_module.scheduler.issuing
+        of_module.scheduler.in_backward.append(parts.window.comes_to)
+        self._issuing.begun.append(parts.reducer.pipeline.begun)
+        self._issuing.count.counters.append(parts.traffic)
+        self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
+        self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)
+
+    @staticmethod
+    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+        """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
+        if config.overlap_gather:
+            raise ValueError(
+                "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
+                " which gathers parameters when modules need them. Leave it out."
+            )
+        if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
+            raise ValueError(
+                f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
+                f" 'zero_optimization.zero_hpz_partition_size' = {size}, with which DeepSpeed keeps parameters by node"
+                f" itself, and fills them anew in every step. Leave that out, and give node_size={size}."
+            )
+        stepping = zero.stepping_optimizer(engine)
+        steps_from_disk = zero3_optimizer.steps_from_disk(engine.optimizer)
+        if steps_from_disk and (_needs_one_call(engine) or switches_weights(stepping)):
+            raise ValueError(
+                f"attach() found the optimizer {type(stepping).__name__}, which may count its steps by group or"
+                " exchange its weights by eval(), and 'offload_optimizer' on NVMe, from where DeepSpeed steps"
+                ' sub-groups one at a time. Use {"device": "cpu"}, or AdamW.'
+            )
+        if config.eager_frames:
+            contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+
+    # ---- forwards and backwards ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        window = self._parts.window
+        window.forward_begins()
+        if window.interrupted:  # at another place on each rank: they would compare the modules until there
+            window.interrupted = False
+            self._of_module.recover()
+        if window.state is WindowState.CLOSED:
+            self.scheduler.shards_written()  # by whatever the program has called since the step
+        self._of_module.forward_begins()
+        apart = nullcontext() if torch.is_grad_enabled() else self._issuing.count.without_gradients()
+        with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a forward, too. An exception releases what it has gathered."""
+        try:
+            yield
+        except RankError:
+            raise  # what is in flight will not arrive
+        except BaseException as error:
+            if torch._C._current_graph_task_id() == -1:  # else perhaps a checkpoint that has repeated what it needs
+                self._of_module.recover()
+            if isinstance(error, RuntimeError) and _MODIFIED in str(error):
+                raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
+            raise
+
+    def graph_begins(self) -> None:
+        self.cache.backward_begins()
+
+    def backward_begins(self) -> None:
+        self.scheduler.order.backward_begins()
+
+    def first_uses(self) -> Mapping[int, int] | None:
+        if self.is_compiled or self.cache.plan.holds_all:
+            return None  # DeepCompile's graphs are the same on all ranks, and give every parameter a gradient
+        return self.scheduler.order.first_uses()
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    def before_reduction(self) -> None:
+        self.scheduler.before_step()
+
+    def before_update(self) -> None:
+        self.adopt_edits()
+        self._of_module.values.begin_step(self._trained)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self.cache.stepping()
+
+    def step_jointly(self, index: int) -> bool:
+        """Step sub-group ``index`` with all others, when the last is ready; ``False``: it is to step by itself."""
+        if self._joint_step is None:
+            return False
+        self._joint_step.ready(index)
+        return True
+
+    def written(self, by_step: bool) -> None:
+        self._of_module.written(by_step)
+
+    def after_update(self) -> None:
+        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
+
+    # ---- what others read and write ------------------------------------------------------------------------------
+
+    def as_they_are(self) -> AbstractContextManager[None]:
+        return zero3.as_it_is()
+
+    def version(self) -> int:
+        return self._of_module.times_written
+
+    def adopt_edits(self) -> None:
+        self.scheduler.shards_written()
+        write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
+        self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        if any(record_of(param).claims & Claim.CONTEXT for param in self._parts.reducer.params):
+            raise RuntimeError(
+                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
+                " writes back what is gathered. Call it before or after the block."
+            )
+        self.adopt_edits()
+        change()
+        zero3_optimizer.take_all_master_weights(self._optimizer)
+        self.after_update()
+
+    def release(self) -> None:
+        """Release the optimizer's parameters, before a step or a checkpoint."""
+        self._of_module.release(self._optimizer.module)
+
+    def before_save(self) -> None:
+        self.scheduler.before_checkpoint()
+
+    def release_held(self) -> None:
+        self.cache.release_constants()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            with self._parts.activity("gathered_for_inference()"), zero3.as_it_is():
+                stack.enter_context(self.cache.gathered())
+            stack.enter_context(nothing_is_sharded())
+            yield
+
+    def compiling(self) -> None:
+        self.is_compiled = True
+        if self.unshard_on_read is not None:
+            self.unshard_on_read.prepare_deepcompile()
+
+    # ---- what is there, and the end ------------------------------------------------------------------------------
+
+    def node_shards(self) -> list[torch.Tensor]:
+        shards = self.cache.plan.node_shards
+        return [] if shards is None else shards.all_values()
+
+    def sends(self, nbytes: int) -> str:
+        sent, budget = size_text(nbytes), self._parts.config.param_memory_budget
+        if budget == "all":
+            return f"{sent} of parameters once, holding them gathered until the step"
+        units, gathered = self.units, ""
+        if units.counts:
+            kinds = ", ".join(f"{number} {name}" for name, number in units.counts.most_common(3))
+            gathered = f", in units of up to {size_text(units.most_bytes)} ({kinds})"
+        held = "none are held" if budget == 0 else f"those are held that fit into {budget!r}"
+        return (
+            f"{sent} of parameters for each time that all are gathered{gathered} (param_memory_budget: {held} until"
+            " the step)"
+        )
+
+    def detach(self, destroyed: bool) -> None:
+        self.scheduler.in_backward.remove(self._parts.window.comes_to)
+        self._issuing.begun.remove(self._parts.reducer.pipeline.begun)
+        self._issuing.count.counters.remove(self._parts.traffic)
+        self._of_module.detach()
+        if destroyed:
+            drop_functions(self._parts.engine.module)
+            warn_of_what_is_left(self._parts.engine.module)
+        else:
+            self._restore_buffers()
+
+
+def _needs_one_call(engine: Any) -> bool:
+    """Return whether one call of the torch optimizer is to step all sub-groups; else one for each is as good."""
+    groups = zero3_optimizer.param_groups(engine.optimizer)
+    return len(groups) > 1 and not counts_by_tensor(zero.stepping_optimizer(engine))

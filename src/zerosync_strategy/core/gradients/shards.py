@@ -1,0 +1,83 @@
+"""How one ZeRO optimizer shards gradients: its layouts, their buckets, and the memory of this rank's shards."""
+
+# ruff: noqa: B027  (where DeepSpeed keeps them, nothing is to be done)
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Sent, Topology
+from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.gradients.buckets import GradientBucket
+from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+
+
+class GradientShards(ABC):
+    """This rank's gradient shards, as its stage of ZeRO has them: averages over the ranks.
+
+    Args:
+        whole: the optimizer needs whole parameters: each rank's shards have those that the rank owns.
+
+    Attributes:
+        dtype: of the reduction.
+        local: the gradients that are not reduced yet.
+        on_device: else in host memory, of an offloaded optimizer.
+        over_groups: some parameters are sharded over fewer ranks than all; the same on every rank.
+    """
+
+    on_device = True
+    over_groups = False
+
+    def __init__(self, engine: Any, config: ZeroSyncConfig, topology: Topology, whole: bool) -> None:
+        self.optimizer, self.topology, self.whole = engine.optimizer, topology, whole
+        self.dtype = zero.reduction_dtype(engine)
+        self.streams = Streams()
+        self.layouts = self._read_layouts(config)
+        self.params = [param for layout in self.layouts for param in layout.params]
+        self.local = LocalGradients(self.optimizer, self.streams)
+
+    @abstractmethod
+    def _read_layouts(self, config: ZeroSyncConfig) -> Sequence[Any]:
+        """Return the layouts; with owners, a collective call."""
+
+    def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+        """Return the bytes of a bucket at most, for what else is sent."""
+        return messages.nbytes
+
+    @abstractmethod
+    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
+        """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Make the shards, with any values."""
+
+    @abstractmethod
+    def parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
+        """Return the elements of a shard from ``offset`` on, in order, in as few flat tensors as can be."""
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """Let DeepSpeed's step find the shards. Sends nothing."""
+
+    @abstractmethod
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of all ranks' shards, times the loss scale; infinity if it is not finite. Collective."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove the shards of this window from DeepSpeed's optimizer."""
+
+    def stepped(self) -> None:
+        """The step has used the shards."""
+
+    @abstractmethod
+    def parameters_floor(self) -> dict[Any, Sent]:
+        """Return, by parameter, what one rank must send to give it to all ranks once."""

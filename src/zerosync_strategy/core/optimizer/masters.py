@@ -1,0 +1,183 @@
+"""This rank's master weights by stages of ZeRO, the slices in which they are stepped, and what follows each."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from zerosync_strategy.core.comm.collectives import InFlight, phase
+from zerosync_strategy.core.engine import zero3_optimizer, zero12
+from zerosync_strategy.core.engine.zero import MasterShard
+from zerosync_strategy.core.gradients.flat import FlatBucket
+from zerosync_strategy.core.gradients.stage3 import PerParamShards
+from zerosync_strategy.core.gradients.stage12 import FlatLayout, FlatShards
+
+STEP_NUMEL = 2**18
+"""Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
+temporary tensors of more do not fit in a processor's cache."""
+_GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
+
+
+class StepSlice(NamedTuple):
+    """Elements of master weights that are stepped at a time; then ``stepped`` is called, where there is one."""
+
+    begin: int
+    end: int
+    stepped: Callable[[], None] | None
+
+
+StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
+"""Master weights, each with its slices."""
+
+
+def step_slices(
+    master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None
+) -> Iterator[StepSlice]:
+    """Yield the elements of ``master`` from ``begin`` to ``end`` in slices, of which the last one calls ``stepped``."""
+    count = max(1, (end - begin) // STEP_NUMEL) if master.device.type == "cpu" else 1
+    for first in range(begin, begin + (count - 1) * STEP_NUMEL, STEP_NUMEL):
+        yield StepSlice(first, first + STEP_NUMEL, None)
+    yield StepSlice(begin + (count - 1) * STEP_NUMEL, end, stepped)
+
+
+class Masters(ABC):
+    """The master weights of one ZeRO optimizer."""
+
+    @abstractmethod
+    def by_param(self) -> list[MasterShard]:
+        """Return them by the parameters that they are of, as a step has them."""
+
+    @abstractmethod
+    def slices(self) -> StepSlices:
+        """Return them, and the slices in which a step can be made; none: at once."""
+
+    @abstractmethod
+    def states_made(self) -> None:
+        """The torch optimizer has made states after its first step."""
+
+    def in_groups(self) -> AbstractContextManager[None]:
+        """While active, the groups of the torch optimizer have them."""
+        return nullcontext()
+
+
+class ShardMasters(Masters):
+    """Those of ZeRO-3."""
+
+    def __init__(self, shards: PerParamShards) -> None:
+        self._optimizer = shards.optimizer
+
+    def by_param(self) -> list[MasterShard]:
+        return zero3_optimizer.master_shards(self._optimizer)
+
+    def slices(self) -> StepSlices:
+        # Nothing is sent by slice, but the C library gives small temporary tensors at once.
+        masters = zero3_optimizer.flat_master_weights(self._optimizer)
+        return [(flat, list(step_slices(flat, 0, flat.numel()))) for flat in masters]
+
+    def states_made(self) -> None:
+        pass  # no parameter refers to them
+
+    def in_groups(self) -> AbstractContextManager[None]:
+        return zero3_optimizer.masters_in_groups(self._optimizer)
+
+
+_ShardOf = Callable[[Any, int], torch.Tensor]  # of an optimizer's group
+
+
+class FlatMasters(Masters):
+    """Those of ZeRO-1 and 2, from which all ranks are given the parameters, while the rest is stepped.
+
+    ``windows`` returns a number of windows, the same on all ranks (W4).
+    """
+
+    def __init__(self, shards: FlatShards, windows: Callable[[], int]) -> None:
+        self._shards, self._optimizer, self._windows = shards, shards.optimizer, windows
+        self._in_flight: dict[FlatBucket, InFlight] = {}  # gathers for which nobody has waited
+
+    def by_param(self) -> list[MasterShard]:
+        masters = []
+        for layout in self._shards.layouts:
+            slices = [
+                (param, own.offset, own.offset + own.stop - own.start)
+                for param in layout.params
+                for own in layout.shard_slices(param)
+            ]
+            slices.sort(key=lambda each: each[1])
+            masters.append(MasterShard(zero12.master(self._optimizer, layout.group_index), slices))
+        return masters
+
+    def states_made(self) -> None:
+        zero12.relink_states(self._optimizer)
+
+    def slices(self) -> StepSlices:
+        """As in the base class; what is called when one is stepped begins to gather it."""
+        if self._shards.whole:
+            return []
+        masters = ((layout, zero12.master(self._optimizer, layout.group_index)) for layout in self._shards.layouts)
+        return [(flat, list(self._by_buckets(flat, layout))) for layout, flat in masters]
+
+    def _by_buckets(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[StepSlice]:
+        """Yield slices of a few buckets each, as many as are worth a gather."""
+        buckets: list[FlatBucket] = []
+        for bucket in self._buckets(layout):
+            buckets.append(bucket)
+            begin, end = buckets[0].placement.offset, bucket.placement.offset + bucket.placement.width
+            if end - begin >= STEP_NUMEL or end == layout.shard_numel:
+                yield from step_slices(master, begin, end, functools.partial(self._gather, layout, buckets))
+                buckets = []
+
+    def _buckets(self, layout: FlatLayout) -> list[FlatBucket]:
+        return [bucket for bucket in self._shards.buckets_of[layout] if not bucket.placement.is_empty]
+
+    # ---- from masters to the parameters of all ranks -------------------------------------------------------------
+
+    @torch.no_grad()
+    def _gather(self, layout: FlatLayout, buckets: list[FlatBucket], shard_of: _ShardOf = zero12.stepped_shard) -> None:
+        """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
+        tag = _GATHER_TAG + self._windows() % 2**16
+        flat = zero12.flat_parameters(self._optimizer, layout.group_index)
+        shard = shard_of(self._optimizer, layout.group_index)
+        for bucket in buckets:
+            label = f"the gather of the updated parameters {bucket.names}"
+            self._in_flight[bucket] = bucket.placement.give(flat, shard, tag, label)
+
+    def forget_gathers(self) -> None:
+        """Nobody waits any more for those of a step that raised."""
+        self._in_flight.clear()
+
+    def give_changed(self) -> None:
+        """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective.
+
+        What uses the parameters next comes after their gathers (U2).
+        """
+        self.forget_gathers()
+        self.give(shard_of=zero12.changed_shard)
+
+    def join_gathers(self) -> None:
+        """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
+        if self._shards.streams.concurrent:  # elsewhere the host would wait for other ranks
+            for gather in self._in_flight.values():
+                gather.wait()
+
+    def give(self, overlap: Callable[..., None] | None = None, shard_of: _ShardOf = zero12.stepped_shard) -> None:
+        """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
+
+        ``overlap`` takes, by group, the parameters' offsets, and the elements of the flat buffer with their gathers in
+        flight, and waits for them. Without it, they are complete on return.
+        """
+        by_layout = [(layout, self._buckets(layout)) for layout in self._shards.layouts]
+        for layout, buckets in by_layout:
+            self._gather(layout, [bucket for bucket in buckets if bucket not in self._in_flight], shard_of)
+        for layout, buckets in by_layout:
+            gathers = [(bucket.placement, self._in_flight.pop(bucket)) for bucket in buckets]
+            if overlap is not None:
+                overlap(layout.offsets, gathers)
+                continue
+            with phase("wait_gather"):
+                for _, gather in gathers:
+                    gather.wait()
