@@ -332,34 +332,6 @@ def divergence() -> None:
     picture.save("divergence")
 
 
-def means() -> None:
-    """What a token weighs in the gradient, by a mean of means and by one mean over all tokens."""
-    picture = Picture(960, 330, "Four micro-batches of 12, 4, 6 and 2 tokens: what each weighs in the gradient")
-    tokens = (("rank 0, first", 12), ("rank 0, second", 4), ("rank 1, first", 6), ("rank 1, 2nd", 2))
-    total, left, width = sum(count for _, count in tokens), 16, 928
-    ways = (
-        ("The mean of means: each micro-batch weighs a quarter, so tokens of short ones weigh more",
-         [1 / len(tokens)] * len(tokens)),
-        ("The sum of all losses over the number of all tokens: each token counts as much as any other",
-         [count / total for _, count in tokens]),
-    )  # fmt: skip
-    for row, (title, weights) in enumerate(ways):
-        y, x = 30 + row * 130, float(left)
-        picture.text(left, y, title, "bold")
-        for (name, count), weight, fill in zip(tokens, weights, RANKS, strict=True):
-            w = width * weight
-            picture.box(x + 1, y + 14, w - 2, 44, fill, f"{count} tokens", "on small")
-            picture.text(x + w / 2, y + 76, name, "small", "middle")
-            for token in range(1, count):  # their borders
-                at = x + w * token / count
-                picture.line(f"M{at:g} {y + 50}V{y + 57}")
-            x += w
-    picture.text(left, 290, "The number of all tokens is known at the step, when the last rank has counted its last"
-                 " micro-batch. Gradients are local until then.", "soft small")  # fmt: skip
-    picture.height = 306
-    picture.save("means")
-
-
 def generation() -> None:
     """Tokens per second and bytes by way to generate, as they were measured."""
     found = json.loads((RESULTS / "2026-11-22-generation-link.json").read_text())
@@ -525,7 +497,6 @@ if __name__ == "__main__":
         host_cache,
         nodes,
         divergence,
-        means,
         generation,
         rooms,
         gradient,

@@ -1,4 +1,4 @@
-"""Every fault in every framework and stage, as the table of docs/failures.md. Takes half an hour; some need root.
+"""Every fault in every framework and stage, as the table of docs/results.md. Takes half an hour; some need root.
 
 python -m tests.faults 2 4
 """

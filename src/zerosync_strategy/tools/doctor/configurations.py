@@ -117,7 +117,7 @@ def lightning(config: Mapping[str, Any]) -> Iterator[Finding]:
         own = "deepspeed" in str(name).lower()
         yield (error if own else warning)(
             f"'strategy' is {name or 'left out'}: ZeroSync is not used"
-            + (", and manual optimization and clipping are silently wrong (docs/results.md)" if own else ""),
+            + (", and manual optimization and clipping are silently wrong (docs/faults.md)" if own else ""),
             "Use zerosync_stage_2, zerosync_stage_3, or class_path: zerosync_strategy.ZeroSyncStrategy.",
         )
     given = options.get("config")
