@@ -3,6 +3,7 @@
 import ast
 import gc
 import os
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -115,7 +116,10 @@ def test_what_comes_after_ours_stays_and_ours_is_not_doubled() -> None:
 
 
 def test_the_page_has_every_replacement() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "how.md").read_text()
+    filled = runpy.run_path(str(docs / "_site" / "replaced.py"))["filled"]
+    assert filled(page) == page, "python docs/_site/replaced.py"
     for patch in patches.EVERY:
         row = f"| `{patch.owner.rpartition('.')[2]}.{patch.name}` | {patch.why} | {patch.stays or 'yes'} |"
         row = row if "." in patch.owner else f"| {patch.owner}: {patch.name} | {patch.why} | {patch.stays or 'yes'} |"
