@@ -1,6 +1,6 @@
 """Writes the table of what is replaced in the process, ``patches.EVERY``, into docs/how.md.
 
-    python docs/_site/replaced.py
+python docs/_site/replaced.py
 """
 
 import re
