@@ -142,7 +142,7 @@ SYSTEMS = (
 
 IN_README = {
     "ZeroSync, stage 2": ("zerosync-2", "zerosync-2"),
-    "ZeroSync, stage 3, parameters kept": ("zerosync-3-held", "zerosync-3-held"),
+    'ZeroSync, stage 3, `param_memory_budget="all"`': ("zerosync-3-held", "zerosync-3-held"),
     "DeepSpeed, stage 2": ("stock-2", "stock-2"),
     "DeepSpeed, stage 3": ("stock-3", "stock-3"),
     "FSDP2, parameters gathered again": ("fsdp2-3", "fsdp2"),
@@ -163,7 +163,7 @@ def test_the_figures_in_readme_are_those_measured() -> None:
     gpu = {row["system"]: row for row in _results("2026-11-26-gpu")["exposed"]["systems"]}
     host = {row["system"]: row for row in _results("2026-11-26-host-work")["runs"] if row["backwards"] == 4}
     readme = (ROOT / "README.md").read_text()
-    table = readme.split("|---|---:|---:|---:|---:|---:|\n")[1].split("\n\n")[0]
+    table = readme.split("|---|---:|---:|---:|---:|---:|---:|\n")[1].split("\n\n")[0]
     rows = [line.replace("*", "").strip("| ").split(" | ") for line in table.splitlines()]
     assert [row[0] for row in rows] == [*IN_README]
     for name, *cells in rows:
@@ -172,13 +172,12 @@ def test_the_figures_in_readme_are_those_measured() -> None:
         expected = [
             f"{1000 * median(system['seconds']):.0f}",
             f"{median(system['bytes_sent']) / link['floor_bytes']:.3f}",
+            "reference" if timed == link["reference"] else f"{system['difference']:.0e}".replace("0e+00", "0"),
             f"{1000 * gpu[timed]['step']:.1f}",
             f"{host[counted]['python_calls']:,}" if counted else "not counted",
             f"{sum(host[counted]['collectives'].values()):,}" if counted else "not counted",
         ]
         assert cells == expected, name
-    differences = [system["difference"] for system in link["systems"].values()]
-    assert f"within {max(differences):.1e} of DDP's" in _words("README.md")
     for file in ("2026-11-22-link-35m-all", "2026-11-26-gpu", "2026-11-26-host-work"):
         assert f"(benchmarks/results/{file}.md)" in readme
 
@@ -191,7 +190,7 @@ def test_the_documentation_stays_short() -> None:
     counted = [ROOT / "README.md", *(page for page in pages if page.name not in NOT_COUNTED)]
     words = {page.name: len(made.sub("", page.read_text()).split()) for page in counted}
     assert sum(words.values()) <= 19_000, words
-    assert words["README.md"] <= 720 and max(words.values()) <= 2_000, words
+    assert words["README.md"] <= 740 and max(words.values()) <= 2_000, words
 
 
 def _words(name: str) -> str:
