@@ -22,7 +22,7 @@ from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.gradients import placement
 
 WIDTH, LAYERS = 16, 5
 
@@ -39,7 +39,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(autouse=True)
 def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read too early is not a number. Gathers are made when they are waited for."""
-    gather = buckets.all_gather
+    gather = placement.all_gather
 
     def late(rows: torch.Tensor, *told: Any) -> InFlight:
         issued_on = Streams().caller
@@ -54,7 +54,7 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
                 row.fill_(torch.nan)
         return InFlight((), made)
 
-    monkeypatch.setattr(buckets, "all_gather", late)
+    monkeypatch.setattr(placement, "all_gather", late)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))
 
 

@@ -27,7 +27,7 @@ from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.errors import RankError
-from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.gradients import placement
 from zerosync_strategy.core.params import gather_groups
 
 TIMEOUT = timedelta(seconds=3)
@@ -264,7 +264,7 @@ def test_collectives_of_an_aborted_backward_on_nccl(
 
     Under ZeRO-3, the rank that is further waits for a gather here, where NCCL leaves that to a stream.
     """
-    for module in (collectives, buckets, gather_groups):
+    for module in (collectives, placement, gather_groups):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
 
     def run() -> float:

@@ -20,7 +20,7 @@ from zerosync_strategy.core.failures.errors import RankError, is_communication_e
 from zerosync_strategy.core.failures.flight_recorder import program_line
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.rank_status import RankStatus, rank_status
-from zerosync_strategy.core.failures.verdict import lines_of, ranks_text
+from zerosync_strategy.core.failures.words import lines_of, ranks_text
 
 ERROR = RuntimeError("Timed out")
 

@@ -16,7 +16,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.gradients import buckets
+from zerosync_strategy.core.gradients import placement
 from zerosync_strategy.core.params import gather_groups
 
 LARGEST = torch.finfo(torch.float16).max
@@ -105,7 +105,7 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks 40,000 each: NCCL sums in the dtype in which they are sent."""
-    for module in (collectives, buckets, gather_groups):
+    for module in (collectives, placement, gather_groups):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
 
     def run() -> float:

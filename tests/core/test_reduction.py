@@ -18,7 +18,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import buckets, reducer
+from zerosync_strategy.core.gradients import placement, reducer
 from zerosync_strategy.core.gradients.window import Window
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -430,7 +430,7 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: two at a time, however many there are."""
-    for module in (collectives, buckets) if native else ():
+    for module in (collectives, placement) if native else ():
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(LAYER // 3, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", LAYER // 3)
@@ -438,7 +438,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
     def run() -> tuple[int, int]:
         begun: list[Any] = []
         most = 0
-        stock = buckets.reduce_scatter
+        stock = placement.reduce_scatter
 
         def reduce_scatter(*args: Any) -> Any:
             nonlocal most
@@ -447,7 +447,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
             return flight
 
         with monkeypatch.context() as patch:
-            patch.setattr(buckets, "reduce_scatter", reduce_scatter)
+            patch.setattr(placement, "reduce_scatter", reduce_scatter)
             engine = make_engine(stage, zero={"reduce_bucket_size": LAYER // 12})
             train(engine, attach(engine), 2)
         return most, len(begun)
@@ -462,7 +462,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
 def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent where the backend has a reduce-scatter, here over gloo's: each gradient once, into its shard."""
     monkeypatch.setattr(collectives, "is_native", lambda process_group, device: True)
-    monkeypatch.setattr(buckets, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(placement, "is_native", lambda process_group, device: True)
 
     def run() -> Any:
         found = {}

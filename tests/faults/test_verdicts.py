@@ -16,6 +16,7 @@ from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.verdict import judge
+from zerosync_strategy.core.failures.words import sentence
 
 # Each fault once; the slow test has all of it.
 SOME = [
@@ -84,7 +85,7 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
 def test_causes(states: list[RankState], cause: str, ranks: tuple[int, ...]) -> None:
     verdict = judge([replace(state, rank=rank) for rank, state in enumerate(states)])
     assert verdict is not None and (verdict.cause, verdict.ranks) == (cause, ranks), verdict
-    assert all(str(rank) in verdict.text for rank in ranks)
+    assert all(str(rank) in sentence(verdict) for rank in ranks)
 
 
 def test_nobody_waits() -> None:
@@ -95,7 +96,7 @@ def test_a_verdict_on_a_thousand_ranks_is_short() -> None:
     states = [replace(FORWARD, rank=rank, line=f"t.py:{rank} f") for rank in range(1024)]
     states[700] = replace(IDLE, rank=700)
     verdict = judge(states)
-    assert verdict is not None and verdict.ranks == (700,) and len(verdict.text) < 400
+    assert verdict is not None and verdict.ranks == (700,) and len(sentence(verdict)) < 400
 
 
 def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from tests.harness import engines
 from tests.harness.engines import rank, start
 from tests.harness.ranks import RankOutcome, run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.failures.verdict import FEWER_BATCHES, OTHER_BACKWARDS
+from zerosync_strategy.core.failures.doing import Advice
+from zerosync_strategy.core.failures.words import ADVICE
 
 VICTIM = 1
 WINDOW, BACKWARD = 3, 2  # of the fault
@@ -167,7 +168,7 @@ def is_right(name: str, verdict: str) -> bool:
     pattern = pattern.replace(
         "reduction .*,", "reduction of the gradients of '[^']+' to '[^']+', window 3, backward 2,"
     )
-    advice = f"(. {re.escape(OTHER_BACKWARDS if fault.skips else FEWER_BATCHES)})?"
+    advice = f"(. {re.escape(ADVICE[Advice.OTHER_BACKWARDS if fault.skips else Advice.FEWER_BATCHES])})?"
     return re.fullmatch(pattern.replace("LINE", r"verdicts\.py:\d+") + advice, verdict) is not None
 
 

@@ -13,7 +13,8 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import KILLED, run_ranks
 from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, strategy
-from zerosync_strategy.core.failures.verdict import FEWER_BATCHES
+from zerosync_strategy.core.failures.doing import Advice
+from zerosync_strategy.core.failures.words import ADVICE
 from zerosync_strategy.core.gradients.window import WindowState
 
 
@@ -141,4 +142,6 @@ def test_a_rank_with_fewer_batches_is_an_error_on_all_that_says_so(stage: int) -
 
     for outcome in run_ranks(run, expect="any"):
         assert outcome.error == "RankError", outcome
-        assert "3 optimizer step(s) done" in outcome.message and FEWER_BATCHES in outcome.message, outcome
+        assert "3 optimizer step(s) done" in outcome.message and ADVICE[Advice.FEWER_BATCHES] in outcome.message, (
+            outcome
+        )

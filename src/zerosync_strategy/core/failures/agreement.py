@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import broadcast_object, digest, gather_words, is_alike
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.errors import CheckpointError, in_words, is_communication_error
-from zerosync_strategy.core.failures.verdict import ranks_text
+from zerosync_strategy.core.failures.words import ranks_text
 
 _SHOWN = 5
 _KINDS = 4

@@ -5,6 +5,7 @@ Values are what errors call them. Nothing is concluded from any other text.
 
 from __future__ import annotations
 
+import enum
 from enum import Enum
 from typing import NamedTuple
 
@@ -54,6 +55,13 @@ class Cause(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class Advice(Enum):
+    """What a verdict recommends; its sentence is in ``words.py``."""
+
+    OTHER_BACKWARDS = enum.auto()
+    FEWER_BATCHES = enum.auto()
 
 
 class Departure(NamedTuple):

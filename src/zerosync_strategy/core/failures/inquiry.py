@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
-from zerosync_strategy.core.failures.verdict import report
+from zerosync_strategy.core.failures.words import Report, report
 
 ANSWER_SECONDS = 5.0
 """How long a collector waits for answers, unless all that it misses have recorded a failure."""
@@ -49,7 +49,7 @@ class Inquiries:
 
     def __init__(
         self, store: Any, rank: int, world_size: int, state: Callable[[], RankState],
-        heard: Callable[[Callable[[], list[str]]], None] = lambda summary: None,
+        heard: Callable[[Callable[[], Report]], None] = lambda summary: None,
     ) -> None:  # fmt: skip
         self._rank = rank
         self._ranks = range(world_size)
@@ -87,7 +87,7 @@ class Inquiries:
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
-    def ask(self) -> list[str]:
+    def ask(self) -> Report:
         """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies."""
         states = {rank: RankState(rank, Phase.GONE) for rank in self._ranks} | {self._rank: self._state()}
         try:
@@ -103,11 +103,11 @@ class Inquiries:
         with suppress(RuntimeError):  # a store that ends leaves what was read
             self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks], [""] * len(self._ranks))
             self._read_answers(number, states)
-        lines = report(list(states.values()))
+        found = report(list(states.values()))
         with suppress(RuntimeError):
             self._store.compare_set("closed", str(number), str(number + 1))
-            self._store.set(f"summary/{number}", "\n".join(lines))
-        return lines
+            self._store.set(f"summary/{number}", json.dumps(found))
+        return found
 
     def _read_answers(self, number: int, states: dict[int, RankState]) -> None:
         """Put into ``states`` what the other ranks say, as it comes in."""
@@ -155,11 +155,10 @@ class Inquiries:
         store.append(f"answers/{number}", json.dumps(self._state().encode()) + "\n")
 
 
-def _summary(store: Any, number: int) -> list[str]:
+def _summary(store: Any, number: int) -> Report:
     """Wait for the report of an inquiry; a ``RuntimeError`` where none comes."""
     store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
-    lines: list[str] = store.get(f"summary/{number}").decode().split("\n")
-    return lines
+    return Report(*json.loads(store.get(f"summary/{number}")))
 
 
 def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:

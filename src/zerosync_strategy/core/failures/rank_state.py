@@ -91,32 +91,6 @@ class RankState:
         """The first collective in torch's flight recorder that is not complete."""
         return next((each for each in self.recorded if not each.complete), None)
 
-    @property
-    def words(self) -> str:
-        """What it does, without the time; or why it does nothing."""
-        doing = f"in {self.activity}" if self.activity else "outside of the engine"
-        doing += f", calling torch.distributed.{self.call}()" if self.call else ""
-        if self.failure:
-            return f"has stopped: {self.failure}"
-        return _NO_ANSWER if self.phase is Phase.GONE else doing
-
-    @property
-    def parts(self) -> tuple[str, str, str, str]:
-        """Its line in an error: what it does, for how long, how far it has come, and where its program is."""
-        duration = f" for {self.seconds} s" if self.seconds >= 0 else ""
-        return self.words, duration, self.position and f", {self.position}", self.line and f", at {self.line}"
-
-    @property
-    def place(self) -> str:
-        """Its window, backward, module and line, as far as they are known."""
-        known = [
-            f"window {self.steps + 1}" if self.steps >= 0 else "",
-            f"backward {self.backward}" if self.backward else "",
-            f"module {self.module!r}" if self.module else "",
-            f"at {self.line}" if self.line else "",
-        ]
-        return "".join(f", {each}" for each in known if each)
-
     def with_pending(self) -> RankState:
         """Return the state with what torch's flight recorder has as waited for, where ZeroSync's words have nothing.
 
@@ -142,9 +116,6 @@ class RankState:
         records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
         phase, doing, departs_by = Phase(state.phase), Doing(state.doing), Cause(state.departs_by)
         return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records)
-
-
-_NO_ANSWER = "gave no answer: its process has ended, or cannot be reached"
 
 
 class Progress(Protocol):

@@ -8,7 +8,6 @@ process is doing (``inquiry``). A rank that raises another error writes it to th
 from __future__ import annotations
 
 import atexit
-import re
 import sys
 import threading
 import time
@@ -27,8 +26,8 @@ from zerosync_strategy.core.failures import watch
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
-from zerosync_strategy.core.failures.verdict import OTHER_BACKWARDS, VERDICT, report
 from zerosync_strategy.core.failures.watch import HangWatch
+from zerosync_strategy.core.failures.words import Report, error_text, report
 
 
 class RankStatus:
@@ -116,18 +115,10 @@ class RankStatus:
     def describe(self, what: str, error: BaseException) -> str:
         """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
         self._stopped = lost = self._observe(frame_of(error), failed=True)
-        lines = report([lost]) if self._inquiries is None else self._inquiries.ask()
+        found = report([lost]) if self._inquiries is None else self._inquiries.ask()
         # A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it.
-        verdict = next((line.removeprefix(VERDICT) for line in lines if line.startswith(VERDICT)), "")
-        self._stopped = replace(lost, verdict=verdict)
-        return _with_advice([
-            f"Rank {self._rank} lost the other ranks in {what}, {self._position}: {_first_sentence(error)}.",
-            *lines,
-            "Either a rank has ended, for the reason that it printed, or the ranks disagree: each must make the same"
-            " optimizer steps, save and load checkpoints and gather parameters or a state_dict on all ranks, not on one"
-            " (`if rank == 0:`), and under ZeRO-3 run the same modules in the same order, unless all parameters are"
-            " held (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group.",
-        ])  # fmt: skip
+        self._stopped = replace(lost, verdict=found.verdict)
+        return error_text(self._rank, what, self._position, error, found)
 
     def uncaught(self, error: object) -> None:
         """The program ends with ``error``, if that is an exception."""
@@ -150,7 +141,7 @@ class RankStatus:
     def _waits(self) -> bool:
         return bool(self._state().with_pending().waits_for)
 
-    def _heard(self, summary: Callable[[], list[str]]) -> None:
+    def _heard(self, summary: Callable[[], Report]) -> None:
         """Another rank has asked all; what it finds, a rank that waits as long prints, too."""
         if self._watch is not None and self._watch.is_stuck():
             self._watch.tell(summary())
@@ -198,13 +189,3 @@ def rank_status() -> RankStatus:
         patience = patience if patience >= watch.LEAST_SECONDS else 0
         _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
     return _current[1]
-
-
-def _with_advice(lines: list[str]) -> str:
-    """Return the lines of an error, whose last is the advice, unless the verdict has its own."""
-    return "\n".join(lines[:-1] if any(OTHER_BACKWARDS in line for line in lines) else lines)
-
-
-def _first_sentence(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[\S*\] ", "", line).partition(". ")[0].rstrip(".")  # without the place in gloo's source

@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from zerosync_strategy.core.failures.words import Report
+
 LEAST_SECONDS = 30.0
 """Sooner nobody is asked; a process group with a shorter timeout has its error soon enough."""
 _LOOKS = 10
@@ -31,11 +33,11 @@ class HangWatch:
         patience: in seconds.
         moves: returns a number that grows as the main thread comes on.
         waits: whether it waits for other ranks now. Asked only where it has not moved, because it may take a second.
-        ask: returns what all ranks do, in lines.
+        ask: returns what all ranks do.
     """
 
     def __init__(
-        self, patience: float, moves: Callable[[], int], waits: Callable[[], bool], ask: Callable[[], list[str]]
+        self, patience: float, moves: Callable[[], int], waits: Callable[[], bool], ask: Callable[[], Report]
     ) -> None:
         self._patience, self._moves, self._waits, self._ask = patience, moves, waits, ask
         self._last, self._since, self._told = -1, time.monotonic(), False
@@ -59,11 +61,11 @@ class HangWatch:
             self._last, self._since, self._told = moves, time.monotonic(), False
         return not self._told and time.monotonic() - self._since >= self._patience and self._waits()
 
-    def tell(self, lines: list[str]) -> None:
+    def tell(self, found: Report) -> None:
         """Print what ranks do, once while the main thread stands still."""
         with self._lock:
             if self._told:
                 return
             self._told = True
         waited = f"ZeroSync: this rank has waited for others for {time.monotonic() - self._since:.0f} s."
-        print("\n".join([waited, *lines]), file=sys.stderr, flush=True)
+        print(f"{waited}\n{found.text}", file=sys.stderr, flush=True)
