@@ -74,7 +74,7 @@ numeric: $(STAMP)
 
 # On the simulated device, by NCCL's rules. The part is what CI runs, with tests that alone find a mutant.
 SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate test_nodes_frameworks.py)
-SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py) \
+SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py hangs.py) \
 	tests/core/test_stepping.py::test_a_step_that_raises_half_way \
 	"tests/core/test_experts.py::test_parameters_that_some_ranks_do_not_use[2-False]" \
 	"tests/core/test_nodes.py::test_random_programs[2-2-4002-3]" \

@@ -1,6 +1,7 @@
 """A verdict on a hang before the timeout of the process group, of ranks that then go on (W4)."""
 
 import io
+import re
 import sys
 import time
 from datetime import timedelta
@@ -38,13 +39,18 @@ class Naps(nn.Module):
         return x
 
 
-@pytest.mark.off_device("the ranks wait on gloo")
 @pytest.mark.extended(but=("3-forward-the gather of",))
 @pytest.mark.parametrize(
     ("stage", "place", "waits"),
-    [(3, "forward", "the gather of"), (3, "backward", "the reduction of"), (2, "step", "the reduction of")],
+    [
+        (3, "forward", "the gather of"),
+        (3, "backward", "the (reduction|comparison) of"),
+        (2, "step", "the reduction of"),
+    ],
 )
 def test_who_waits_is_told_who_does_not_come(stage: int, place: str, waits: str) -> None:
+    """Also by NCCL's rules, where the host waits in no collective: torch's flight recorder has what is not complete."""
+
     def run() -> str:
         watch.LEAST_SECONDS, sys.stderr = 0.0, io.StringIO()
         start()
@@ -65,6 +71,6 @@ def test_who_waits_is_told_who_does_not_come(stage: int, place: str, waits: str)
         return sys.stderr.getvalue()
 
     waiting, sleeping = run_ranks(run, timeout=60)
-    assert "ZeroSync: this rank has waited for others for " in waiting and waits in waiting, waiting
+    assert "ZeroSync: this rank has waited for others for " in waiting and re.search(waits, waiting), waiting
     assert "Verdict: rank 1" in waiting and "test_hangs.py" in waiting and "nap" in waiting, waiting
     assert waiting.count("Verdict") == 1 and "ZeroSync: this rank" not in sleeping, sleeping

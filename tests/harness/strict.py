@@ -7,6 +7,7 @@ It takes the calls of torch.distributed before a backend sees them, and carries 
 - A call returns at once and does nothing: its outputs hold NaN (or the largest integer) until somebody has waited for
   its work, and its inputs must not have changed by then.
 - Point to point calls match by their order between the two ranks.
+- Torch's flight recorder has the calls as it has NCCL's, complete where all ranks have come to them.
 - The calls of a rank over all its groups are in an order. If the orders of all ranks together have a circle, a run with
   blocking communicators may stop in it: the end of :func:`strict` raises, and names the calls.
 
@@ -21,7 +22,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class StrictCommunicator(TorchDispatchMode):
         self._rank = dist.get_rank()
         self._calls: dict[str, int] = defaultdict(int)  # by place in which calls match, how many there were
         self._log: list[tuple[str, str]] = []  # of the calls in order: their keys, and what they are
+        self._recorded: deque[tuple[dict[str, Any], _Call]] = deque(maxlen=1000)
         self.count: dict[str, int] = defaultdict(int)  # calls by kind of collective
 
     @classmethod
@@ -126,6 +128,7 @@ class StrictCommunicator(TorchDispatchMode):
         place = f"{group.group_name} of {'-'.join(map(str, call.ranks))}"
         call.key = f"{place}/{self._calls[place]}".replace("/", "_").replace(" ", "-")
         self._calls[place] += 1
+        self._record(name, group, self._calls[place], call)
         self._launch(call)
         work = PythonCallbackWork(lambda timeout: self._complete(call))
         boxed = Work.boxed(work)
@@ -133,6 +136,32 @@ class StrictCommunicator(TorchDispatchMode):
             return self._complete(call) and None
         returns = len(func._schema.returns)
         return boxed if returns == 1 else (given[func._schema.arguments[0].name], boxed)
+
+    def _record(self, name: str, group: Any, number: int, call: _Call) -> None:
+        frames, frame = [], sys._getframe(2)
+        while frame is not None:
+            frames.append({"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name})
+            frame = frame.f_back  # type: ignore[assignment]
+        entry = {
+            "process_group": (group.group_name, ""), "collective_seq_id": number, "profiling_name": f"nccl:{name}",
+            "input_sizes": [list(tensor.shape) for tensor in call.inputs], "frames": frames, "retired": False,
+            "is_p2p": name.strip("_") in ("send", "recv"), "time_created_ns": time.time_ns(),
+        }  # fmt: skip
+        self._recorded.append((entry, call))
+
+    def trace(self) -> bytes:
+        """Return the last calls as torch's flight recorder has those of NCCL: complete where all ranks have come."""
+
+        def state_of(call: _Call) -> str:
+            come = all((self._directory / f"{call.key}.{rank}").exists() for rank in call.ranks)
+            return "completed" if come else "scheduled"
+
+        states = [(entry, state_of(call)) for entry, call in list(self._recorded)]
+        return pickle.dumps({"entries": [entry | {"state": state} for entry, state in states]})
+
+    def last_number(self, backend: object = None) -> int:
+        """Return the number of the last call in its group."""
+        return self._recorded[-1][0]["collective_seq_id"] if self._recorded else 0
 
     def _launch(self, call: _Call) -> None:
         self._log.append((call.key, str(call)))
@@ -490,6 +519,9 @@ def strict() -> Iterator[StrictCommunicator]:
         (dist, "get_backend"): lambda group=None: dist.Backend("nccl"),
         (dist, "get_backend_config"): lambda group=None: "cpu:nccl,cuda:nccl",
         (torch.cuda.nccl, "version"): lambda: (),  # which torch tells when a collective raises
+        (torch._C._distributed_c10d, "_dump_nccl_trace"): communicator.trace,
+        (torch._C._distributed_c10d, "_dump_fr_trace"): lambda: pickle.dumps({}),
+        (torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"): communicator.last_number,
     }
     start = recorder.Recorder.start
 
@@ -501,7 +533,7 @@ def strict() -> Iterator[StrictCommunicator]:
 
     with ExitStack() as stack:
         for (module, name), function in named.items():
-            stack.enter_context(mock.patch.object(module, name, function))
+            stack.enter_context(mock.patch.object(module, name, function, create=True))
         stack.enter_context(mock.patch.object(recorder.Recorder, "start", start_above))
         recorder.put_below(communicator)
         stack.callback(recorder.take_out, communicator)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.comm.collectives import gather_objects, note_launch
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.failures.errors import RankError
 
@@ -74,7 +74,9 @@ class GatherDigest:
 
         for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
             element.fill_(value)
-        comm.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        work = comm.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        note_launch(self.process_group, self._extremes.device, "the comparison of what ranks have gathered")
+        work.wait()
         self._answer.begin(self._extremes)
         self._unread = self._digest, self._gathers
 
