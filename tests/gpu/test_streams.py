@@ -42,7 +42,7 @@ def off(method: str | None) -> Iterator[None]:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("rule", "slow_producers", "ours"),
-    [("record_grad_ready", True, DURING), ("wait_for_reductions", False, {}), ("let_go", False, DURING)],
+    [("record_grad_ready", True, DURING), ("wait_for_reductions", False, {}), ("producers_wait", False, DURING)],
     ids=["B1", "B3", "L1"],
 )
 def test_results_need_the_rule(rule: str, slow_producers: bool, ours: dict[str, Any], stage: int) -> None:

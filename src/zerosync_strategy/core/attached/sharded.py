@@ -54,7 +54,7 @@ class ShardedParameters(Parameters):
         self.unshard_on_read = of_module.unshard_on_read if parts.config.eager_frames else None
         self.is_compiled = False
         self._issuing = of_module.scheduler.issuing
-        of_module.scheduler.in_backward.append(parts.window.comes_to)
+        of_module.scheduler.in_backward.append(parts.window.reaches_unit)
         self._issuing.begun.append(parts.reducer.pipeline.begun)
         self._issuing.count.counters.append(parts.traffic)
         self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
@@ -219,7 +219,7 @@ class ShardedParameters(Parameters):
         )
 
     def detach(self, destroyed: bool) -> None:
-        self.scheduler.in_backward.remove(self._parts.window.comes_to)
+        self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
         self._issuing.begun.remove(self._parts.reducer.pipeline.begun)
         self._issuing.count.counters.remove(self._parts.traffic)
         self._of_module.detach()

@@ -42,13 +42,13 @@ class Memory:
     """What the measured windows used, on the rank that used most, in bytes.
 
     Attributes:
-        beside: what was used beside what was gathered, by level.
+        other: what was used beside what was gathered, by level.
         everything: all parameters that may be held.
         limit: what a rank may use.
         varied: by how much the memory after a forward has varied.
     """
 
-    beside: list[int]
+    other: list[int]
     everything: int
     limit: int
     varied: int
@@ -60,14 +60,14 @@ class Memory:
     def left(self, held: int) -> int:
         """Return how many bytes are left if ``held`` bytes of parameters are held."""
         gathered = [min(self.everything, held + self._gathered(level)) for level in range(LEVELS + 1)]
-        return self.limit - max(map(sum, zip(self.beside, gathered, strict=True)))
+        return self.limit - max(map(sum, zip(self.other, gathered, strict=True)))
 
     def most(self) -> int:
         """Return how many bytes of parameters can be held in full."""
         if self.left(self.everything) >= max(self.limit // RESERVED // 2, self.varied):
             return self.everything
         most, allowed = self.everything, self.limit - self.reserve
-        for level, each in enumerate(self.beside):
+        for level, each in enumerate(self.other):
             if each + self.everything > allowed:  # else all of them fit at such a moment
                 most = min(most, allowed - each - self._gathered(level))
         return max(0, most)
@@ -83,7 +83,7 @@ def parameter_budget(memory: Memory, in_shards: int) -> int:
     shards = min(in_shards, max(0, memory.left(0) - memory.reserve))
     if shards < in_shards:
         return shards
-    return shards + replace(memory, beside=[each + shards for each in memory.beside]).most()
+    return shards + replace(memory, other=[each + shards for each in memory.other]).most()
 
 
 def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
@@ -231,7 +231,7 @@ def automatic_budgets(
             room=memory.left(in_full) - in_shards - gradients,
             parameters=None if cache is None else in_full + in_shards,
             gradients=gradients if config.gradients.automatic else None,
-            used_otherwise=max(memory.beside),
+            used_otherwise=max(memory.other),
             reserve=memory.reserve,
         )
 

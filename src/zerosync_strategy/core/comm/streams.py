@@ -12,10 +12,10 @@ to the gradient shards there. The rules, each with its method:
   the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
 - **L1** :meth:`Streams.read_by_reduction`: a gradient, or the memory of a bucket, belongs to its producer's stream
   and is read by the reduction stream. Of a backward that reduces as it goes it is kept, and its producers wait for the
-  reduction a few buckets later (:meth:`Streams.let_go`), so that the next gradients may have it, however far the host
-  runs ahead. Else it is recorded there before it is freed: what is recorded is given out again only once the host sees
-  the reduction complete. What the reduction stream allocates returns to it: packed chunks after the collective, which
-  the backend keeps alive, and gradient shards after the step (S2).
+  reduction a few buckets later (:meth:`Streams.producers_wait`), so that the next gradients may have it, however far
+  the host runs ahead. Else it is recorded there before it is freed: what is recorded is given out again only once the
+  host sees the reduction complete. What the reduction stream allocates returns to it: packed chunks after the
+  collective, which the backend keeps alive, and gradient shards after the step (S2).
 - **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
   completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
@@ -143,7 +143,7 @@ class Streams:
         event.record(self._reduction)
         return event
 
-    def let_go(self, event: Any, producers: Iterable[Any]) -> None:
+    def producers_wait(self, event: Any, producers: Iterable[Any]) -> None:
         """Let the streams that have produced gradients wait until these are read; their memory is theirs again (L1)."""
         for stream in producers:
             stream.wait_event(event)

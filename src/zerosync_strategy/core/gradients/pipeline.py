@@ -140,7 +140,7 @@ class ReductionPipeline:
                 kept.event = self._streams.read_by_reduction()
 
     def _keep(self, bucket: GradientBucket) -> None:
-        """Keep what the reduction of ``bucket`` reads, until :meth:`let_go`, or let the allocator wait for it."""
+        """Keep what the reduction of ``bucket`` reads until :meth:`release_memory`, or let the allocator wait."""
         memory, bucket.read = bucket.read, []
         if not bucket.is_fresh or not bucket.grad_ready:
             for each in memory:
@@ -154,11 +154,11 @@ class ReductionPipeline:
         else:
             kept.event = self._streams.read_by_reduction()
 
-    def let_go(self, allowed: int = 0) -> None:
+    def release_memory(self, allowed: int = 0) -> None:
         """Let producers have the memory of all buckets but so many: they wait for what has read it."""
         while len(self._kept) > allowed and (event := self._kept[0].event) is not None:
             kept = self._kept.popleft()
-            self._streams.let_go(event, kept.producers)
+            self._streams.producers_wait(event, kept.producers)
             self._local.count(-kept.nbytes)
 
     def _how(self, bucket: GradientBucket) -> Summing:

@@ -172,7 +172,7 @@ class Reducer:
             self._has_streamed = True
             with self.streams.on_reduction_stream(bucket.grad_ready.values()):
                 self.pipeline.launch(bucket)
-            self.pipeline.let_go(KEPT_BUCKETS)
+            self.pipeline.release_memory(KEPT_BUCKETS)
 
     def end_backward(self) -> bool:
         """Reduce the rest of what this backward streams; return whether it streamed anything."""
@@ -243,7 +243,7 @@ class Reducer:
     def close(self) -> None:
         """Everything is in the shards, and the step follows."""
         self.streams.wait_for_reductions()
-        self.pipeline.let_go()
+        self.pipeline.release_memory()
         if not self.shards.on_device:
             self.streams.host_waits_for_reductions()
         self.pipeline.ready_shards()

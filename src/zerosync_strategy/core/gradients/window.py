@@ -182,7 +182,7 @@ class Window:
                 self._reducer.reduce_complete()
             self._traffic.attribute()  # what was reduced
 
-    def comes_to(self, behind: int) -> None:
+    def reaches_unit(self, behind: int) -> None:
         """The backward comes to a module of ZeRO-3; ``behind`` is as :meth:`Reducer.reduce_behind` takes it."""
         if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
             self._traffic.attribute()  # parameters that were gathered on the way
