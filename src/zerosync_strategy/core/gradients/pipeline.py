@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,15 @@ class _Kept:
         self.event: Any = None
 
 
+@dataclass
+class _InFlight:
+    """A reduction of ``bucket``; ``kept``: with it, all is read of that."""
+
+    bucket: GradientBucket
+    reduction: InFlight
+    kept: _Kept | None = None
+
+
 class ReductionPipeline:
     """Launches the reductions of one optimizer's buckets, in order, and puts what arrives into its shards.
 
@@ -57,7 +67,7 @@ class ReductionPipeline:
         self.closes = False
         self.windows_closed = 0
         self.abandoned: list[InFlight] = []
-        self._in_flight: deque[tuple[GradientBucket, InFlight, list[_Kept]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._kept: deque[_Kept] = deque()
         self._streaming_backwards = 0
         self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
@@ -82,13 +92,12 @@ class ReductionPipeline:
 
     def drop(self) -> None:
         """The window is dropped: nobody waits for what is in flight."""
-        self.abandoned.extend(reduction for _, reduction, _ in self._in_flight)
+        self.abandoned.extend(each.reduction for each in self._in_flight)
         self._in_flight.clear()
         while self._kept:
             kept = self._kept.popleft()
             self._local.count(-kept.nbytes)
-            for memory in kept.memory:
-                self._streams.record_stream_for_reduction(memory)
+            self._record(kept.memory)
         self._shards_ready = False
 
     def ready_shards(self) -> None:
@@ -133,26 +142,29 @@ class ReductionPipeline:
     def wait(self, allowed: int = 0) -> None:
         """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
         while len(self._in_flight) > allowed:
-            bucket, reduction, has_read = self._in_flight.popleft()
-            with phase("wait_reduce_scatter", bucket.name):
-                reduction.wait()
-            for kept in has_read:
-                kept.event = self._streams.read_by_reduction()
+            flight = self._in_flight.popleft()
+            with phase("wait_reduce_scatter", flight.bucket.name):
+                flight.reduction.wait()
+            if flight.kept is not None:
+                flight.kept.event = self._streams.read_by_reduction()
 
     def _keep(self, bucket: GradientBucket) -> None:
         """Keep what the reduction of ``bucket`` reads until :meth:`release_memory`, or let the allocator wait."""
         memory, bucket.read = bucket.read, []
         if not bucket.is_fresh or not bucket.grad_ready:
-            for each in memory:
-                self._streams.record_stream_for_reduction(each)
+            self._record(memory)
             return
         kept = _Kept(memory, list(bucket.grad_ready))
         self._local.count(kept.nbytes)
         self._kept.append(kept)
-        if self._in_flight and self._in_flight[-1][0] is bucket:
-            self._in_flight[-1][-1].append(kept)
+        if self._in_flight and self._in_flight[-1].bucket is bucket:
+            self._in_flight[-1].kept = kept
         else:
             kept.event = self._streams.read_by_reduction()
+
+    def _record(self, memory: list[torch.Tensor]) -> None:
+        for each in memory:
+            self._streams.record_stream_for_reduction(each)
 
     def release_memory(self, allowed: int = 0) -> None:
         """Let producers have the memory of all buckets but so many: they wait for what has read it."""
@@ -192,7 +204,7 @@ class ReductionPipeline:
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
         self.begun.add(bucket.layout.process_group)
         reduction.then(use)
-        self._in_flight.append((bucket, reduction, []))
+        self._in_flight.append(_InFlight(bucket, reduction))
 
     def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
         """Return where averages for ``part`` may go at once, and what puts them there in any case."""
