@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 
 import zerosync_strategy
+from tests import promises
 from zerosync_strategy import ZeroSync, ZeroSyncConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAINTAINERS = (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "map.md")
+MADE = re.compile(r"<!-- (\w+): made by.*?<!-- end of the \1 -->", re.DOTALL)
+"""A table in a page that a command makes."""
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file", "examples/accelerate/zerosync_cpu.yaml")
 PROGRAMS = {
@@ -66,18 +70,46 @@ def test_pages_name_tests_that_exist(page: Path) -> None:
     assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
 
 
-def test_the_map_names_what_exists() -> None:
+@pytest.mark.parametrize("page", MAINTAINERS, ids=lambda page: page.name)
+def test_pages_for_maintainers_name_what_exists(page: Path) -> None:
+    """In text and in pictures; of the package's files, the folder may be left out up to the room of core."""
     source = ROOT / "src" / "zerosync_strategy"
-    text = (ROOT / "docs" / "map.md").read_text()
-    pictures = [(ROOT / "docs" / name).read_text() for name in re.findall(r"\((pictures/\w+\.svg)\)", text)]
+    text = MADE.sub("", page.read_text())
+    pictures = [(page.parent / name).read_text() for name in re.findall(r"\(([\w/]+\.svg)\)", text)]
     names = set(re.findall(r"`([\w/]+(?:\.py|\.txt|\.toml|/))`", text)) | set(
         re.findall(r"[\w/]+\.py", "".join(pictures))
     )
-    places = (ROOT, source, source / "core")
+    places = (ROOT, source, source / "core", source / "lightning")
     assert sorted(name for name in names if not any((place / name).exists() for place in places)) == []
-    rooms = {room.name for room in (source / "core").iterdir() if (room / "__init__.py").exists()}
-    assert rooms - set(re.findall(r"^\| `core/(\w+)/`", text, flags=re.MULTILINE)) == set()
-    assert [room for room in rooms if f">{room}<" not in pictures[0]] == []
+
+
+def test_every_room_is_in_the_picture() -> None:
+    core = ROOT / "src" / "zerosync_strategy" / "core"
+    picture = (ROOT / "docs" / "pictures" / "rooms.svg").read_text()
+    assert [path.parent.name for path in core.glob("*/__init__.py") if f">{path.parent.name}<" not in picture] == []
+
+
+@pytest.mark.parametrize("name", ["rooms", "files"])
+def test_rooms_and_files_are_those_of_the_package(name: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "_site" / "rooms.py"))
+    page = made["PAGES"][name].read_text()
+    assert made["filled"](name, page) == page, "python docs/_site/rooms.py"
+    rows = re.findall(r"^\| .*? \| (.*) \|$", made["tables"]()[name], flags=re.MULTILINE)
+    assert [row for row in rows if not 2 <= len(row.split()) <= 25] == []  # a sentence that says something
+
+
+def test_every_rule_has_a_test() -> None:
+    """By the table at the end of docs/rules.md, whose tests exist."""
+    page = promises.PAGE.read_text()
+    assert promises.filled(page) == page, "python -m tests.promises"
+    tests = promises.tests_of()
+    assert [rule for rule, of_rule in tests.items() if not of_rule] == []
+    for test in {test for of_rule in tests.values() for test in of_rule}:
+        file, _, function = test.partition("::")
+        text = (ROOT / "tests" / file).read_text()
+        assert not function or re.search(rf"^def {function}\(", text, flags=re.MULTILINE), test
+    written = "".join(path.read_text() for path in promises.PAGES)
+    assert set(re.findall(r"\*\*([A-Z]\d)\*\* (?!\([\w ]*\) is gone)", written)) == tests.keys()
 
 
 def test_every_option_is_in_the_table() -> None:
@@ -183,14 +215,20 @@ def test_the_figures_in_readme_are_those_measured() -> None:
 
 
 def test_the_documentation_stays_short() -> None:
-    """What commands make does not count; CONTRIBUTING.md and the map have 3,000 words beside this."""
+    """What commands make does not count; CONTRIBUTING.md and the map have words of their own."""
     pages = sorted((ROOT / "docs").glob("*.md"))
     assert len(pages) <= 25
-    made = re.compile(r"<!-- (\w+): made by.*?<!-- end of the \1 -->", re.DOTALL)
     counted = [ROOT / "README.md", *(page for page in pages if page.name not in NOT_COUNTED)]
-    words = {page.name: len(made.sub("", page.read_text()).split()) for page in counted}
+    words = {page.name: len(MADE.sub("", page.read_text()).split()) for page in counted}
     assert sum(words.values()) <= 19_000, words
     assert words["README.md"] <= 740 and max(words.values()) <= 2_000, words
+
+
+def test_contributing_is_read_in_ten_minutes() -> None:
+    """With its table of rooms; the map beside it, for looking up, without its table of files."""
+    contributing, page = (path.read_text() for path in MAINTAINERS)
+    assert len(contributing.split()) <= 2_000
+    assert len(contributing.split()) + len(MADE.sub("", page).split()) <= 2_900
 
 
 def _words(name: str) -> str:

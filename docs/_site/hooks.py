@@ -17,7 +17,7 @@ _spec.loader.exec_module(_code)
 log = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
-PATH = re.compile(r"(?<=<code>)[\w*/]+\.py(?=</code>)")
+PATH = re.compile(r"(?<=<code>)[\w*/]+\.py(?:::\w+)?(?=</code>)")
 PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
 
 

@@ -1,13 +1,20 @@
 """Draws docs/pictures/*.svg: python docs/_site/pictures.py. Standard library only.
 
+The stations of the walks, and the states of a parameter, are those of walks.py.
+
 A picture has no background. Its ink follows the colour scheme: that of the reader's system where it is an image, and
 that of the page where it is part of one (docs/_site/hooks.py, docs/style.css).
 """
 
 import json
+import sys
+import textwrap
 from html import escape
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent))
+import walks
 
 OUT = Path(__file__).parent.parent / "pictures"
 RESULTS = OUT.parent.parent / "benchmarks" / "results"
@@ -397,60 +404,88 @@ def rooms() -> None:
     picture.save("rooms")
 
 
-def gradient() -> None:
-    """The walk of a gradient from autograd to the step."""
-    picture = Picture(960, 400, "The walk of a gradient: completed, collected, reduced, added to its shard, stepped")
-    steps = (
-        (("autograd", "completes it"), "attached/overrides.py", FORWARD),
-        (("the window", "counts it"), "gradients/window.py", GATHER),
-        (("its bucket", "collects it"), "gradients/buckets.py", GATHER),
-        (("the bucket is", "reduce-scattered"), "comm/collectives.py", REDUCE),
-        (("the average goes", "to the shard"), "gradients/pipeline.py", GATHER),
-        (("norm, clipping", "of the shards"), "gradients/reducer.py", GATHER),
-        (("the optimizer", "steps the shard"), "core/optimizer", STEP),
-        (("parameters are", "gathered"), "gradients/stage12.py", REDUCE),
-    )
-    for number, (words, file, fill) in enumerate(steps):
-        x, y = 20 + 236 * (number % 4), 40 + 160 * (number // 4)
-        picture.box(x, y, 200, 64, fill)
-        for line, word in enumerate(words):
-            picture.text(x + 100, y + 27 + 20 * line, word, "on", "middle")
-        picture.text(x, y - 8, f"{number + 1}", "bold")
-        picture.text(x + 100, y + 82, file, "soft small", "middle")
-        if number % 4 < 3:
-            picture.line(f"M{x + 202} {y + 32}H{x + 232}", arrow=True)
-    picture.line("M828 132V152Q828 160 820 160H128Q120 160 120 168V192", arrow=True)
-    notes = (
-        "1 to 3 run for each gradient, in every backward. 4 and 5 run once per bucket and window: in the last backward"
-        " if it is known, else in the step.",
-        "With a budget, 4 and 5 run in every backward for what does not fit.",
-        "The reduction stream waits for the producers before 4 (B1), and the step for the reduction before 6 (B3):"
-        " comm/streams.py.",
-        "Stage 3 leaves 8 out: modules gather parameters when they need them.",
-    )
+WHEN = {
+    "each backward": BACKWARD, "each gradient": FORWARD, "each bucket": REDUCE, "the step": STEP, "forward": FORWARD,
+    "gather": GATHER, "reshard": "#d0d7de", "backward": BACKWARD, "attach()": FORWARD, "a backward": BACKWARD,
+}  # fmt: skip
+"""The colour of a station, by when it is passed."""
+
+
+def walk(name: str, title: str, stations: tuple[walks.Station, ...], notes: tuple[str, ...]) -> None:
+    """Four stations a row: what happens there in the box, the function below it."""
+    pitch, height, left, width = 238, 116, 22, 212
+    rows = -(-len(stations) // 4)
+    picture = Picture(960, 36 + rows * height + 34 + 20 * len(notes), title)
+    for number, station in enumerate(stations):
+        x, y = left + pitch * (number % 4), 30 + height * (number // 4)
+        picture.text(x, y - 6, f"{number + 1}", "bold")
+        picture.box(x, y, width, 52, WHEN[station.when])
+        lines = textwrap.wrap(station.does, 27)
+        for line, words in enumerate(lines):
+            picture.text(x + width / 2, y + 31 - 10 * (len(lines) - 1) + 20 * line, words, "on", "middle")
+        picture.text(x + width / 2, y + 68, station.file, "soft small", "middle")
+        picture.text(x + width / 2, y + 84, station.name, "small", "middle")
+        if number % 4:
+            picture.line(f"M{x - 25} {y + 26}H{x - 2}", arrow=True)
+        elif number:
+            picture.line(f"M4 {y + 26}H{x - 2}", arrow=True)
+            picture.line(f"M{left + 3 * pitch + width + 2} {y - height + 26}H956")
+    y = 30 + rows * height
+    for place, when in enumerate(dict.fromkeys(station.when for station in stations)):
+        picture.box(left + 180 * place, y, 14, 14, WHEN[when])
+        picture.text(left + 180 * place + 22, y + 12, when, "small")
     for line, note in enumerate(notes):
-        picture.text(20, 324 + 20 * line, note, "soft small")
-    picture.save("gradient")
+        picture.text(left, y + 38 + 20 * line, note, "soft small")
+    picture.save(name)
+
+
+def gradient() -> None:
+    """The walk of a gradient, from the backward to the parameters that its step has changed."""
+    number = {station[:2]: place + 1 for place, station in enumerate(walks.GRADIENT)}
+    others = [f"{number[here]} is {there[0]}" for here, there in walks.ON_STAGE_3.items() if there is not None]
+    out = [str(number[here]) for here, there in walks.ON_STAGE_3.items() if there is None]
+    notes = (
+        "Stage 2, a window of two backwards and a step. With a budget, or where the last backward is known, 8 to 11"
+        " come in backwards.",
+        f"On stage 3, {', '.join(others)}, and {', '.join(out)} is left out: modules gather parameters when they run.",
+    )
+    walk("gradient", "The walk of a gradient: collected, reduced, added to its shard, stepped", walks.GRADIENT, notes)
+
+
+def unit() -> None:
+    """The walk of a unit of ZeRO-3 that is not held."""
+    notes = (
+        "A unit that is held (params/held.py) is gathered once in a window, by params/cache.py, and stays until 15.",
+    )
+    walk("unit", "The walk of a unit of ZeRO-3: gathered, used, resharded, stepped", walks.UNIT, notes)
+
+
+def option() -> None:
+    """The walk of an option."""
+    walk("option", "The walk of an option: given, checked, agreed on, read by a part, in effect", walks.OPTION, ())
 
 
 def parameter() -> None:
-    """The states of a ZeRO-3 parameter, and its walk through one window."""
+    """The states of a ZeRO-3 parameter, and its values through one window."""
     picture = Picture(960, 560, "The states of a ZeRO-3 parameter: SHARDED, IN_FLIGHT and UNSHARDED, and one window")
-    states = {
-        "SHARDED": (8, "each rank has its shard"),
-        "IN_FLIGHT": (380, "an all-gather is under way"),
-        "UNSHARDED": (752, "this rank has all values"),
-    }
-    for name, (x, text) in states.items():
-        picture.panel(x, 40, 200, 74, 10)
-        picture.text(x + 100, 72, name, "bold", "middle")
-        picture.text(x + 100, 96, text, "soft small", "middle")
-    for x, event, file in ((208, "UNSHARD", "params/scheduler.py"), (580, "ARRIVE", "users' streams wait")):
-        picture.line(f"M{x} 77H{x + 168}", arrow=True)
-        picture.text(x + 84, 67, event, "", "middle")
-        picture.text(x + 84, 97, file, "soft small", "middle")
-    picture.line("M852 114C852 170 108 170 108 118", arrow=True)
-    picture.text(480, 178, "RESHARD, once no claim is left", "", "middle")
+    states = walks.members("State")
+    for place, (name, text) in enumerate(states.items()):
+        picture.panel(8 + 372 * place, 40, 200, 74, 10)
+        picture.text(108 + 372 * place, 72, name, "bold", "middle")
+        picture.text(108 + 372 * place, 96, text, "soft small", "middle")
+    names, arrows = list(states), {}
+    for event, row in walks.transitions().items():
+        for before, cell in row.items():
+            if "-> " in cell:
+                arrows.setdefault((before, cell.partition("-> ")[2].partition(";")[0]), []).append(event)
+    for (before, after), events in arrows.items():
+        x, end = (108 + 372 * names.index(state) for state in (before, after))
+        if end > x:
+            picture.line(f"M{x + 100} 77H{end - 104}", arrow=True)
+            picture.text((x + end) / 2, 67, ", ".join(events), "", "middle")
+        else:
+            picture.line(f"M{x} 114C{x} 170 {end} 170 {end} 118", arrow=True)
+            picture.text((x + end) / 2, 178, f"{', '.join(events)}, once no claim is left", "", "middle")
     left, width, top = 200, 740, 232
     events = ("forward 1", "backward 1", "forward 2", "backward 2", "step")
     column = width / len(events)
@@ -478,8 +513,7 @@ def parameter() -> None:
     picture.panel(left + 270, y, 14, 14, 3)
     picture.text(left + 292, y + 12, "SHARDED", "small")
     notes = (
-        "Claims keep the values: MODULE and PERSISTENT are DeepSpeed's; WINDOW, STEPS, PHASE and CONTEXT are set in"
-        " engine/parameter.py.",
+        f"Claims keep the values: {', '.join(walks.members('Claim'))}. engine/parameter.py says what each is for.",
         "WRITE goes to the shard at once and counts; a step, a checkpoint and a context that has written reshard in"
         " spite of claims.",
     )
@@ -488,18 +522,16 @@ def parameter() -> None:
     picture.save("parameter")
 
 
+DRAWN = (
+    timeline, stripes, window, host_cache, nodes, divergence, generation, rooms, gradient, unit, option, parameter,
+)  # fmt: skip
+
+
+def draw_all() -> None:
+    for draw in DRAWN:
+        draw()
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for draw in (
-        timeline,
-        stripes,
-        window,
-        host_cache,
-        nodes,
-        divergence,
-        generation,
-        rooms,
-        gradient,
-        parameter,
-    ):
-        draw()
+    draw_all()

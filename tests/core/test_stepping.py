@@ -1,4 +1,4 @@
-"""The step, piece by piece: right, unnoticed, and on stages 1 and 2 with gathers that begin before it ends."""
+"""The step, piece by piece (H3): right, unnoticed, and on stages 1 and 2 with gathers that begin before it ends."""
 
 import itertools
 import warnings

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 by stripes: shards are exchanged with DeepSpeed's layout, and checkpoints are in that."""
+"""Stages 1 and 2 by stripes (R3): shards are exchanged with DeepSpeed's layout, and checkpoints are in that."""
 
 import itertools
 from pathlib import Path

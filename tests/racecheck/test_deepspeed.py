@@ -1,4 +1,4 @@
-"""ZeroSync leaves nothing unordered, every wait of it is needed, and stock DeepSpeed as the control."""
+"""ZeroSync leaves nothing unordered (B1, B2, B3), every wait of it is needed, and stock DeepSpeed as the control."""
 
 from typing import Any
 

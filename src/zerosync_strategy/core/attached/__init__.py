@@ -1,1 +1,1 @@
-"""One DeepSpeed engine while ZeroSync is attached to it: what every stage shares, and what each has of its own."""
+"""One attached engine: its parts, what ZeRO's stages do with parameters, and the overrides of DeepSpeed's methods."""

@@ -1,1 +1,1 @@
-"""Optimizers: which are right on flat shards, steps by part, states, frozen parameters."""
+"""Optimizers: which are right on shards, the step slice by slice, states, access to pending gradients."""

@@ -1,1 +1,1 @@
-"""For type checkers. At run time this folder is a place in ``sys.path``, not a package."""
+"""At run time a folder of ``sys.path``, not a package; it is one for type checkers."""

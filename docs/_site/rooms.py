@@ -1,0 +1,57 @@
+"""Writes the rooms of the package into CONTRIBUTING.md, and its files into docs/map.md: python docs/_site/rooms.py
+
+What each holds is the first sentence of its docstring. Standard library only.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "zerosync_strategy"
+PAGES = {"rooms": ROOT / "CONTRIBUTING.md", "files": ROOT / "docs" / "map.md"}
+"""By the name of the table, the page that has it."""
+
+
+def sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    text = re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(text.split()), maxsplit=1)[0].rstrip(".:")
+    return re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"`\1`", text).replace("``", "`").replace("|", r"\|")
+
+
+def rooms() -> Iterator[Path]:
+    """Yield the folders of the package, a folder before those in it."""
+    for path in sorted(SOURCE.rglob("__init__.py")):
+        if path.parent != SOURCE:
+            yield path.parent
+
+
+def tables() -> dict[str, str]:
+    """Return the tables by name."""
+    short, full = ["| room | what it is |", "|---|---|"], ["| file | what it holds |", "|---|---|"]
+    for room in [SOURCE, *rooms()]:
+        name = "" if room == SOURCE else f"{room.relative_to(SOURCE)}/"
+        row = f"| {{}}`{name}`{{}} | {sentence(room / '__init__.py')} |"
+        if name:
+            short.append(row.format("", ""))
+            full.append(row.format("**", "**"))
+        for path in sorted(room.glob("*.py")):
+            if path.name != "__init__.py":
+                full.append(f"| `{name}{path.name}` | {sentence(path)} |")
+    return {"rooms": "\n".join(short), "files": "\n".join(full)}
+
+
+def filled(name: str, page: str) -> str:
+    """Return the page with its table as the package has it."""
+    begin, mark, rest = page.partition(f"<!-- {name}: made by `python docs/_site/rooms.py` -->\n\n")
+    _, end, after = rest.partition(f"<!-- end of the {name} -->")
+    if not (mark and end):
+        raise ValueError(f"the page has no place for the table of {name}")
+    return f"{begin}{mark}{tables()[name]}\n\n{end}{after}"
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        page.write_text(filled(name, page.read_text()))
