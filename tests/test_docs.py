@@ -96,6 +96,7 @@ def test_rooms_and_files_are_those_of_the_package(name: str) -> None:
     assert made["filled"](name, page) == page, "python docs/_site/rooms.py"
     rows = re.findall(r"^\| .*? \| (.*) \|$", made["tables"]()[name], flags=re.MULTILINE)
     assert [row for row in rows if not 2 <= len(row.split()) <= 25] == []  # a sentence that says something
+    assert [test for tests in made["TESTS"].values() for test in tests if not (ROOT / "tests" / test).exists()] == []
 
 
 def test_every_rule_has_a_test() -> None:

@@ -128,7 +128,7 @@ def hold(stations: Sequence[tuple[Any, ...]], calls: Counter[tuple[str, str]]) -
     """Each station is called, and first after the one before it."""
     walk, reached = [each[:2] for each in stations], list(calls)
     assert [place for place in walk if place not in calls] == [], "never called"
-    assert sorted(walk, key=reached.index) == walk
+    assert sorted(walk, key=reached.index) == walk, "first calls come in another order: docs/_site/walks.py"
 
 
 def test_a_gradient_on_stages_1_and_2() -> None:
@@ -166,7 +166,7 @@ def test_a_gradient_that_is_added_to_costs_one_call() -> None:
 
     calls = calls_of(program)
     assert calls["gradients/window.py", "Window.added"] == 2 * LAYERS
-    assert [name for name in calls if name[1].endswith((".gradient_ready", ".collect", ".attribute"))] == []
+    assert [name for name, count in calls.items() if count >= 2 * LAYERS] == [("gradients/window.py", "Window.added")]
 
 
 @pytest.mark.parametrize("walk", ["GRADIENT", "UNIT", "OPTION"])

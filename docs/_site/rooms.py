@@ -12,6 +12,30 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "zerosync_strategy"
 PAGES = {"rooms": ROOT / "CONTRIBUTING.md", "files": ROOT / "docs" / "map.md"}
 """By the name of the table, the page that has it."""
+TESTS = {
+    "accelerate": ("accelerate/",),
+    "core": ("core/",),
+    "core/attached": ("core/test_attach.py", "core/test_layers.py", "core/test_detach.py"),
+    "core/budgets": ("core/test_auto_budgets.py",),
+    "core/checkpoints": ("core/test_checkpoints.py", "core/test_universal_checkpoints.py"),
+    "core/comm": ("core/test_nodes.py", "core/test_in_flight.py", "racecheck/"),
+    "core/engine": ("core/test_releases.py", "core/test_parameter.py", "test_boundary.py", "test_contracts.py"),
+    "core/failures": ("core/test_failures.py", "core/test_disagreement.py", "core/test_hangs.py", "faults/"),
+    "core/gradients": ("core/test_window.py", "core/test_reduction.py", "core/test_stripes.py"),
+    "core/optimizer": ("core/test_stepping.py", "core/test_optimizers.py", "core/test_whole.py"),
+    "core/options": ("core/test_config.py", "core/test_removed.py"),
+    "core/params": ("core/test_units.py", "core/test_values.py", "core/test_unshard.py", "core/test_gathers.py"),
+    "fabric": ("fabric/",),
+    "hook": ("hook/",),
+    "hook/site": ("hook/test_loaded.py",),
+    "lightning": ("lightning/",),
+    "lightning_fabric": ("lightning/test_other_package.py",),
+    "pytorch_lightning": ("lightning/test_other_package.py",),
+    "tools": ("hook/test_command.py",),
+    "tools/doctor": ("doctor/",),
+    "tools/plan": ("planning/",),
+}
+"""By room, the tests to begin with, below tests/."""
 
 
 def sentence(path: Path) -> str:
@@ -30,12 +54,16 @@ def rooms() -> Iterator[Path]:
 
 def tables() -> dict[str, str]:
     """Return the tables by name."""
-    short, full = ["| room | what it is |", "|---|---|"], ["| file | what it holds |", "|---|---|"]
+    short, full = (
+        ["| room | what it is | tests to begin with |", "|---|---|---|"],
+        ["| file | what it holds |", "|---|---|"],
+    )
     for room in [SOURCE, *rooms()]:
         name = "" if room == SOURCE else f"{room.relative_to(SOURCE)}/"
         row = f"| {{}}`{name}`{{}} | {sentence(room / '__init__.py')} |"
         if name:
-            short.append(row.format("", ""))
+            tests = ", ".join(f"`{test}`" for test in TESTS[name.rstrip("/")])
+            short.append(f"{row.format('', '')} {tests} |")
             full.append(row.format("**", "**"))
         for path in sorted(room.glob("*.py")):
             if path.name != "__init__.py":
