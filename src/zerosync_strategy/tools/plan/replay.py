@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attached.sharded import ShardedParameters
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.nodes import Topology
@@ -101,8 +102,10 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
 
 def _units(handle: ZeroSync | None) -> dict[str, Any]:
     """Return what ZeRO-3 gathers as a whole: how many modules by class, and the bytes of the largest."""
-    parameters: Any = getattr(getattr(handle, "_attached", None), "_parameters", None)
-    return {} if parameters is None else {"units": parameters.units.counts, "unit_bytes": parameters.units.most_bytes}
+    parameters = None if handle is None else handle._attached.parameters
+    if not isinstance(parameters, ShardedParameters):
+        return {}
+    return {"units": parameters.units.counts, "unit_bytes": parameters.units.most_bytes}
 
 
 def _join(cluster: Cluster) -> None:
