@@ -25,6 +25,8 @@ class FlatBucket(GradientBucket):
     def __init__(self, *common: Any, below: FlatBucket | None, **named: Any) -> None:
         super().__init__(*common, **named)
         self._below = below
+        # By gradient: the hash of a parameter is a call of Python's.
+        self._begins = {gradient: self.placement.memory.begins[gradient.param] for gradient in self.gradients}
         self._memory: torch.Tensor | None = None
         self._allocation: Any = None
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, for the end of the memory
@@ -99,6 +101,6 @@ class FlatBucket(GradientBucket):
             self._allocation = self.streams.record_allocation()
         else:
             self.streams.wait_for_allocation(self._memory, self._allocation)
-        begin = plan.begins[param]
+        begin = self._begins[gradient]
         gradient.place = place = self._memory[begin : begin + param.numel()].view(param.shape)
         return place
