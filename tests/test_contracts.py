@@ -19,7 +19,6 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
 from zerosync_strategy.core.engine import (
-    checkpoint_files,
     compat,
     compilation,
     contract,
@@ -106,7 +105,6 @@ def test_a_framework_that_calls_a_method_otherwise_is_refused(monkeypatch: pytes
 FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     2: [
         (contract.ACCUMULATION, zero.accumulate_outside),
-        (contract.UNIVERSAL, lambda engine: checkpoint_files.restore_rest(engine, [], "", True, True)),
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
         (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.PLAN, lambda _: replay._join(Cluster(2))),

@@ -194,8 +194,6 @@ STAGE_1_2 = (
         _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
         update_lp_params()
     """),
-    *rows("whole parameters", "deepspeed.checkpoint.constants",
-          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS PARAM_SLICE_MAPPINGS"),
     *rows("whole parameters", "parameter", "_hp_mapping", named_in=_STAGE12),
     AVERAGES,
 )  # fmt: skip
@@ -235,7 +233,7 @@ STAGE_3 = (
     """),
     *rows("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION),
     *rows("gathers", _PARTITION, """
-        get_allgather_dtype(param, param_ds_tensor) ZeroParamStatus +GatheredParameters(params)
+        get_allgather_dtype(param, param_ds_tensor) +GatheredParameters(params)
         _dist_allgather_fn(input_tensor, output_tensor, group)
     """),
     *rows("gathers", f"{_PARTITION}.GatheredParameters", "+enabled +params +src_rank", named_in=_PARTITION),
@@ -245,13 +243,11 @@ STAGE_3 = (
     """),
     *rows("units", "offload", "forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
     *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
+    *rows("units", "module", "ds_external_parameters", named_in=_PARTITION),
     *rows("units", "zero config", "+max_live_parameters +max_reuse_distance"),
-    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
     *rows("units", _LINEAR, "zero3_linear_wrap"),
-    *rows("units", _COORDINATING, "iter_params(module, recurse)"),
     *rows("units", "deepspeed.utils", "+z3_leaf_module(model)"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
-    *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
     *rows("whole parameters", "optimizer", """
         _prepare_sub_group(sub_group_id, timer_names) _optimizer_step(sub_group_id)
@@ -259,7 +255,6 @@ STAGE_3 = (
         _set_fp32_optimizer_param_groups() _clear_fp32_optimizer_param_groups() +state_dict() +load_state_dict
         get_full_hp_param(param, optim_state_key)
     """),
-    *rows("whole parameters", "deepspeed.checkpoint.constants", "OPTIMIZER_STATE_DICT FP32_FLAT_GROUPS"),
     STEPPED_OFFLOADED, PARAM_GROUP, AVERAGED_RANKS, SEQUENTIAL_GATHERS, WHOLE_GATHER,
 )  # fmt: skip
 STAGE_3_OFFLOAD = rows(
@@ -267,28 +262,23 @@ STAGE_3_OFFLOAD = rows(
     until="0.19.5",
 )  # fmt: skip
 UNSHARD_ON_READ = (
-    *rows("unsharding on read", "engine", """
-        param_names _create_module_forward_pre_hook() _create_module_forward_post_hook()
-    """),
+    *rows("unsharding on read", "engine", "param_names"),
     *rows("unsharding on read", _OFFLOAD, "ZeROOrderedDict"),
     ORDERED_DICT,
 )  # fmt: skip
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
     *rows("several engines over one module", "offload", "+module persistent_parameters"),
-    *rows("several engines over one module", _PARTITION, "_init_external_params"),
 )  # fmt: skip
 NESTED_ZERO_INIT = (
     *rows("zero.Init inside another one", _PARTITION, "top_level_context"),
-    *rows("zero.Init inside another one", f"{_PARTITION}.Init", "ds_process_group dp_world_size +enabled",
-          named_in=_PARTITION),
+    *rows("zero.Init inside another one", f"{_PARTITION}.Init", "ds_process_group +enabled", named_in=_PARTITION),
 )  # fmt: skip
 ANY_MODEL = (
     *rows("parameters without dimensions", f"{_ENGINE}.DeepSpeedEngine", "_broadcast_model()"),
     *rows("parameters in any memory layout", f"{_ENGINE}.DeepSpeedEngine", "_configure_distributed_model(model)"),
     *rows("parameters without dimensions", f"{_PARTITION}.Init", "_zero_init_param(param)"),
 )
-UNIVERSAL = rows("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size")
 EVALUATION = rows("evaluation", "offload", "_restore_from_bit16_weights", named_in=_ENGINE)
 DEEPCOMPILE = (
     *rows("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -298,7 +288,7 @@ DEEPCOMPILE = (
 REFUSED = rows("window", "engine", "_autoep_folding_spec", optional=True)
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
-    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, REFUSED,
+    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, EVALUATION, DEEPCOMPILE, REFUSED,
 )  # fmt: skip
 
 # ---- releases --------------------------------------------------------------------------------------------------------

@@ -222,9 +222,8 @@ def is_leaf(module: Any) -> bool:
 
 def parameters_of(module: Any, is_whole: bool) -> list[Any]:
     """Return the parameters that ``module`` has itself, and in a whole also those below it; and registered ones."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-
-    return list(dict.fromkeys(iter_params(module, recurse=is_whole)))
+    registered = (param for _, param in module.ds_external_parameters())
+    return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))
 
 
 def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
@@ -232,13 +231,11 @@ def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
 
     ``first`` is the engine whose hooks run in the module that is trained; may be ``engine`` itself.
     """
-    from deepspeed.runtime.zero import partition_parameters
-
     contract.require(contract.SEVERAL_ENGINES, engine)
     optimizer, params = engine.optimizer, set(part.parameters())
     offload = optimizer.parameter_offload
     for module in part.modules():
-        partition_parameters._init_external_params(module)  # what an engine's own module has been given
+        vars(module).setdefault("ds_external_parameters", tuple)  # DeepSpeed asks the modules of an engine
     offload.module = optimizer.module = part
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     offload.persistent_parameters = optimizer.persistent_parameters = persistent

@@ -32,12 +32,9 @@ def made_again(engine: Any) -> bool:
 
 def make_anew(engine: Any) -> None:
     """Undo :func:`remove`."""
-    from deepspeed.runtime.zero import parameter_offload
-
     offload = engine.optimizer.parameter_offload
     with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
         offload.setup_zero_stage3_hooks()
-    parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is there already
     for hooks, key in _of_engine(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
@@ -99,6 +96,7 @@ def unwrap_compiled(engine: Any) -> None:
     if all(unwrap(module) is module for module in engine.module.modules()):
         return
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
+    begins, ends = (hooks[key] for hooks, key in _of_engine(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     _remove(offload)
@@ -116,8 +114,8 @@ def unwrap_compiled(engine: Any) -> None:
     for submodule in module.modules():
         _gather_when_read(submodule)
     drop_functions(module)
-    engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
-    engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+    engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
+    engine.module_forward_post_hook = module.register_forward_hook(ends)
     offload.setup_zero_stage3_hooks()
 
 

@@ -160,7 +160,7 @@ class Record:
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False
-        self.plain = not zero3.has_secondary_shard(param) and zero3.has_plain_shard(param)
+        self.plain = zero3.has_plain_shard(param)
         self.hold = self.constant = False
         self.full: torch.Tensor | None = None
         self.counted = 0
