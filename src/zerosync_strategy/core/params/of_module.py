@@ -60,10 +60,10 @@ class ModuleParameters:
         for unit in self.units.every:
             unit.records = [param._zerosync_record for param in unit.params]
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
-        self.values = ParameterValues(self.scheduler, class_at_rest)
-        self.unshard_on_read: UnshardOnRead | None = None
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
+        self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest)
+        self.unshard_on_read: UnshardOnRead | None = None
         engine._zerosync_parameters = self
 
     @classmethod
@@ -89,9 +89,7 @@ class ModuleParameters:
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
         if config.eager_frames and found.unshard_on_read is None:
-            found.unshard_on_read = UnshardOnRead(
-                engine, found.scheduler, found.values, found.hooks, found.units.every
-            )  # fmt: skip
+            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values, found.hooks)
         return found
 
     def detach(self) -> None:

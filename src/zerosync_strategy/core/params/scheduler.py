@@ -51,6 +51,7 @@ class GatherScheduler:
     Attributes:
         records: of the parameters of the engine's module.
         issuing: what all gathers have in common.
+        prefetched_numel: elements that are gathered ahead at most.
         keeps_copies: some parameters are elsewhere than in shards, too.
         before_read: called before a parameter is read that no hook has gathered.
         order: of the calls of units in forwards.
@@ -64,7 +65,7 @@ class GatherScheduler:
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
-        self._prefetched_numel = gathering.prefetched_numel(engine)
+        self.prefetched_numel = gathering.prefetched_numel(engine)
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
@@ -180,7 +181,7 @@ class GatherScheduler:
         With ``unit_of``, what is of one unit is in one run, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
-            prefetched = self._prefetched_numel * of_group[0].element_size()
+            prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
             if unit_of is None:
                 yield group.place, in_runs(of_group, limit, zero3.full_bytes)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -44,14 +44,12 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch
 """What the output of a unit may have without hiding a tensor."""
 
 
-class Readers(Protocol):
-    """Who wants to know which unit's forward runs."""
+class Call(NamedTuple):
+    """A forward of a unit that runs, and what it has read of parameters that are not its own (``values.py``)."""
 
-    def begins(self, unit: Unit) -> None: ...
-
-    def ends(self, unit: Unit) -> None: ...
-
-    def leave(self) -> None: ...
+    unit: Unit
+    number: int
+    reads: dict[Any, Any]
 
 
 class Stay(NamedTuple):
@@ -66,22 +64,17 @@ class Stay(NamedTuple):
 
 
 class UnitHooks:
-    """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`.
-
-    Attributes:
-        readers: are told of forwards; ``None``: nobody is.
-    """
+    """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`."""
 
     def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
         self._ahead_numel = gathering.prefetched_numel(engine)
         self._live_numel, self._reuse_numel = gathering.max_live_numel(engine), gathering.max_reuse_numel(engine)
-        self.readers: Readers | None = None
         self._forwards, self._backwards = Passes(), Passes()
         self._expected: dict[Unit, Stay] = {}  # what no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
-        self._calls: list[tuple[Unit, int]] = []  # whose forwards run, with their numbers
+        self._calls: list[Call] = []  # that run
         self._count = 0  # of calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
         self._opened, self._closes = 0, INFINITE  # backwards until this window, and with it, as the last one tells
@@ -97,31 +90,32 @@ class UnitHooks:
         self.recover()
         for handle in self._handles:
             handle.remove()
+        for unit in self._units:
+            unit.unmark()
         self._handles = []
 
     def __deepcopy__(self, memo: Any) -> UnitHooks:
         return self  # of a copied module, whose hooks do nothing
 
     @property
-    def is_in_forward(self) -> bool:
-        return bool(self._calls)
+    def call(self) -> Call | None:
+        """The innermost one that runs."""
+        return self._calls[-1] if self._calls else None
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
-        if not self._calls and torch._C._current_graph_task_id() == -1:
+        if not self._calls and not in_backward():
             self._start()
         unit.begin()
         self._count += 1
-        self._calls.append((unit, self._count))
+        self._calls.append(Call(unit, self._count, {}))
         if not self._cache.plan.holds_all:
             self._scheduler.order.begins(unit)
-        if self.readers is not None:
-            self.readers.begins(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.use(unit, self._calls[0][0].module is self._root)
+            self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
             self._fetch(unit)
 
@@ -132,13 +126,11 @@ class UnitHooks:
             self._leave_tasks()
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
-        if not self._calls or self._calls[-1][0] is not unit:
+        if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended the forward that it belongs to
-        _, number = self._calls.pop()
+        number = self._calls.pop().number
         unit.end()
         self._scheduler.order.ends(unit)
-        if self.readers is not None:
-            self.readers.ends(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
@@ -147,14 +139,14 @@ class UnitHooks:
                         leaf.register_hook(partial(self._backward_passes, unit))
         elif unit.params:
             expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward():
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
                     self._expect(unit, self._backwards if expects else self._forwards)
                 elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
                     self._expect(unit, self._forwards, 2, at_rest=True)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
+        if module is self._root and not unit.runs and not in_backward():
             self._over(self._forwards)
 
     def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
@@ -240,7 +232,7 @@ class UnitHooks:
     @internal
     def _fetch(self, unit: Unit) -> None:
         """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
-        passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
+        passes = self._backwards if in_backward() else self._forwards
         passes.comes(unit)
         self._expected.pop(unit, None)
         if not zero3.all_gathered(unit.params):
@@ -337,10 +329,13 @@ class UnitHooks:
     def recover(self) -> None:
         """After an exception: nothing runs any more, either."""
         while self._calls:
-            self._calls.pop()[0].end()
-        if self.readers is not None:
-            self.readers.leave()
+            self._calls.pop().unit.end()
         self.let_go()
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _leaves(output: Any) -> list[Any]:

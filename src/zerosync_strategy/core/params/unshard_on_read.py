@@ -24,41 +24,31 @@ themselves are not for compilers: a trace stops at each (a graph break).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerosync_strategy.core.engine import compilation, contract, gathering, torch_internals, zero3
+from zerosync_strategy.core.engine import compilation, contract, torch_internals, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_at_rest, is_in_use, record_of
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_hooks import UnitHooks
-from zerosync_strategy.core.params.units import Unit
+from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 from zerosync_strategy.core.params.values import Memory, ParameterValues
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
-_RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
 _by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
-_Frame = tuple[Unit, dict[Any, Memory]]  # a unit whose forward runs, and what it has read
 
 
 class UnshardOnRead:
-    """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
+    """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
-    What a unit's forward reads of ``values`` twice is gathered once.
-    """
-
-    def __init__(
-        self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks, units: Iterable[Unit]
-    ) -> None:  # fmt: skip
+    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks) -> None:
         contract.require(torch_internals.COMPILATION)
         self.scheduler = scheduler
         self._values, self._hooks = values, hooks
-        values.cache, values.differentiable = self._cache, self._differentiable_read
-        self._frames: list[_Frame] = []
-        self._limit = gathering.prefetched_numel(engine)
+        values.differentiable = self._differentiable_read
         self._gradient_hooks: list[Any] = []
         self._read: set[Record] = set()  # whose gradients may come while they are sharded
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
@@ -66,24 +56,19 @@ class UnshardOnRead:
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
                 continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
-            vars(module).update({_PLACEHOLDERS: _Placeholders.fromkeys(names), _RUNS: False})
+            vars(module)[_PLACEHOLDERS] = _Placeholders.fromkeys(names)
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
             stock: Any = type(module)
             module.__class__ = _readable(stock, self._modules[module], _gathered)
             compilation.make_passive(module)
-        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a unit
-            unit: [vars(module) for module in unit.modules if _RUNS in vars(module)] for unit in units
-        }
         self._make_placeholders()
-        hooks.readers = self
 
     def detach(self) -> None:
         """Give the modules their classes back."""
-        self._hooks.readers = None
         for module in self._modules:
             module.__class__ = type(module).__bases__[0]
             compilation.undo_passive(module)
-            del vars(module)[_PLACEHOLDERS], vars(module)[_RUNS]
+            del vars(module)[_PLACEHOLDERS]
         for gradient_hook in self._gradient_hooks:
             gradient_hook.remove()
         for record in self.scheduler.records:
@@ -108,7 +93,7 @@ class UnshardOnRead:
 
     def read(self, module: Any, param: Any) -> Any:
         """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
-        if not (self._hooks.is_in_forward or _in_backward()):
+        if self._hooks.call is None and not in_backward():
             return param
         memory = self._values.memory(param)
         if memory.in_place and not is_at_rest(param):
@@ -119,10 +104,6 @@ class UnshardOnRead:
         self.expect_gradient(param)
         # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
         return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
-
-    def _cache(self) -> dict[Any, Memory]:
-        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
-        return self._frames[-1][1] if self._frames and not _in_backward() else {}
 
     # ---- placeholders --------------------------------------------------------------------------------------------
 
@@ -176,44 +157,8 @@ class UnshardOnRead:
             param.register_post_accumulate_grad_hook(as_it_was),
         )
 
-    # ---- forwards ------------------------------------------------------------------------------------------------
-
-    def begins(self, unit: Unit) -> None:
-        self._frames.append((unit, _Recent(self._limit)))
-        self._mark(unit, True)
-
-    def ends(self, unit: Unit) -> None:
-        self._frames.pop()
-        self._mark(unit, any(running is unit for running, _ in self._frames))
-
-    def leave(self) -> None:
-        """No forward runs any more."""
-        while self._frames:
-            self.ends(self._frames[-1][0])
-
-    def _mark(self, unit: Unit, runs: bool) -> None:
-        for attributes in self._held_with[unit]:
-            attributes[_RUNS] = runs
-
 
 # ---- placeholders ------------------------------------------------------------------------------------------------
-
-
-class _Recent(dict[Any, Memory]):
-    """The values that were read last, by parameter, of so many elements at most as are gathered ahead."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._left = limit
-
-    def __setitem__(self, param: Any, memory: Memory) -> None:
-        if param not in self:
-            self._left -= zero3.full_numel(param)
-        super().__setitem__(param, memory)
-        while self._left < 0 and self:
-            oldest = next(iter(self))
-            del self[oldest]
-            self._left += zero3.full_numel(oldest)
 
 
 class _Placeholders(dict[str, Any]):
@@ -234,10 +179,6 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return grad if ctx.param.requires_grad else None, None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_sharded(param: Any) -> bool:

@@ -16,6 +16,7 @@ from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # in which modules that write to their own parameters through .data are found
@@ -25,18 +26,16 @@ _Reader = Callable[[Any, "Memory"], torch.Tensor]  # the values of a parameter a
 class ParameterValues:
     """Gives the parameters of a ZeRO-3 engine their values while they are at rest.
 
-    ``scheduler`` gathers one into memory of its own; ``class_at_rest`` returns its class at rest, from its own.
+    ``scheduler`` gathers one into memory of its own: for the forward of a unit that reads it again soon, once.
+    ``class_at_rest`` returns its class at rest, from its own.
 
     Attributes:
-        cache: returns what has been gathered for the present reader, by parameter; where nobody shares, an empty
-            dictionary.
         differentiable: set by whoever lets gradients of values go to their parameter; without it, nothing is gathered
             and each operation is an error.
     """
 
-    def __init__(self, scheduler: GatherScheduler, class_at_rest: Callable[[type], type]) -> None:
-        self._scheduler = scheduler
-        self.cache: Callable[[], dict[Any, Memory]] = dict
+    def __init__(self, scheduler: GatherScheduler, hooks: UnitHooks, class_at_rest: Callable[[type], type]) -> None:
+        self._scheduler, self._hooks = scheduler, hooks
         self.differentiable: _Reader | None = None
         self._steps = 0
         self._in_shards: frozenset[Record] = frozenset()
@@ -114,8 +113,10 @@ class ParameterValues:
 
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
-        cache = self.cache()
-        found = cache.get(param)
+        call = self._hooks.call
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        reads: dict[Any, Memory] = {} if call is None or in_backward() else call.reads
+        found = reads.get(param)
         if found is None or found.date != self.date(param):
             self._scheduler.arrive(param)
             record = record_of(param)
@@ -133,7 +134,9 @@ class ParameterValues:
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 stays = zero3.is_gathered(param) and not record.is_in_own_memory  # which may be freed
                 full = param.data if stays else self._scheduler.unshard(param)
-            found = cache[param] = Memory(self, param, full)
+            found = reads[param] = Memory(self, param, full)
+            while sum(map(zero3.full_numel, reads)) > self._scheduler.prefetched_numel:
+                del reads[next(iter(reads))]
         return found
 
     def shard(self, param: Any) -> torch.Tensor | None:
