@@ -57,6 +57,10 @@ class Copies(ABC, Generic[Values]):
     def _allocate(self, param: Any) -> Values:
         """Return memory for a copy of ``param``, of :meth:`bytes_of` bytes."""
 
+    @abstractmethod
+    def renew(self, param: Any) -> None:
+        """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
+
     def get(self, param: Any) -> Values | None:
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None

@@ -55,7 +55,6 @@ class NodeShards(Copies[torch.Tensor]):
                 values.copy_(nodes.rows_of_place(rows))
 
     def renew(self, param: Any) -> None:
-        """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
         nodes = self._nodes(param)
         assert nodes is not None
         values = self._copies[param].values

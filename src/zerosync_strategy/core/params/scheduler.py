@@ -26,10 +26,11 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params import gathers
+from zerosync_strategy.core.params.copies import Copies
 from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup
-from zerosync_strategy.core.params.gathers import ParameterGather, arrived
+from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.issuing import Issuing
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather
 from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
@@ -52,7 +53,7 @@ class GatherScheduler:
         records: of the parameters of the engine's module.
         issuing: what all gathers have in common.
         prefetched_numel: elements that are gathered ahead at most.
-        keeps_copies: some parameters are elsewhere than in shards, too.
+        copies: of some parameters, elsewhere than in shards.
         before_read: called before a parameter is read that no hook has gathered.
         order: of the calls of units in forwards.
         in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
@@ -85,10 +86,9 @@ class GatherScheduler:
         self.before_read: Callable[[Any], None] | None = None
         self._shards = AllShards(issuing, engine, node_shards)
         self.is_plain = self._shards.is_plain
-        copies: list[Source] = [] if host is None else [HostCopies(issuing, host)]
-        copies += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
-        self.keeps_copies = bool(copies)
-        self._sources = [*copies, self._shards]
+        self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
+        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing, host)]
+        self._nearer += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -127,12 +127,12 @@ class GatherScheduler:
         So copies of it, which no rank is told are out of date, are made anew.
         """
         self.shards_written()
-        for source in self._sources:
-            if source.has_copy(param):
+        for copies in self.copies:
+            if copies.get(param) is not None:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
                 group = param._zerosync_record.group
                 with self.issuing.on(group):
-                    source.renew(param)
+                    copies.renew(param)
                     self.streams.record_write()  # readers outside of gathers wait for it, too
                 self.streams.record_stream_for_gathers(param.data, group.stream)
 
@@ -149,12 +149,13 @@ class GatherScheduler:
             released = [param for param in released if not gathering.gather_empty(param)]
         for part in self._turn(released) if released else ():
             self.issuing.count.add(part.params)
-            for source in self._sources:
-                left = source.issue(part, issued)
-                if not left:
+            for source in self._nearer:
+                source.issue(part, issued)
+                if not (left := zero3.released(part.params)):
                     break
-                if len(left) < len(part.params):
-                    part = self._turn(left)[0]
+                part = self._turn(left)[0]
+            else:
+                self._shards.issue(part, issued)
         return issued
 
     def _turn(self, params: Sequence[Any]) -> list[Part]:
@@ -224,11 +225,7 @@ class GatherScheduler:
         for _, runs in self.runs(released):
             for run in runs:
                 group, issuing = run[0]._zerosync_record.group, self.issuing
-                with (
-                    issuing.count.of_context(),
-                    issuing.gathering(group, run),
-                    issuing.status.activity(issuing.activity(group, run)),
-                ):
+                with issuing.count.of_context(), issuing.status.activity(issuing.activity(group, run)):
                     self._shards.gather_for_context(self._turn(run)[0])
 
     def shard(self, param: Any) -> torch.Tensor | None:
@@ -279,9 +276,9 @@ class GatherScheduler:
         group = params[0]._zerosync_record.group
         values: dict[Any, torch.Tensor] = {}
         with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
-            for source in self._sources:
+            for source in (*self._nearer, self._shards):
                 if left := [param for param in params if param not in values]:
-                    values.update(source.values(group, left, reader))
+                    values.update(source.values(self._shards.part(group, left, zero3.shard_dtype, reader)))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------

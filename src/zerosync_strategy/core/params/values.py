@@ -61,7 +61,7 @@ class ParameterValues:
         self._in_shards = frozenset()
         if self._steps == WATCHED_STEPS:
             self._ask_device()
-            if self._scheduler.keeps_copies:
+            if self._scheduler.copies:
                 self._tell_ranks()
             for record in self._records:
                 record.watched = record.found > 0
