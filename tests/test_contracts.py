@@ -23,6 +23,7 @@ from zerosync_strategy.core.engine import (
     compilation,
     contract,
     gathering,
+    several,
     torch_internals,
     transformers,
     zero,
@@ -114,7 +115,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     3: [
         (contract.UNSHARD_ON_READ, attach),
         (torch_internals.COMPILATION, attach),
-        (contract.SEVERAL_ENGINES, lambda engine: gathering.restrict(engine, engine, engine.module)),
+        (contract.SEVERAL_ENGINES, lambda engine: several.restrict(engine, engine.module, engine)),
         (contract.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
         (contract.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
     ],

@@ -111,7 +111,6 @@ _LINEAR = "deepspeed.runtime.zero.linear"
 CLEAR_BACKWARD = Internal("window", "optimizer", "clear_backward_seen_flag", (), since="0.18.5")
 SEQUENTIAL_GATHERS = Internal("gathers", "zero config", "allgather_sequential", public=True, since="0.18.5")
 COMPILE_BACKEND = Internal("DeepCompile", "engine", "get_deepcompile_backend", since="0.18.9")
-ORDERED_DICT = Internal("unsharding on read", _OFFLOAD, "ensure_zero_ordered_dict", since="0.19.1")
 PARAM_GROUP = Internal("shard_over()", "optimizer", "_get_param_partition_group", ("param",), since="0.19.3")
 AVERAGED_RANKS = Internal(
     "reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size"), since="0.19.3"
@@ -264,8 +263,7 @@ STAGE_3_OFFLOAD = rows(
 UNSHARD_ON_READ = (
     *rows("unsharding on read", "engine", "param_names"),
     *rows("unsharding on read", _OFFLOAD, "ZeROOrderedDict"),
-    ORDERED_DICT,
-)  # fmt: skip
+)
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
     *rows("several engines over one module", "offload", "+module persistent_parameters"),

@@ -13,15 +13,7 @@ from zerosync_strategy.core.engine import contract, zero, zero3
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import arrive, record_of, rows_of
-
-
-def overlaps(engine: Any) -> bool:
-    """Return whether DeepSpeed would gather on another stream than that which computes."""
-    return bool(engine._config.zero_config.overlap_comm)
-
-
-_FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
+from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Is called with this rank's shard, the place for all shards, both flat, and a process group; returns a work."""
@@ -140,7 +132,7 @@ def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
 def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return what waits and gives them their values.
 
-    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :meth:`Record.free`.
+    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :func:`~parameter.free`.
     """
     handle = params[0].all_gather_coalesced(list(params))
     # Nothing is sent, and the host would wait. It has to where the shard is in memory that the host writes to.
@@ -161,7 +153,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
                 record.arrive(values)
             else:
                 param.data = values
-                record.returned()
+                returned((record,))
 
     return land
 
@@ -181,24 +173,14 @@ def gather_empty(param: Any) -> bool:
 
 def gathers_plainly(engine: Any) -> bool:
     """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
-    config = engine._config.zero_config
+    config = config_of(engine)
     one_by_one = contract.has(contract.SEQUENTIAL_GATHERS) and config.allgather_sequential
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
-def prefetched_numel(engine: Any) -> int:
-    """Return the elements that DeepSpeed gathers ahead of their use."""
-    return int(engine._config.zero_config.prefetch_bucket_size)
-
-
-def max_live_numel(engine: Any) -> int:
-    """Return how many elements may be gathered at once where DeepSpeed gathers ahead."""
-    return int(engine._config.zero_config.max_live_parameters)
-
-
-def max_reuse_numel(engine: Any) -> int:
-    """Return within how many other elements DeepSpeed keeps what is used again."""
-    return int(engine._config.zero_config.max_reuse_distance)
+def config_of(engine: Any) -> Any:
+    """Return what the configuration has under ``zero_optimization``, with DeepSpeed's own names and defaults."""
+    return engine._config.zero_config
 
 
 def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
@@ -210,7 +192,7 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
 
 def gathers_by_all_reduce(engine: Any) -> bool:
     """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
-    return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
+    return bool(config_of(engine).use_all_reduce_for_fetch_params)
 
 
 def is_leaf(module: Any) -> bool:
@@ -224,27 +206,6 @@ def parameters_of(module: Any, is_whole: bool) -> list[Any]:
     """Return the parameters that ``module`` has itself, and in a whole also those below it; and registered ones."""
     registered = (param for _, param in module.ds_external_parameters())
     return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))
-
-
-def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
-    """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
-
-    ``first`` is the engine whose hooks run in the module that is trained; may be ``engine`` itself.
-    """
-    contract.require(contract.SEVERAL_ENGINES, engine)
-    optimizer, params = engine.optimizer, set(part.parameters())
-    offload = optimizer.parameter_offload
-    for module in part.modules():
-        vars(module).setdefault("ds_external_parameters", tuple)  # DeepSpeed asks the modules of an engine
-    offload.module = optimizer.module = part
-    persistent = [param for param in optimizer.persistent_parameters if param in params]
-    offload.persistent_parameters = optimizer.persistent_parameters = persistent
-    vars(engine)[_FIRST] = first  # no module of its own
-
-
-def first_of(engine: Any) -> Any:
-    """Return the engine whose hooks run in the module of which ``engine`` has a part, or all."""
-    return vars(engine).get(_FIRST, engine)
 
 
 def leave_sharded(engine: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import replaced
 
 _DISABLED = "_torchdynamo_orig_callable"  # on what torch.compiler.disable() returns
@@ -121,11 +121,9 @@ def unwrap_compiled(engine: Any) -> None:
 
 def _gather_when_read(module: Any) -> None:
     """Let the parameters of ``module`` be in ZeRO-3's dictionary."""
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
-    if contract.has(contract.ORDERED_DICT):
-        parameter_offload.ensure_zero_ordered_dict(module)
-    elif not isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
-        found = parameter_offload.ZeROOrderedDict(parent_module=module)
+    if not isinstance(module._parameters, ZeROOrderedDict):
+        found = ZeROOrderedDict(parent_module=module)
         found.update(module._parameters)
         module._parameters = found

@@ -8,8 +8,9 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gathering, module_hooks
+from zerosync_strategy.core.engine import contract, module_hooks, torch_internals
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.gather_groups import gather_groups
@@ -27,7 +28,7 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
 
-    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` while no engine has
+    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` without
     ``eager_frames``; :attr:`times_written` counts steps and checkpoints.
     """
 
@@ -63,7 +64,8 @@ class ModuleParameters:
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest)
-        self.unshard_on_read: UnshardOnRead | None = None
+        reads = config.eager_frames
+        self.unshard_on_read = UnshardOnRead(engine, self.scheduler, self.values, self.hooks) if reads else None
         engine._zerosync_parameters = self
 
     @classmethod
@@ -76,8 +78,9 @@ class ModuleParameters:
         A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
         if config.eager_frames:
+            contract.require(torch_internals.COMPILATION)
             module_hooks.unwrap_compiled(engine)
-        found: ModuleParameters | None = vars(gathering.first_of(engine)).get("_zerosync_parameters")
+        found: ModuleParameters | None = vars(first_of(engine)).get("_zerosync_parameters")
         if found is None:
             _require_ungathered(engine)
             found = cls(engine, config, streams, messages, topology, is_constant)
@@ -88,8 +91,6 @@ class ModuleParameters:
             )
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
-        if config.eager_frames and found.unshard_on_read is None:
-            found.unshard_on_read = UnshardOnRead(engine, found.scheduler, found.values, found.hooks)
         return found
 
     def detach(self) -> None:

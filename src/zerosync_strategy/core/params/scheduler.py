@@ -34,6 +34,7 @@ from zerosync_strategy.core.params.issuing import Issuing, ParameterGather
 from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
+from zerosync_strategy.core.params.units import Unit
 
 REMEMBERED = 10_000
 """Sets of parameters that were gathered in one turn."""
@@ -66,11 +67,12 @@ class GatherScheduler:
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
-        self.prefetched_numel = gathering.prefetched_numel(engine)
+        config = gathering.config_of(engine)
+        self.prefetched_numel = config.prefetch_bucket_size
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        self._gather_streams = streams.make_gather_streams(count, gathering.overlaps(engine))
+        self._gather_streams = streams.make_gather_streams(count, config.overlap_comm)
         self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host)
         for group in self.groups.values() if self._gather_streams else ():
             group.stream = self._gather_streams[group.place % len(self._gather_streams)]
@@ -116,8 +118,9 @@ class GatherScheduler:
         """The current stream writes shards, or may have: the next gather waits for it (S1)."""
         self.streams.record_write()
 
-    def backward_comes(self, behind: int) -> None:
-        """A backward comes to a unit; what it gathers comes after this."""
+    def backward_comes(self, unit: Unit) -> None:
+        """A backward comes to a call of ``unit``; what it gathers comes after this."""
+        behind = self.order.comes_to(unit)
         for reach in self.in_backward:
             reach(behind)
 

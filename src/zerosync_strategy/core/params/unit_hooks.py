@@ -69,8 +69,9 @@ class UnitHooks:
     def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
-        self._ahead_numel = gathering.prefetched_numel(engine)
-        self._live_numel, self._reuse_numel = gathering.max_live_numel(engine), gathering.max_reuse_numel(engine)
+        config = gathering.config_of(engine)
+        self._ahead_numel = config.prefetch_bucket_size
+        self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
         self._forwards, self._backwards = Passes(), Passes()
         self._expected: dict[Unit, Stay] = {}  # what no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
@@ -179,7 +180,7 @@ class UnitHooks:
         entered = self._tasks.get(task, {})
         if entered.get(unit) == number and zero3.all_gathered(unit.params):
             return  # to another output of the call
-        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+        self._scheduler.backward_comes(unit)
         for left in [each for each, began in entered.items() if ended < began < END and each is not unit]:
             self._leave(task, left)
         for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
@@ -192,7 +193,7 @@ class UnitHooks:
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
         """To a call of ``unit``, which is held, between others that are not."""
-        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+        self._scheduler.backward_comes(unit)
 
     def _enter(self, task: int, unit: Unit, number: int) -> None:
         if task not in self._tasks:
@@ -249,14 +250,16 @@ class UnitHooks:
         """
         if not self._ahead_numel:
             return
-        numel, missing, is_next_missing = 0, [], False
+        numel = 0
+        missing: list[Unit] = []
+        nearest: Unit | None = None
         for following in passes.ahead():
             if following is unit or following.held is not None:
                 continue
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
+            nearest = nearest or following
             if zero3.any_released(following.params):
-                is_next_missing |= not numel
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return
@@ -264,7 +267,8 @@ class UnitHooks:
         if missing:
             for each in missing:
                 self._expect(each, passes, at_rest=True)
-            for units in (missing[:1], missing[1:]) if is_next_missing and len(missing) > 1 else (missing,):
+            alone = int(missing[0] is nearest)
+            for units in filter(None, (missing[:alone], missing[alone:])):
                 self._issue([param for each in units for param in each.params])
 
     def _issue(self, params: list[Any]) -> None:

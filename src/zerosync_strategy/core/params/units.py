@@ -114,7 +114,7 @@ class Units:
     """
 
     def __init__(self, engine: Any, names: Collection[str]) -> None:
-        module, limit = engine.module, gathering.max_live_numel(engine) // 2
+        module, config = engine.module, gathering.config_of(engine)
         classes = {type(each).__name__ for each in module.modules()}
         if unknown := [name for name in names if name not in classes]:
             raise ValueError(
@@ -122,7 +122,8 @@ class Units:
                 f" that class. It has: {', '.join(sorted(classes))}."
             )
         whole = set(names) or not_split(module) & classes
-        chosen = list(_units(module, whole, limit, gathering.prefetched_numel(engine), set()))
+        limit, small = config.max_live_parameters // 2, config.prefetch_bucket_size
+        chosen = list(_units(module, whole, limit, small, set()))
         found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
         self.wholes = found
         self.counts = Counter(type(unit).__name__ for unit in found)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerosync_strategy.core.engine import compilation, contract, torch_internals, zero3
+from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_at_rest, is_in_use, record_of
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -45,7 +45,6 @@ class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
     def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks) -> None:
-        contract.require(torch_internals.COMPILATION)
         self.scheduler = scheduler
         self._values, self._hooks = values, hooks
         values.differentiable = self._differentiable_read

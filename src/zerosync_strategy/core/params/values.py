@@ -139,9 +139,6 @@ class ParameterValues:
                 del reads[next(iter(reads))]
         return found
 
-    def shard(self, param: Any) -> torch.Tensor | None:
-        return self._scheduler.shard(param)
-
     def assign(self, param: Any, value: torch.Tensor) -> None:
         """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
         self._check_alike(param, value)
