@@ -146,11 +146,14 @@ def intercept_contexts() -> None:
 
 
 def _enter(stock: Callable[[Any], None], context: Any) -> None:
-    with _counted_apart(context):
+    records = _records(context.params if context.enabled else ())
+    with ExitStack() as stack:
+        for owner in {record.owner for record in records}:
+            stack.enter_context(owner.issuing.count.in_context())
         if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
             _gather_in_buckets(context.params)
         stock(context)
-    for record in _records(context.params if context.enabled else ()):
+    for record in records:
         record.claim(Claim.CONTEXT)
 
 
@@ -162,15 +165,6 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
     finally:
         for record in _records(context.params if context.enabled else ()):
             record.drop(Claim.CONTEXT)
-
-
-@contextmanager
-def _counted_apart(context: Any) -> Iterator[None]:
-    """Around the beginning of ``context``, whose gathers are for no step."""
-    with ExitStack() as stack:
-        for owner in {record.owner for record in _records(context.params if context.enabled else ())}:
-            stack.enter_context(owner.issuing.count.in_context())
-        yield
 
 
 def _gather_in_buckets(params: Iterable[Any]) -> None:

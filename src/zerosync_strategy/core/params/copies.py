@@ -103,10 +103,6 @@ class Copies(ABC, Generic[Values]):
         self.free(param for param in list(self._copies) if param not in stays)
         self.peak_bytes = self.now  # of the coming window
 
-    def fitting(self, params: Iterable[Any]) -> list[Any]:
-        """Return those of ``params``, the first first, whose copies fit."""
-        return fitting(params, self.limit, self.bytes_of)
-
     def free(self, params: Iterable[Any]) -> None:
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:

@@ -147,7 +147,7 @@ class HoldPlan:
         others = [param for param in saving if not param._zerosync_record.hold and self._gathers_plainly(param)]
         leaving = [record.param for record in held if record.constant]
         for copies in reversed(self._copies):  # node shards before the host's memory, which takes the rest
-            chosen = set(copies.fitting(filter(copies.may_have, others)))
+            chosen = set(fitting(filter(copies.may_have, others), copies.limit, copies.bytes_of))
             copies.choose(chosen, filter(copies.may_have, leaving))
             others = [param for param in others if param not in chosen]
 

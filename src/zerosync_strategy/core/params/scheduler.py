@@ -197,12 +197,14 @@ class GatherScheduler:
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
-    def arrive(self, param: Any) -> None:
-        """If ``param`` is in flight, or held, it arrives (U2)."""
+    def arrive(self, *params: Any) -> None:
+        """What is in flight of ``params``, or held, arrives (U2)."""
         if self.before_read is not None:
-            self.before_read(param)
-        arrived((param._zerosync_record,))
-        self.join((param._zerosync_record,))
+            for param in params:
+                self.before_read(param)
+        records = [param._zerosync_record for param in params]
+        arrived(records)
+        self.join(records)
 
     def join(self, records: Iterable[Record]) -> None:
         """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L3)."""
@@ -218,12 +220,7 @@ class GatherScheduler:
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
-        if self.before_read is not None:
-            for param in own:
-                self.before_read(param)
-        records = [param._zerosync_record for param in own]
-        arrived(records)  # the context reshards it
-        self.join(records)
+        self.arrive(*own)  # the context reshards it
         released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
         for _, runs in self.runs(released):
             for run in runs:

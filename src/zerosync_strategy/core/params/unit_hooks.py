@@ -108,8 +108,10 @@ class UnitHooks:
     def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
-        if not self._calls and not in_backward():
-            self._start()
+        if not self._calls and not in_backward():  # a forward of the model, or of a part that is called itself
+            self._scheduler.compare_aborted()
+            if self._tasks:  # of backwards that have raised
+                self._leave_tasks()
         unit.begin()
         self._count += 1
         self._calls.append(Call(unit, self._count, {}))
@@ -119,12 +121,6 @@ class UnitHooks:
             self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
             self._fetch(unit)
-
-    def _start(self) -> None:
-        """A forward begins, outside of others and of backwards: of the model, or of a part that is called itself."""
-        self._scheduler.compare_aborted()
-        if self._tasks:  # of backwards that have raised
-            self._leave_tasks()
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
@@ -221,12 +217,9 @@ class UnitHooks:
         if not self._tasks:
             self._over(self._backwards)
             if not torch.is_grad_enabled():
-                self._let_go_of_kept()
-
-    def _let_go_of_kept(self) -> None:
-        kept, self._kept = self._kept, {}
-        for unit in kept:
-            self._leave_unused(unit)
+                kept, self._kept = self._kept, {}
+                for unit in kept:
+                    self._leave_unused(unit)
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class UnshardOnRead:
         self.scheduler = scheduler
         self._values, self._hooks = values, hooks
         values.differentiable = self._differentiable_read
-        self._gradient_hooks: list[Any] = []
+        self._handles: list[Any] = []
         self._read: set[Record] = set()  # whose gradients may come while they are sharded
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
@@ -59,6 +59,7 @@ class UnshardOnRead:
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
             stock: Any = type(module)
             module.__class__ = _readable(stock, self._modules[module], _gathered)
+            self._handles.append(module.register_state_dict_post_hook(_make_entries))
             compilation.make_passive(module)
         self._make_placeholders()
 
@@ -68,8 +69,8 @@ class UnshardOnRead:
             module.__class__ = type(module).__bases__[0]
             compilation.undo_passive(module)
             del vars(module)[_PLACEHOLDERS]
-        for gradient_hook in self._gradient_hooks:
-            gradient_hook.remove()
+        for handle in self._handles:
+            handle.remove()
         for record in self.scheduler.records:
             for placeholder in record.placeholders.values():
                 del _by_address[placeholder.data_ptr()]
@@ -151,7 +152,7 @@ class UnshardOnRead:
                     param.data = placeholder.new_empty(0)
 
         node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._gradient_hooks += (
+        self._handles += (
             node.register_prehook(in_shape),  # type: ignore[union-attr]
             param.register_post_accumulate_grad_hook(as_it_was),
         )
@@ -195,21 +196,14 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
     attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
     attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    attributes["state_dict"] = _state_dict(stock)
     return type(stock.__name__, (stock,), attributes)
 
 
-def _state_dict(stock: type) -> Callable[..., Any]:
-    @functools.wraps(stock.state_dict)  # type: ignore[attr-defined]
-    def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        entries = stock.state_dict(module, *args, **kwargs)  # type: ignore[attr-defined]
-        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name in module._parameters if isinstance(entries, dict) else ():
-            if type(entry := entries.get(f"{prefix}{name}")) is Alias:
-                entry.__class__ = Entry
-        return entries
-
-    return state_dict
+def _make_entries(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
+    """Let what ``state_dict()`` has found in ``module`` be what one rank may copy and save."""
+    for name in module._parameters:
+        if type(entry := entries.get(f"{prefix}{name}")) is Alias:
+            entry.__class__ = Entry
 
 
 def _gathered(module: Any, name: str) -> torch.Tensor:
