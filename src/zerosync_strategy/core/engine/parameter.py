@@ -220,10 +220,6 @@ class Record:
         self.bits &= ~claim.bit
         self.settle()
 
-    def reshard(self) -> None:
-        """Free the values; what was written to them goes to the shards."""
-        reshard((self,), False)
-
     def write(self) -> None:
         """The current stream is about to write the shards, or has just done so."""
         if self.state is State.IN_FLIGHT:

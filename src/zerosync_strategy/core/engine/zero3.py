@@ -24,7 +24,10 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    return getattr(param, "ds_id", 0)
+    try:
+        return param.ds_id
+    except AttributeError:
+        return 0
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
@@ -39,23 +42,34 @@ def has_full_shape(param: Any) -> bool:
 
 def full_numel(param: Any) -> int:
     """Return the elements of ``param`` when it is gathered."""
-    return param.ds_numel if hasattr(param, "ds_id") else param.numel()
+    try:
+        return param.ds_numel
+    except AttributeError:
+        return param.numel()
 
 
 def full_bytes(param: Any) -> int:
     """Return the bytes of ``param`` when it is gathered."""
-    shard = param.ds_tensor if hasattr(param, "ds_id") else param
-    return int(full_numel(param) * shard.element_size())
+    try:
+        return int(param.ds_numel * param.ds_tensor.element_size())
+    except AttributeError:
+        return int(param.numel() * param.element_size())
 
 
 def process_group(param: Any) -> Any:
     """Return the process group whose ranks shard ``param``; ``None`` without ZeRO-3."""
-    return getattr(param, "ds_process_group", None)
+    try:
+        return param.ds_process_group
+    except AttributeError:
+        return None
 
 
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
-    return getattr(param, "ds_persist", False)
+    try:
+        return param.ds_persist
+    except AttributeError:
+        return False
 
 
 def is_gathered(param: Any) -> bool:

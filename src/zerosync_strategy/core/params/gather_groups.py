@@ -127,7 +127,7 @@ class GatherGroup:
     digest: GatherDigest | None
     nodes: Nodes | None
     is_nccl: bool
-    stream: Any = None
+    stream: Any
 
     @property
     def is_tagged(self) -> bool:
@@ -135,18 +135,24 @@ class GatherGroup:
         return self.digest is not None and self.digest.tagged
 
 
-def gather_groups(engine: Any, topology: Topology, streams: Streams) -> dict[Any, GatherGroup]:
-    """Return the groups of the engine's parameters, by process group, in the order of gathers."""
+def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: str) -> dict[Any, GatherGroup]:
+    """Return the groups of the engine's parameters, by process group, in the order of gathers.
+
+    ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one.
+    """
     by_all_reduce = gathering.gathers_by_all_reduce(engine)
     # Two groups of the same ranks stay in the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
+    count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)
+    made = streams.make_gather_streams(count, gathering.config_of(engine).overlap_comm) or [None]
     groups: dict[Any, GatherGroup] = {}
     for place, group in enumerate(sorted(process_groups, key=lambda group: _place(ranks_of(group)))):
         tagged = not (by_all_reduce or is_native(group, engine.device))
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
-        groups[group] = GatherGroup(group, place, str(list(ranks_of(group))), digest, nodes, is_nccl)
+        stream, ranks = made[place % len(made)], str(list(ranks_of(group)))
+        groups[group] = GatherGroup(group, place, ranks, digest, nodes, is_nccl, stream)
     return groups
 
 

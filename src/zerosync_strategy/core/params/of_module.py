@@ -40,26 +40,22 @@ class ModuleParameters:
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
-        groups = gather_groups(engine, topology, streams)
+        groups = gather_groups(engine, topology, streams, config.unshard_streams)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in groups.values())
         all_held = shared and limit is None
         keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
-        node_shards = NodeShards(limit, shared, topology) if keeps else None
+        node_shards = NodeShards(limit, shared) if keeps else None
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler = GatherScheduler(
-            engine, streams, config.unshard_streams, messages, groups, host, node_shards
-        )  # fmt: skip
+        self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
         plan = HoldPlan(
             self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
             self.scheduler.is_plain, is_constant,
         )  # fmt: skip
-        for unit in self.units.every:
-            unit.records = [param._zerosync_record for param in unit.params]
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)

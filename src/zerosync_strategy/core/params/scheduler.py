@@ -27,7 +27,7 @@ from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params import gathers
 from zerosync_strategy.core.params.copies import Copies
-from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup
+from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather
@@ -44,7 +44,6 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
 
     Args:
-        sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
         groups: by process group, in the order of gathers.
         host: has parameters that need not be gathered again; ``None``: there are none.
@@ -62,20 +61,16 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, sharing: str, messages: Messages,
-        groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
+        self, engine: Any, streams: Streams, messages: Messages, groups: Mapping[dist.ProcessGroup, GatherGroup],
+        host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
-        config = gathering.config_of(engine)
-        self.prefetched_numel = config.prefetch_bucket_size
+        self.prefetched_numel = gathering.config_of(engine).prefetch_bucket_size
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
-        count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        self._gather_streams = streams.make_gather_streams(count, config.overlap_comm)
+        self._gather_streams = [each for each in dict.fromkeys(of.stream for of in groups.values()) if each is not None]
         self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host)
-        for group in self.groups.values() if self._gather_streams else ():
-            group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()

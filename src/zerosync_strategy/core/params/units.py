@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -42,7 +43,6 @@ class Unit:
         self.module = module
         self._marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
-        self.records: list[Record] = []
         self.numel = sum(map(zero3.full_numel, self.params))
         self.runs = 0
         self.is_claimed = False
@@ -53,6 +53,10 @@ class Unit:
 
     def __deepcopy__(self, memo: Any) -> Unit:
         return self  # of a copied module (unit_hooks.py)
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return [param._zerosync_record for param in self.params]
 
     def claim(self) -> None:
         """The current stream has waited for the values, which stay until :meth:`let_go`."""
