@@ -85,29 +85,24 @@ class Message:
         self._shape = dist.get_world_size(self._group), sum(self._columns)
         self._rank = dist.get_rank(self._group)
 
-    def send(self, all_gather: FlatAllGather | None = None) -> Arrival:
-        """Begin to gather, by DeepSpeed's all-gather or another. A collective call."""
+    def send(self, all_gather: FlatAllGather) -> Arrival:
+        """Begin to gather. A collective call."""
         received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         own = received[self._rank]
         shards = [param.ds_tensor for param in self.params]
         torch._foreach_copy_(own.split_with_sizes(self._columns), shards, non_blocking=True)  # from the host, too
-        work = (all_gather or _all_gather())(own, received.view(-1), self._group)
+        work = all_gather(own, received.view(-1), self._group)
         return Arrival(self.params, self._columns, received, work.wait)
-
-
-def _all_gather() -> FlatAllGather:
-    from deepspeed.runtime.zero import partition_parameters
-
-    found: FlatAllGather = partition_parameters._dist_allgather_fn  # in place of which there may be another
-    return found
 
 
 @for_training
 def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
     """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
+    from deepspeed.runtime.zero import partition_parameters
+
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        arrival = Message([param], shard.dtype).send()
+        arrival = Message([param], shard.dtype).send(partition_parameters._dist_allgather_fn)
     arrival.wait()
     ((_, full),) = arrival.values()
     return full

@@ -125,7 +125,7 @@ class UnitHooks:
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended the forward that it belongs to
-        number = self._calls.pop().number
+        number, repeats = self._calls.pop().number, in_backward()
         unit.end()
         self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
@@ -136,14 +136,14 @@ class UnitHooks:
                         leaf.register_hook(partial(self._backward_passes, unit))
         elif unit.params:
             expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
-            if not in_backward():
+            if not repeats:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
                     self._expect(unit, self._backwards if expects else self._forwards)
                 elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
                     self._expect(unit, self._forwards, 2, at_rest=True)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and not in_backward():
+        if module is self._root and not unit.runs and not repeats:
             self._over(self._forwards)
 
     def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
