@@ -51,7 +51,7 @@ def record_in(state: State) -> Record:
     param: Any = torch.nn.Parameter(torch.empty(0))
     shard: Any = torch.zeros(4)
     shard.final_location, shard.ds_numel = None, 4
-    param.ds_status, param.ds_tensor, param.ds_secondary_tensor = ZeroParamStatus.NOT_AVAILABLE, shard, None
+    param.ds_status, param.ds_tensor = ZeroParamStatus.NOT_AVAILABLE, shard
     param.ds_id, param.ds_persist, param.ds_active_sub_modules = 0, False, set()
     param.ds_numel, param.ds_shape = 4, torch.Size([4])
     record = Record(param, "'weight'", Owner(), SimpleNamespace(place=0))

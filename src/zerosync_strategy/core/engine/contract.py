@@ -220,14 +220,13 @@ STAGE_3 = (
     *rows("edited parameters", "parameter", "ds_tensor"),
     *rows("frozen parameters", "optimizer", "backup_optimizer", named_in=_STAGE3),
     *rows("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
-    *rows("checkpoints", "optimizer", "checkpoint_event_prologue()"),
     *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
     *rows("gathers", "zero config", """
         +overlap_comm use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
     """),
     *rows("report", f"{_COORDINATING}.PartitionedParameterCoordinator", "fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """
-        ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
+        ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
         +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)
     """),
     *rows("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION),
@@ -247,6 +246,7 @@ STAGE_3 = (
     *rows("units", _LINEAR, "zero3_linear_wrap"),
     *rows("units", "deepspeed.utils", "+z3_leaf_module(model)"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
+    *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
     *rows("shard_over", "parameter", "ds_optim_param", named_in=_ENGINE),
     *rows("whole parameters", "optimizer", """
         _prepare_sub_group(sub_group_id, timer_names) _optimizer_step(sub_group_id)

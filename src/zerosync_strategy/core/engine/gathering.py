@@ -223,4 +223,4 @@ def loading_without_optimizer(engine: Any) -> Iterator[None]:
 
 def release_for_checkpoint(optimizer: Any) -> None:
     """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
-    optimizer.checkpoint_event_prologue()
+    optimizer._partition_all_parameters()

@@ -235,7 +235,7 @@ def has_plain_shard(param: Any) -> bool:
 
 def has_secondary_shard(param: Any) -> bool:
     """Return whether ZeRO-3 keeps ``param`` a second time, sharded over the ranks of a node (hpZ)."""
-    return param.ds_secondary_tensor is not None
+    return getattr(param, "ds_zero_param_process_group", None) is not None
 
 
 def is_quantized(param: Any) -> bool:
