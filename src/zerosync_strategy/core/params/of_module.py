@@ -59,9 +59,8 @@ class ModuleParameters:
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
-        self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest)
-        reads = config.eager_frames
-        self.unshard_on_read = UnshardOnRead(engine, self.scheduler, self.values, self.hooks) if reads else None
+        self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
+        self.unshard_on_read = UnshardOnRead(engine, self.values) if config.eager_frames else None
         engine._zerosync_parameters = self
 
     @classmethod

@@ -16,9 +16,8 @@ guards, and anyone else             the parameter as it is; nothing is gathered
 The tensor lives as long as something refers to it: the unit's forward that read it, and autograd nodes that saved it.
 No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
 
-A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
-guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own. The hooks
-themselves are not for compilers: a trace stops at each (a graph break).
+In graphs a placeholder stands for a parameter (``values.py``), so that no guard fails as the parameter is gathered and
+released. The hooks themselves are not for compilers: a trace stops at each (a graph break).
 """
 
 from __future__ import annotations
@@ -31,25 +30,19 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.engine import compilation, zero3
-from zerosync_strategy.core.engine.parameter import Record, is_at_rest, is_in_use, record_of
+from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
-from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
-from zerosync_strategy.core.params.values import Memory, ParameterValues
+from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
-_by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
 
 
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
-    def __init__(self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks) -> None:
-        self.scheduler = scheduler
-        self._values, self._hooks = values, hooks
-        values.differentiable = self._differentiable_read
+    def __init__(self, engine: Any, values: ParameterValues) -> None:
+        self._values = values
         self._handles: list[Any] = []
-        self._read: set[Record] = set()  # whose gradients may come while they are sharded
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
@@ -71,14 +64,10 @@ class UnshardOnRead:
             del vars(module)[_PLACEHOLDERS]
         for handle in self._handles:
             handle.remove()
-        for record in self.scheduler.records:
-            for placeholder in record.placeholders.values():
-                del _by_address[placeholder.data_ptr()]
-            record.placeholders = {}
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
-        self._values.detach()
+        self._values.leave()
         for module, names in self._modules.items():
             stock: Any = type(module).__bases__[0]
             module.__class__ = _readable(stock, names, _as_it_is)
@@ -89,73 +78,15 @@ class UnshardOnRead:
             if [param.requires_grad for param, _ in self._given] != self._trained:
                 self._make_placeholders()
 
-    # ---- reading -------------------------------------------------------------------------------------------------
-
-    def read(self, module: Any, param: Any) -> Any:
-        """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
-        if self._hooks.call is None and not in_backward():
-            return param
-        memory = self._values.memory(param)
-        if memory.in_place and not is_at_rest(param):
-            return param
-        return unsharded(self._differentiable_read(param, memory), memory, Read)
-
-    def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
-        self.expect_gradient(param)
-        # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
-
-    # ---- placeholders --------------------------------------------------------------------------------------------
-
     def _make_placeholders(self) -> None:
         self._given: list[tuple[Any, torch.Tensor]] = []  # which modules have
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
                 param: Any = module._parameters[name]
-                placeholders[name] = self._placeholder(param)
+                placeholders[name] = self._values.placeholder(param)
                 self._given.append((param, placeholders[name]))
         self._trained = [placeholder.requires_grad for _, placeholder in self._given]
-
-    def _placeholder(self, param: Any) -> torch.Tensor:
-        placeholders, trains = record_of(param).placeholders, param.requires_grad
-        if trains not in placeholders:
-            blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
-            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
-            torch._dynamo.mark_static(placeholder)
-            placeholders[trains] = placeholder
-            _by_address[placeholder.data_ptr()] = (self, param)
-        return placeholders[trains]
-
-    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
-        with zero3.in_full_shape(param), torch.enable_grad():
-            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
-        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
-        return placeholder
-
-    def expect_gradient(self, param: Any) -> None:
-        """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
-        if record_of(param) in self._read or not param.requires_grad:
-            return
-        self._read.add(record_of(param))
-        placeholder = self._placeholder(param)
-
-        def in_shape(_: Any) -> None:
-            with zero3.as_it_is():
-                if param.numel() == 0:
-                    param.data = placeholder.detach()
-
-        def as_it_was(_: Any) -> None:
-            with zero3.as_it_is():
-                if zero3.is_released(param) and param.numel() > 0:
-                    param.data = placeholder.new_empty(0)
-
-        node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._handles += (
-            node.register_prehook(in_shape),  # type: ignore[union-attr]
-            param.register_post_accumulate_grad_hook(as_it_was),
-        )
 
 
 # ---- placeholders ------------------------------------------------------------------------------------------------
@@ -166,19 +97,6 @@ class _Placeholders(dict[str, Any]):
 
     def __deepcopy__(self, memo: Any) -> _Placeholders:
         return _Placeholders()
-
-
-class _Read(torch.autograd.Function):
-    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
-        ctx.param = param
-        return instead.view_as(instead)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return grad if ctx.param.requires_grad else None, None
 
 
 def _is_sharded(param: Any) -> bool:
@@ -264,16 +182,21 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
 
 def _read_eagerly(module: Any, name: str, param: Any) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
-    return param if placeholder is None else _by_address[placeholder.data_ptr()][0].read(module, param)
+    if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
+        return param
+    memory = values.memory(param)
+    if memory.in_place and not is_at_rest(param):
+        return param
+    return unsharded(values.differentiable(param, memory.full), memory, Read)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------
 
 
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
-    frames, param = _by_address[placeholder.data_ptr()]
-    frames.expect_gradient(param)
-    return frames.scheduler.unshard(param)
+    values, param = of_placeholder(placeholder)
+    values.expect_gradient(param)
+    return values.scheduler.unshard(param)
 
 
 torch.library.define("zerosync::unshard", "(Tensor placeholder) -> Tensor")
