@@ -52,10 +52,8 @@ class ModuleParameters:
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
         self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
-        plan = HoldPlan(
-            self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
-            self.scheduler.is_plain, is_constant,
-        )  # fmt: skip
+        budget, automatic = config.parameters.device, config.parameters.automatic
+        plan = HoldPlan(self.scheduler, budget, automatic, host, node_shards, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
