@@ -19,11 +19,11 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
 from zerosync_strategy.core.engine import (
-    checkpoint_files,
     compat,
     compilation,
     contract,
     gathering,
+    several,
     torch_internals,
     transformers,
     zero,
@@ -106,7 +106,6 @@ def test_a_framework_that_calls_a_method_otherwise_is_refused(monkeypatch: pytes
 FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     2: [
         (contract.ACCUMULATION, zero.accumulate_outside),
-        (contract.UNIVERSAL, lambda engine: checkpoint_files.restore_rest(engine, [], "", True, True)),
         (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
         (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.PLAN, lambda _: replay._join(Cluster(2))),
@@ -116,7 +115,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     3: [
         (contract.UNSHARD_ON_READ, attach),
         (torch_internals.COMPILATION, attach),
-        (contract.SEVERAL_ENGINES, lambda engine: gathering.restrict(engine, engine, engine.module)),
+        (contract.SEVERAL_ENGINES, lambda engine: several.restrict(engine, engine.module, engine)),
         (contract.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
         (contract.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
     ],

@@ -7,7 +7,16 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zerosync_strategy.core.engine.parameter import TRANSITIONS, Claim, Event, Record, State, is_in_use, record_of
+from zerosync_strategy.core.engine.parameter import (
+    TRANSITIONS,
+    Claim,
+    Event,
+    Record,
+    State,
+    is_in_use,
+    record_of,
+    reshard,
+)
 
 
 class Owner:
@@ -42,7 +51,7 @@ def record_in(state: State) -> Record:
     param: Any = torch.nn.Parameter(torch.empty(0))
     shard: Any = torch.zeros(4)
     shard.final_location, shard.ds_numel = None, 4
-    param.ds_status, param.ds_tensor, param.ds_secondary_tensor = ZeroParamStatus.NOT_AVAILABLE, shard, None
+    param.ds_status, param.ds_tensor = ZeroParamStatus.NOT_AVAILABLE, shard
     param.ds_id, param.ds_persist, param.ds_active_sub_modules = 0, False, set()
     param.ds_numel, param.ds_shape = 4, torch.Size([4])
     record = Record(param, "'weight'", Owner(), SimpleNamespace(place=0))
@@ -60,7 +69,7 @@ def happens(event: Event, record: Record) -> None:
         Event.ARRIVE: lambda: record.arrive(torch.ones(4)),
         Event.CLAIM: lambda: record.claim(Claim.WINDOW),
         Event.DROP: lambda: record.drop(Claim.WINDOW),
-        Event.RESHARD: record.reshard,
+        Event.RESHARD: lambda: reshard((record,), returns=False),
         Event.WRITE: record.write,
     }[event]()
 
@@ -91,9 +100,9 @@ def test_a_parameter_that_a_module_uses_is_not_resharded() -> None:
     record.watched = False
     record.bits = Claim.MODULE.value
     with pytest.raises(RuntimeError, match=r"Parameter 'weight', UNSHARDED with Claim\.MODULE, was to be resharded"):
-        record.reshard()
+        reshard((record,), returns=False)
     record.bits = 0
-    record.reshard()
+    reshard((record,), returns=False)
     assert record.state is State.SHARDED and record.param.numel() == 0
 
 
@@ -156,7 +165,7 @@ def test_what_keeps_values_for_a_backward(claim: Claim, with_gradients: bool, in
         record.claim(claim)
     with torch.set_grad_enabled(with_gradients):
         assert is_in_use(record.param) == in_use
-        record.reshard()
+        reshard((record,), returns=False)
         assert not is_in_use(record.param)
 
 
@@ -173,7 +182,7 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
     record.intercept(values, AtRest)
     with torch.no_grad():
         record.param.mul_(2)
-    record.reshard()
+    reshard((record,), returns=False)
     assert values.told == [True]
     record.unshard()
     record.arrive(torch.zeros(4))
@@ -181,5 +190,5 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
     record.param.ds_active_sub_modules.add(1)
     record.write()
     record.param.ds_active_sub_modules.discard(1)
-    record.reshard()
+    reshard((record,), returns=False)
     assert values.told == [True, False]

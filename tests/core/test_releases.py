@@ -15,7 +15,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
         contract.CONFIGURATION, contract.ALL_STAGES, contract.ACCUMULATION, contract.STAGE_1_2,
-        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.UNIVERSAL, contract.DEEPCOMPILE,
+        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.DEEPCOMPILE,
     ),
     3: (
         contract.STAGE_3, contract.STAGE_3_OFFLOAD, contract.UNSHARD_ON_READ, contract.SEVERAL_ENGINES,

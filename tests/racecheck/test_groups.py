@@ -11,7 +11,7 @@ from tests.harness.racecheck import Simulation, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.params import scheduler
+from zerosync_strategy.core.params import gather_groups
 
 
 def train(simulation: Simulation, sharing: str | None, steps: int = 3, kind: type[Model] = Model, **zero: Any) -> Any:
@@ -106,5 +106,5 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             assert before == [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             return len({stream.id for stream in before})
 
-    monkeypatch.setattr(scheduler, "MAX_STREAMS", 2)
+    monkeypatch.setattr(gather_groups, "MAX_STREAMS", 2)
     assert run_ranks(run, "per_group", world_size=WORLD) == [2] * WORLD

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, zero, zero3
+from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.parameter import record_of
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -94,13 +94,12 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
         model_file: the first file of the module's state, as ``load_checkpoint`` returned it.
         optimizer_state: the state of the optimizer was loaded, too.
     """
-    contract.require(contract.UNIVERSAL, engine)
     file, module = Path(model_file), engine.module
     names = dict(module.named_parameters(remove_duplicate=False)).keys()
     state: dict[str, Any] = read(file)["module"]
     if zero.stage(engine) == 3:  # where the module's state has parameters without elements
         state = {name: value for name, value in state.items() if name not in names}
-        state |= _untrained_of_stage_3(file, engine.loaded_checkpoint_dp_world_size)
+        state |= _untrained_of_stage_3(file)
         if optimizer_state:
             _separate_groups(zero.stepping_optimizer(engine), file.parent)
     ids = {id(param) for param in trained}
@@ -120,8 +119,9 @@ def _set_values(param: Any, full: torch.Tensor) -> None:
         param.data.copy_(full)
 
 
-def _untrained_of_stage_3(first: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Return the parameters that are not trained, in full; each of ``ranks`` files has a shard of them."""
+def _untrained_of_stage_3(first: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters that are not trained, in full; each rank's file has a shard of them."""
+    ranks = read(first)["dp_world_size"]
     saved = [read(first.with_name(first.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in range(ranks)]
     full = {}
     for name, shape in (saved[0]["frozen_param_shapes"] or {}).items():

@@ -111,7 +111,6 @@ _LINEAR = "deepspeed.runtime.zero.linear"
 CLEAR_BACKWARD = Internal("window", "optimizer", "clear_backward_seen_flag", (), since="0.18.5")
 SEQUENTIAL_GATHERS = Internal("gathers", "zero config", "allgather_sequential", public=True, since="0.18.5")
 COMPILE_BACKEND = Internal("DeepCompile", "engine", "get_deepcompile_backend", since="0.18.9")
-ORDERED_DICT = Internal("unsharding on read", _OFFLOAD, "ensure_zero_ordered_dict", since="0.19.1")
 PARAM_GROUP = Internal("shard_over()", "optimizer", "_get_param_partition_group", ("param",), since="0.19.3")
 AVERAGED_RANKS = Internal(
     "reduction", "optimizer", "_gradient_averaging_world_size", ("params", "partition_world_size"), since="0.19.3"
@@ -194,8 +193,6 @@ STAGE_1_2 = (
         _optimizer_step(group_no) _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
         update_lp_params()
     """),
-    *rows("whole parameters", "deepspeed.checkpoint.constants",
-          "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS PARAM_SLICE_MAPPINGS"),
     *rows("whole parameters", "parameter", "_hp_mapping", named_in=_STAGE12),
     AVERAGES,
 )  # fmt: skip
@@ -223,19 +220,18 @@ STAGE_3 = (
     *rows("edited parameters", "parameter", "ds_tensor"),
     *rows("frozen parameters", "optimizer", "backup_optimizer", named_in=_STAGE3),
     *rows("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
-    *rows("checkpoints", "optimizer", "checkpoint_event_prologue()"),
     *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
     *rows("gathers", "zero config", """
         +overlap_comm use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
     """),
     *rows("report", f"{_COORDINATING}.PartitionedParameterCoordinator", "fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """
-        ds_secondary_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
+        ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
         +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)
     """),
     *rows("gathers", "parameter", "ds_quant_scale", named_in=_PARTITION),
     *rows("gathers", _PARTITION, """
-        get_allgather_dtype(param, param_ds_tensor) ZeroParamStatus +GatheredParameters(params)
+        get_allgather_dtype(param, param_ds_tensor) +GatheredParameters(params)
         _dist_allgather_fn(input_tensor, output_tensor, group)
     """),
     *rows("gathers", f"{_PARTITION}.GatheredParameters", "+enabled +params +src_rank", named_in=_PARTITION),
@@ -245,10 +241,9 @@ STAGE_3 = (
     """),
     *rows("units", "offload", "forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
     *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
+    *rows("units", "module", "ds_external_parameters", named_in=_PARTITION),
     *rows("units", "zero config", "+max_live_parameters +max_reuse_distance"),
-    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
     *rows("units", _LINEAR, "zero3_linear_wrap"),
-    *rows("units", _COORDINATING, "iter_params(module, recurse)"),
     *rows("units", "deepspeed.utils", "+z3_leaf_module(model)"),
     *rows("shard_over", "parameter", "ds_zero_partition_process_group", named_in=_PARTITION, since="0.19.3"),
     *rows("shard_over", "parameter", "ds_zero_param_process_group", named_in=_PARTITION),
@@ -259,7 +254,6 @@ STAGE_3 = (
         _set_fp32_optimizer_param_groups() _clear_fp32_optimizer_param_groups() +state_dict() +load_state_dict
         get_full_hp_param(param, optim_state_key)
     """),
-    *rows("whole parameters", "deepspeed.checkpoint.constants", "OPTIMIZER_STATE_DICT FP32_FLAT_GROUPS"),
     STEPPED_OFFLOADED, PARAM_GROUP, AVERAGED_RANKS, SEQUENTIAL_GATHERS, WHOLE_GATHER,
 )  # fmt: skip
 STAGE_3_OFFLOAD = rows(
@@ -267,28 +261,22 @@ STAGE_3_OFFLOAD = rows(
     until="0.19.5",
 )  # fmt: skip
 UNSHARD_ON_READ = (
-    *rows("unsharding on read", "engine", """
-        param_names _create_module_forward_pre_hook() _create_module_forward_post_hook()
-    """),
+    *rows("unsharding on read", "engine", "param_names"),
     *rows("unsharding on read", _OFFLOAD, "ZeROOrderedDict"),
-    ORDERED_DICT,
-)  # fmt: skip
+)
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
     *rows("several engines over one module", "offload", "+module persistent_parameters"),
-    *rows("several engines over one module", _PARTITION, "_init_external_params"),
 )  # fmt: skip
 NESTED_ZERO_INIT = (
     *rows("zero.Init inside another one", _PARTITION, "top_level_context"),
-    *rows("zero.Init inside another one", f"{_PARTITION}.Init", "ds_process_group dp_world_size +enabled",
-          named_in=_PARTITION),
+    *rows("zero.Init inside another one", f"{_PARTITION}.Init", "ds_process_group +enabled", named_in=_PARTITION),
 )  # fmt: skip
 ANY_MODEL = (
     *rows("parameters without dimensions", f"{_ENGINE}.DeepSpeedEngine", "_broadcast_model()"),
     *rows("parameters in any memory layout", f"{_ENGINE}.DeepSpeedEngine", "_configure_distributed_model(model)"),
     *rows("parameters without dimensions", f"{_PARTITION}.Init", "_zero_init_param(param)"),
 )
-UNIVERSAL = rows("universal checkpoints", "engine", "loaded_checkpoint_dp_world_size")
 EVALUATION = rows("evaluation", "offload", "_restore_from_bit16_weights", named_in=_ENGINE)
 DEEPCOMPILE = (
     *rows("DeepCompile", "deepspeed.compile.util", "pre_backward_hooks"),
@@ -298,7 +286,7 @@ DEEPCOMPILE = (
 REFUSED = rows("window", "engine", "_autoep_folding_spec", optional=True)
 EVERY_TABLE = (
     CONFIGURATION, ALL_STAGES, ACCUMULATION, STAGE_1_2, STAGE_1_2_OFFLOAD, STAGE_3, STAGE_3_OFFLOAD, UNSHARD_ON_READ,
-    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, UNIVERSAL, EVALUATION, DEEPCOMPILE, REFUSED,
+    SEVERAL_ENGINES, NESTED_ZERO_INIT, ANY_MODEL, EVALUATION, DEEPCOMPILE, REFUSED,
 )  # fmt: skip
 
 # ---- releases --------------------------------------------------------------------------------------------------------

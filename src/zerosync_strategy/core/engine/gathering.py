@@ -13,15 +13,7 @@ from zerosync_strategy.core.engine import contract, zero, zero3
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import arrive, record_of, rows_of
-
-
-def overlaps(engine: Any) -> bool:
-    """Return whether DeepSpeed would gather on another stream than that which computes."""
-    return bool(engine._config.zero_config.overlap_comm)
-
-
-_FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
+from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Is called with this rank's shard, the place for all shards, both flat, and a process group; returns a work."""
@@ -93,29 +85,24 @@ class Message:
         self._shape = dist.get_world_size(self._group), sum(self._columns)
         self._rank = dist.get_rank(self._group)
 
-    def send(self, all_gather: FlatAllGather | None = None) -> Arrival:
-        """Begin to gather, by DeepSpeed's all-gather or another. A collective call."""
+    def send(self, all_gather: FlatAllGather) -> Arrival:
+        """Begin to gather. A collective call."""
         received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         own = received[self._rank]
         shards = [param.ds_tensor for param in self.params]
         torch._foreach_copy_(own.split_with_sizes(self._columns), shards, non_blocking=True)  # from the host, too
-        work = (all_gather or _all_gather())(own, received.view(-1), self._group)
+        work = all_gather(own, received.view(-1), self._group)
         return Arrival(self.params, self._columns, received, work.wait)
-
-
-def _all_gather() -> FlatAllGather:
-    from deepspeed.runtime.zero import partition_parameters
-
-    found: FlatAllGather = partition_parameters._dist_allgather_fn  # in place of which there may be another
-    return found
 
 
 @for_training
 def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
     """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
+    from deepspeed.runtime.zero import partition_parameters
+
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        arrival = Message([param], shard.dtype).send()
+        arrival = Message([param], shard.dtype).send(partition_parameters._dist_allgather_fn)
     arrival.wait()
     ((_, full),) = arrival.values()
     return full
@@ -140,7 +127,7 @@ def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
 def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return what waits and gives them their values.
 
-    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :meth:`Record.free`.
+    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :func:`~parameter.free`.
     """
     handle = params[0].all_gather_coalesced(list(params))
     # Nothing is sent, and the host would wait. It has to where the shard is in memory that the host writes to.
@@ -161,7 +148,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
                 record.arrive(values)
             else:
                 param.data = values
-                record.returned()
+                returned((record,))
 
     return land
 
@@ -181,24 +168,14 @@ def gather_empty(param: Any) -> bool:
 
 def gathers_plainly(engine: Any) -> bool:
     """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
-    config = engine._config.zero_config
+    config = config_of(engine)
     one_by_one = contract.has(contract.SEQUENTIAL_GATHERS) and config.allgather_sequential
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
-def prefetched_numel(engine: Any) -> int:
-    """Return the elements that DeepSpeed gathers ahead of their use."""
-    return int(engine._config.zero_config.prefetch_bucket_size)
-
-
-def max_live_numel(engine: Any) -> int:
-    """Return how many elements may be gathered at once where DeepSpeed gathers ahead."""
-    return int(engine._config.zero_config.max_live_parameters)
-
-
-def max_reuse_numel(engine: Any) -> int:
-    """Return within how many other elements DeepSpeed keeps what is used again."""
-    return int(engine._config.zero_config.max_reuse_distance)
+def config_of(engine: Any) -> Any:
+    """Return what the configuration has under ``zero_optimization``, with DeepSpeed's own names and defaults."""
+    return engine._config.zero_config
 
 
 def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
@@ -210,7 +187,7 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
 
 def gathers_by_all_reduce(engine: Any) -> bool:
     """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
-    return bool(engine._config.zero_config.use_all_reduce_for_fetch_params)
+    return bool(config_of(engine).use_all_reduce_for_fetch_params)
 
 
 def is_leaf(module: Any) -> bool:
@@ -222,32 +199,8 @@ def is_leaf(module: Any) -> bool:
 
 def parameters_of(module: Any, is_whole: bool) -> list[Any]:
     """Return the parameters that ``module`` has itself, and in a whole also those below it; and registered ones."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-
-    return list(dict.fromkeys(iter_params(module, recurse=is_whole)))
-
-
-def restrict(engine: Any, first: Any, part: torch.nn.Module) -> None:
-    """Let the optimizer of ``engine`` release, and gather again after its step, the parameters of ``part`` alone.
-
-    ``first`` is the engine whose hooks run in the module that is trained; may be ``engine`` itself.
-    """
-    from deepspeed.runtime.zero import partition_parameters
-
-    contract.require(contract.SEVERAL_ENGINES, engine)
-    optimizer, params = engine.optimizer, set(part.parameters())
-    offload = optimizer.parameter_offload
-    for module in part.modules():
-        partition_parameters._init_external_params(module)  # what an engine's own module has been given
-    offload.module = optimizer.module = part
-    persistent = [param for param in optimizer.persistent_parameters if param in params]
-    offload.persistent_parameters = optimizer.persistent_parameters = persistent
-    vars(engine)[_FIRST] = first  # no module of its own
-
-
-def first_of(engine: Any) -> Any:
-    """Return the engine whose hooks run in the module of which ``engine`` has a part, or all."""
-    return vars(engine).get(_FIRST, engine)
+    registered = (param for _, param in module.ds_external_parameters())
+    return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))
 
 
 def leave_sharded(engine: Any) -> None:
@@ -270,4 +223,4 @@ def loading_without_optimizer(engine: Any) -> Iterator[None]:
 
 def release_for_checkpoint(optimizer: Any) -> None:
     """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
-    optimizer.checkpoint_event_prologue()
+    optimizer._partition_all_parameters()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import replaced
 
 _DISABLED = "_torchdynamo_orig_callable"  # on what torch.compiler.disable() returns
@@ -32,12 +32,9 @@ def made_again(engine: Any) -> bool:
 
 def make_anew(engine: Any) -> None:
     """Undo :func:`remove`."""
-    from deepspeed.runtime.zero import parameter_offload
-
     offload = engine.optimizer.parameter_offload
     with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
         offload.setup_zero_stage3_hooks()
-    parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is there already
     for hooks, key in _of_engine(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
@@ -99,6 +96,7 @@ def unwrap_compiled(engine: Any) -> None:
     if all(unwrap(module) is module for module in engine.module.modules()):
         return
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
+    begins, ends = (hooks[key] for hooks, key in _of_engine(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     _remove(offload)
@@ -116,18 +114,16 @@ def unwrap_compiled(engine: Any) -> None:
     for submodule in module.modules():
         _gather_when_read(submodule)
     drop_functions(module)
-    engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
-    engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+    engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
+    engine.module_forward_post_hook = module.register_forward_hook(ends)
     offload.setup_zero_stage3_hooks()
 
 
 def _gather_when_read(module: Any) -> None:
     """Let the parameters of ``module`` be in ZeRO-3's dictionary."""
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
-    if contract.has(contract.ORDERED_DICT):
-        parameter_offload.ensure_zero_ordered_dict(module)
-    elif not isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
-        found = parameter_offload.ZeROOrderedDict(parent_module=module)
+    if not isinstance(module._parameters, ZeROOrderedDict):
+        found = ZeROOrderedDict(parent_module=module)
         found.update(module._parameters)
         module._parameters = found

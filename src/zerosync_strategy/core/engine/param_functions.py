@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import contract, patches, zero3
-from zerosync_strategy.core.engine.parameter import Claim, Record
+from zerosync_strategy.core.engine.parameter import Claim, Record, free, returned
 from zerosync_strategy.core.engine.torch_internals import is_plain, plain_torch
 
 _STOCK = "_zerosync_stock_functions"
@@ -61,8 +61,7 @@ def intercept(param: Any) -> None:
         def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
             with zero3.as_it_is():
                 wait(*args, **kwargs)
-                for record in _records(params):
-                    record.returned()
+                returned(_records(params))
 
         handle.wait = wait_as_it_is
         return handle
@@ -76,7 +75,7 @@ def intercept(param: Any) -> None:
             handles = _gather_all(stock[0], params, async_op, hierarchy)
         for gathered in params:
             if zero3.is_gathered(gathered) and (record := getattr(gathered, "_zerosync_record", None)) is not None:
-                record.returned()
+                returned((record,))
                 gathered.__class__ = record.own_class
         return handles
 
@@ -98,7 +97,7 @@ def intercept(param: Any) -> None:
                     record.write()
                     record.forget_changes()
                 if zero3.is_released(record.param):
-                    record.free()
+                    free((record,), False)
                 record.settle()
 
     param.__dict__[_STOCK] = stock
@@ -147,11 +146,14 @@ def intercept_contexts() -> None:
 
 
 def _enter(stock: Callable[[Any], None], context: Any) -> None:
-    with _counted_apart(context):
+    records = _records(context.params if context.enabled else ())
+    with ExitStack() as stack:
+        for owner in {record.owner for record in records}:
+            stack.enter_context(owner.issuing.count.in_context())
         if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
             _gather_in_buckets(context.params)
         stock(context)
-    for record in _records(context.params if context.enabled else ()):
+    for record in records:
         record.claim(Claim.CONTEXT)
 
 
@@ -163,15 +165,6 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
     finally:
         for record in _records(context.params if context.enabled else ()):
             record.drop(Claim.CONTEXT)
-
-
-@contextmanager
-def _counted_apart(context: Any) -> Iterator[None]:
-    """Around the beginning of ``context``, whose gathers are for no step."""
-    with ExitStack() as stack:
-        for owner in {record.owner for record in _records(context.params if context.enabled else ())}:
-            stack.enter_context(owner.issuing.count.in_context())
-        yield
 
 
 def _gather_in_buckets(params: Iterable[Any]) -> None:

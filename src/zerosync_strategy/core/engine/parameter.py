@@ -69,31 +69,16 @@ class Event(enum.Enum):
     WRITE = "written to"
 
 
-_WAIT = "Wait for its gather first."
-_UNSHARD = "Unshard it first."
+_SHARDED, _IN_FLIGHT, _UNSHARDED = State
+_WAIT, _UNSHARD = "Wait for its gather first.", "Unshard it first."
+_TAKE, _USE = "Use the gather that is under way.", "Use the values that are there."
 TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a text: the transition is an error, with this remedy
-    Event.UNSHARD: {
-        State.SHARDED: State.IN_FLIGHT,
-        State.IN_FLIGHT: "Use the gather that is under way.",
-        State.UNSHARDED: "Use the values that are there.",
-    },
-    Event.ARRIVE: {
-        State.SHARDED: _UNSHARD,
-        State.IN_FLIGHT: State.UNSHARDED,
-        State.UNSHARDED: "Each gather ends once.",
-    },
-    Event.CLAIM: {
-        State.SHARDED: _UNSHARD,
-        State.IN_FLIGHT: State.IN_FLIGHT,
-        State.UNSHARDED: State.UNSHARDED,
-    },
-    Event.DROP: {state: state for state in State},
-    Event.RESHARD: {State.SHARDED: "Only its values can be.", State.IN_FLIGHT: _WAIT, State.UNSHARDED: State.SHARDED},
-    Event.WRITE: {
-        State.SHARDED: State.SHARDED,
-        State.IN_FLIGHT: State.UNSHARDED,
-        State.UNSHARDED: State.UNSHARDED,
-    },
+    Event.UNSHARD: {_SHARDED: _IN_FLIGHT, _IN_FLIGHT: _TAKE, _UNSHARDED: _USE},
+    Event.ARRIVE: {_SHARDED: _UNSHARD, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: "Each gather ends once."},
+    Event.CLAIM: {_SHARDED: _UNSHARD, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
+    Event.DROP: {_SHARDED: _SHARDED, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
+    Event.RESHARD: {_SHARDED: "Only its values can be.", _IN_FLIGHT: _WAIT, _UNSHARDED: _SHARDED},
+    Event.WRITE: {_SHARDED: _SHARDED, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: _UNSHARDED},
 }
 for _event, _rows in TRANSITIONS.items():
     _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
@@ -160,7 +145,7 @@ class Record:
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False
-        self.plain = not zero3.has_secondary_shard(param) and zero3.has_plain_shard(param)
+        self.plain = zero3.has_plain_shard(param)
         self.hold = self.constant = False
         self.full: torch.Tensor | None = None
         self.counted = 0
@@ -200,9 +185,6 @@ class Record:
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
-    def _enter(self, event: Event) -> None:
-        _enter((self,), event)
-
     def _illegal(self, event: Event, remedy: str) -> RuntimeError:
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
@@ -212,27 +194,24 @@ class Record:
         """A gather is issued."""
         unshard((self,))
 
-    def allocate(self) -> None:
-        """Make the memory of the values, padding included; not in torch's inference mode."""
+    def _allocate(self) -> torch.Tensor:
+        """Make the memory of the values, padding included, and return it; not in torch's inference mode."""
         param = self.param
         numel = param.ds_process_group.size() * param.ds_tensor.ds_numel
         rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
         self.full = rows[: param.ds_numel].view(param.ds_shape)
         self._rows, self._memory, self._nbytes = rows, rows.untyped_storage(), rows.nbytes
+        return rows
 
     def arrive(self, values: torch.Tensor) -> None:
         """The gather has ended; ``values`` is the parameter's memory from here on."""
-        self._enter(Event.ARRIVE)
+        _enter((self,), Event.ARRIVE)
         self.param.data = values
-        self.returned()
-
-    def returned(self) -> None:
-        """The values are there again, as whoever has saved them knows them unless the shards were written."""
-        _return((self,))
+        returned((self,))
 
     def claim(self, claim: Claim) -> None:
         """Keep the values, which are here or on their way."""
-        self._enter(Event.CLAIM)
+        _enter((self,), Event.CLAIM)
         self.bits |= claim.bit
         self.settle()
 
@@ -240,17 +219,6 @@ class Record:
         """End a claim, if there is one."""
         self.bits &= ~claim.bit
         self.settle()
-
-    def reshard(self, returns: bool = False) -> None:
-        """Free the values; what was written to them goes to the shards. For ``returns`` see :meth:`free`."""
-        reshard((self,), returns)
-
-    def free(self, returns: bool = False) -> None:
-        """The parameter has no values from here on, whoever has resharded it.
-
-        With ``returns`` they will be back in the same memory. Else that, if they are in it, is whoever's who has it.
-        """
-        _free((self,), returns)
 
     def write(self) -> None:
         """The current stream is about to write the shards, or has just done so."""
@@ -355,9 +323,7 @@ def rows_of(records: Iterable[Record], leading: Sequence[int], columns: Iterable
     for record, width in zip(records, columns, strict=True):
         rows, memory = record._rows, record._memory
         if rows is None or memory is None:
-            record.allocate()
-            rows = record._rows
-            assert rows is not None
+            rows = record._allocate()
         else:
             memory.resize_(record._nbytes)
         if rows.shape != (*leading, width):
@@ -372,11 +338,11 @@ def arrive(records: Collection[Record]) -> None:
     _enter(records, Event.ARRIVE)
     for record in records:
         record.param.data = record.full
-    _return(records)
+    returned(records)
 
 
 def reshard(records: Collection[Record], returns: bool) -> None:
-    """Free the values; what was written to them goes to the shards. For ``returns`` see :meth:`Record.free`."""
+    """Free the values; what was written to them goes to the shards. For ``returns`` see :func:`free`."""
     with zero3.as_it_is():
         for record in records:
             param, bits = record.param, record.bits
@@ -385,7 +351,7 @@ def reshard(records: Collection[Record], returns: bool) -> None:
             if record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
                 record.carry_changes()
         _enter(records, Event.RESHARD)
-        _free(records, returns)
+        free(records, returns)
         for record in records:
             record.param.__class__ = record.class_at_rest
 
@@ -418,7 +384,8 @@ def _enter(records: Iterable[Record], event: Event) -> None:
         param.ds_status = _statuses[target]
 
 
-def _return(records: Iterable[Record]) -> None:
+def returned(records: Iterable[Record]) -> None:
+    """The values are there again, as whoever has saved them knows them unless the shards were written."""
     back = [record for record in records if record._gone is not None]
     for record in back:
         version, writes = record._gone  # type: ignore[misc]
@@ -426,7 +393,11 @@ def _return(records: Iterable[Record]) -> None:
     _set_versions(back, [record.version for record in back])
 
 
-def _free(records: Collection[Record], returns: bool) -> None:
+def free(records: Collection[Record], returns: bool) -> None:
+    """The parameters have no values from here on, whoever has resharded them.
+
+    With ``returns`` they will be back in the same memory. Else that, if they are in it, is whoever's who has it.
+    """
     gone = [record for record in records if record._gone is None]
     for record in gone:
         record._gone = record.param._version, record.writes

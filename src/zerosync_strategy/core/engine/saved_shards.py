@@ -44,18 +44,14 @@ def replaced(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor]
 
 
 def _keys(state: State) -> tuple[str, str]:
-    from deepspeed.checkpoint import constants
-
     if _is_of_flat(state):
-        return constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS
-    return constants.OPTIMIZER_STATE_DICT, constants.FP32_FLAT_GROUPS
+        return "base_optimizer_state", "single_partition_of_fp32_groups"
+    return "optimizer_state_dict", "fp32_flat_groups"
 
 
 def _is_of_flat(state: State) -> bool:
     """Return whether it was saved on stage 1 or 2, where ranks have parts of flat groups, not of each parameter."""
-    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
-
-    return BASE_OPTIMIZER_STATE in state
+    return "base_optimizer_state" in state
 
 
 class SavedShards:
@@ -104,11 +100,9 @@ class SavedShards:
         return {name: torch.cat(of_param) for name, of_param in parts.items()}
 
     def _add_of_flat(self, parts: dict[str, list[torch.Tensor]]) -> None:
-        from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS
-
         for rank in range(self.ranks):
             state = self.state(rank)
-            for places, flat in zip(state[PARAM_SLICE_MAPPINGS], masters(state), strict=True):
+            for places, flat in zip(state["param_slice_mappings"], masters(state), strict=True):
                 for name in places.keys() & parts.keys():
                     parts[name].append(flat.data.narrow(0, places[name].start, places[name].numel))
 

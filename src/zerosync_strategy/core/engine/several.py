@@ -16,8 +16,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import gathering, zero
+from zerosync_strategy.core.engine import contract, zero
 from zerosync_strategy.core.engine.interpose import Stock, interpose
+
+_FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
 
 
 def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
@@ -43,8 +45,22 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
     gather again whatever its module holds, and an engine over a part has no hooks that run. ``engine`` may be
     ``first``, which has the parameters that no optimizer trains.
     """
-    if zero.stage(engine) == 3:
-        gathering.restrict(engine, first, part)
+    if zero.stage(engine) != 3:
+        return
+    contract.require(contract.SEVERAL_ENGINES, engine)
+    optimizer, params = engine.optimizer, set(part.parameters())
+    offload = optimizer.parameter_offload
+    for module in part.modules():
+        vars(module).setdefault("ds_external_parameters", tuple)  # DeepSpeed asks the modules of an engine
+    offload.module = optimizer.module = part
+    persistent = [param for param in optimizer.persistent_parameters if param in params]
+    offload.persistent_parameters = optimizer.persistent_parameters = persistent
+    vars(engine)[_FIRST] = first  # no module of its own
+
+
+def first_of(engine: Any) -> Any:
+    """Return the engine whose hooks run in the module of which ``engine`` has a part, or all."""
+    return vars(engine).get(_FIRST, engine)
 
 
 def as_frozen(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:

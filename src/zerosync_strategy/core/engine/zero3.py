@@ -230,7 +230,7 @@ def own_shard(param: Any) -> torch.Tensor:
 def has_plain_shard(param: Any) -> bool:
     """Return whether ``param`` is gathered from one shard of its values: neither quantized, on disk, nor of hpZ."""
     shard = param.ds_tensor
-    return shard.final_location is None and param.ds_secondary_tensor is None and not hasattr(shard, "ds_quant_scale")
+    return not (shard.final_location is not None or has_secondary_shard(param) or is_quantized(param))
 
 
 def has_secondary_shard(param: Any) -> bool:
@@ -279,7 +279,7 @@ def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
 
     def enter(stock: Callable[[Any], Any], init: Any) -> Any:
         outer = partition_parameters.top_level_context
-        if init.enabled and outer is not None and init.dp_world_size < dist.get_world_size():
+        if init.enabled and outer is not None and dist.get_world_size(init.ds_process_group) < dist.get_world_size():
             check(init.ds_process_group, outer.ds_process_group)
         return stock(init)
 

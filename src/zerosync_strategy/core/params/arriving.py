@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
@@ -111,7 +112,7 @@ class _OnTheWay:
         if func in OF_ANY_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        with _there(_on_the_way_in([args, kwargs])):
+        with _there(tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
 
     # Both look at the class before they read.
@@ -128,7 +129,7 @@ class _OnTheWay:
 @contextmanager
 def _there(params: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        for param in list(params):
+        for param in params:
             if isinstance(param, _OnTheWay) and (engine := _awaited.get(id(param))) is not None:
                 stack.enter_context(engine.there(param))
         yield
@@ -137,14 +138,3 @@ def _there(params: Iterable[Any]) -> Iterator[None]:
 @functools.cache
 def _class_on_the_way(cls: Any) -> type:
     return type(cls.__name__, (_OnTheWay, cls), {"__module__": cls.__module__})
-
-
-def _on_the_way_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, _OnTheWay):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _on_the_way_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _on_the_way_in(each)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
@@ -24,12 +25,28 @@ from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import STEPS, Claim, Record, reshard, settle, unclaimed
 from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.held_units import HeldRun, held_runs
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.units import Unit
 
 AHEAD = 2
 """Runs that are gathered ahead of their use, where not all parameters are held."""
+
+
+@dataclass
+class HeldRun:
+    """Held parameters that are gathered by one message.
+
+    Attributes:
+        place: among all runs; those of a process group follow each other.
+        group: the place of the process group in the order of gathers (U1).
+        params: in the order in which they were built.
+        issued: in this window: what was missing is gathered, or on its way.
+    """
+
+    place: int
+    group: int
+    params: list[Any]
+    issued: bool = False
 
 
 class ParameterCache:
@@ -53,8 +70,7 @@ class ParameterCache:
         """Nothing is held any more."""
         self.release_constants()
         self.plan.drop(self.plan.records)
-        with zero3.as_it_is():
-            self._reshard(unclaimed(self.plan.records))
+        self._reshard(unclaimed(self.plan.records))
         for unit in self._units:
             unit.held = None
         self._scheduler.before_read = None
@@ -63,16 +79,13 @@ class ParameterCache:
         """A step has resharded ``params``, but for those that it does not change."""
         records = [param._zerosync_record for param in params]
         self.plan.drop(record for record in records if not record.bits & STEPS)
-        self._begin_window()
-        if self.plan.count_window():
-            self._hold_units()
-        self.plan.reset_counts()
-
-    def _begin_window(self) -> None:
         for run in self._runs:
             run.issued = False
         for unit in self._units:
             unit.pending = True
+        if self.plan.count_window():
+            self._hold_units()
+        self.plan.reset_counts()
 
     def set_budget(self, budget: int) -> tuple[int, int]:
         """Hold what fits into ``budget`` bytes from the coming window on, where nothing was held before.
@@ -121,8 +134,20 @@ class ParameterCache:
     # ---- units whose parameters are all held -----------------------------------------------------------------------
 
     def _hold_units(self) -> None:
-        self._runs = held_runs(self._units, self.plan, self._scheduler)
-        self._run_of = {param._zerosync_record: run for run in self._runs for param in run.params}
+        """Let the units know which of all runs of what stays until the step are theirs."""
+        held = [unit for unit in self._units if self.plan.holds_all or (unit.params and all(map(_stays, unit.records)))]
+        unit_of = {param: unit for unit in held for param in unit.params}
+        self._runs, self._run_of = [], {}
+        for trains in (True, False):  # apart, since those that are frozen are gathered once
+            params = [param for param in unit_of if param.requires_grad == trains]
+            for group, runs in self._scheduler.runs(params, unit_of):
+                for members in runs:
+                    self._runs.append(run := HeldRun(len(self._runs), group, members))
+                    self._run_of.update((param._zerosync_record, run) for param in members)
+        for unit in self._units:
+            unit.held = None
+        for unit in held:
+            unit.held = [self._runs[place] for place in sorted({self._run_of[record].place for record in unit.records})]
 
     def use(self, unit: Unit, model_runs: bool) -> None:
         """The forward of ``unit``, which is held, begins; ``model_runs``: as part of a forward of the whole model."""
@@ -203,8 +228,7 @@ class ParameterCache:
     def release(self, records: Iterable[Record]) -> None:
         """Reshard ``records``, which no unit uses; in an optimizer step, but for what it does not change."""
         stay = set(self.plan.before_step()) if self._steps else set()
-        with zero3.as_it_is():
-            self._reshard([record for record in records if record not in stay])
+        self._reshard([record for record in records if record not in stay])
 
     def release_constants(self) -> None:
         """Reshard what steps have left: shards are about to be read or written."""
@@ -214,8 +238,7 @@ class ParameterCache:
             record.drop(Claim.STEPS)
 
     def _release(self, records: list[Record]) -> None:
-        with zero3.as_it_is():
-            self._reshard(records)
+        self._reshard(records)
         for record in records:
             record.drop(Claim.PHASE)
         self.plan.drop(records)
@@ -236,8 +259,7 @@ class ParameterCache:
 
     def recover(self) -> None:
         """After an exception: reshard whatever is gathered without a claim."""
-        with zero3.as_it_is():
-            self.reshard([record for record in self.plan.records if not record.hold])
+        self.reshard([record for record in self.plan.records if not record.hold])
 
     def _reshard(self, records: Iterable[Record], returns: bool = False) -> None:
         arrived(records)
@@ -246,3 +268,7 @@ class ParameterCache:
         for record in there:
             if not record.plain:
                 record.param.partition()
+
+
+def _stays(record: Record) -> bool:
+    return record.hold or zero3.is_persistent(record.param)

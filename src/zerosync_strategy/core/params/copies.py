@@ -57,6 +57,10 @@ class Copies(ABC, Generic[Values]):
     def _allocate(self, param: Any) -> Values:
         """Return memory for a copy of ``param``, of :meth:`bytes_of` bytes."""
 
+    @abstractmethod
+    def renew(self, param: Any) -> None:
+        """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
+
     def get(self, param: Any) -> Values | None:
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
@@ -98,10 +102,6 @@ class Copies(ABC, Generic[Values]):
         stays = params.union(fitting(leaving, room, self.bytes_of))
         self.free(param for param in list(self._copies) if param not in stays)
         self.peak_bytes = self.now  # of the coming window
-
-    def fitting(self, params: Iterable[Any]) -> list[Any]:
-        """Return those of ``params``, the first first, whose copies fit."""
-        return fitting(params, self.limit, self.bytes_of)
 
     def free(self, params: Iterable[Any]) -> None:
         for param in params:

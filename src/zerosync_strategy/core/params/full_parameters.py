@@ -7,7 +7,7 @@ rank that shards it. torch's ``AveragedModel`` of a ZeRO-3 model has an average 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,13 +22,11 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
     """While active, ``parameters`` (by default all) have their values, and keep what is written to them. Collective."""
-    from deepspeed import zero as deepspeed_zero
-
     if zero.stage(engine) != 3:
         yield
         return
     params = list(engine.module.parameters() if parameters is None else parameters)
-    with deepspeed_zero.GatheredParameters(params, modifier_rank=0):
+    with _gathered(params, modifier_rank=0):
         yield
 
 
@@ -38,12 +36,10 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is two
     parameters, of two groups. A ``ValueError``: the engine is not of stage 3.
     """
-    from deepspeed import zero as deepspeed_zero
-
     _check_stage(engine)
     state = {}
     for name, param in engine.module.named_parameters():
-        with deepspeed_zero.GatheredParameters([param]):
+        with _gathered([param]):
             if _is_first(param):
                 state[name] = param.detach().cpu().clone()
     return state
@@ -55,17 +51,22 @@ def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     A ``ValueError`` on every rank, and nothing is set, if on some rank ``state`` lacks a parameter that the rank is the
     first to shard, or has one of another shape.
     """
-    from deepspeed import zero as deepspeed_zero
-
     _check_stage(engine)
     problem = next(_misfits(engine, state), None)
     for found in filter(None, gather_objects(problem, zero.data_parallel_group(engine.optimizer))):
         raise ValueError(f"load_full_state() needs, of full_state(), what the same rank was given: {found}")
     for name, param in engine.module.named_parameters():
-        with deepspeed_zero.GatheredParameters([param], modifier_rank=0):
+        with _gathered([param], modifier_rank=0):
             if _is_first(param):
                 param.data.copy_(state[name])
     zero3_optimizer.reload_master_weights(engine.optimizer)
+
+
+def _gathered(params: list[Any], modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    from deepspeed import zero as deepspeed_zero
+
+    gathered: AbstractContextManager[None] = deepspeed_zero.GatheredParameters(params, modifier_rank=modifier_rank)
+    return gathered
 
 
 def _check_stage(engine: Any) -> None:
@@ -126,10 +127,6 @@ def copy_problem(model: torch.nn.Module) -> str:
     )
 
 
-@contextmanager
-def readable(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def readable(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
     """While active, ``parameters`` have their values; those that a caller has gathered stay gathered. Collective."""
-    from deepspeed import zero as deepspeed_zero
-
-    with deepspeed_zero.GatheredParameters([param for param in parameters if not zero3.is_gathered(param)]):
-        yield
+    return _gathered([param for param in parameters if not zero3.is_gathered(param)])

@@ -1,4 +1,4 @@
-"""A gather of ZeRO-3 parameters in flight, and the bytes that are unsharded (E1)."""
+"""What is said and counted of gathers of ZeRO-3 parameters, and the bytes that are unsharded (E1)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight
-from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.failures.doing import Doing
-from zerosync_strategy.core.failures.rank_status import RankStatus
-from zerosync_strategy.core.params.host_cache import HostCache
 
 
 class UnshardedBytes:
@@ -52,95 +47,6 @@ class UnshardedBytes:
 
     def reset_peak(self) -> None:
         self.peak = self.now
-
-
-class ParameterGather(InFlight):
-    """A gather of parameters of one process group. Who waits for it is ordered after it alone (U2).
-
-    The first stream that waits gives the parameters their values, in memory of its own.
-
-    Args:
-        wait: waits for the message, on the stream that gathers.
-        land: gives the parameters their values, on the stream that waits first.
-        params: of ZeRO-3; each record refers to this, as its last gather.
-        stream: that gathers; ``None`` on a device without streams.
-        activity: what a rank does that waits.
-        status: of this rank, for errors.
-        unsharded: counts the bytes until they are resharded.
-        host: keeps copies of the parameters once they are there; ``None``: nothing does.
-
-    Attributes:
-        users: the streams that compute with the parameters.
-    """
-
-    def __init__(
-        self, wait: Callable[[], object], land: Callable[[], None], params: Sequence[Any], streams: Streams,
-        stream: Any, activity: object, status: RankStatus, unsharded: UnshardedBytes | None,
-        host: HostCache | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__((), wait)
-        self.wait_on(streams, stream)
-        self._gather_streams, self._land, self._status = streams, land, status
-        self._params, self._activity, self._host = params, activity, host
-        self.users: list[Any] = []
-        nbytes = 0
-        for param in params:
-            record = param._zerosync_record
-            record.gather = self
-            if unsharded is not None:
-                record.counted = record.nbytes
-                nbytes += record.nbytes
-        if unsharded is not None:
-            unsharded.add(nbytes)
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        """Order the current stream after this gather; on a device without streams, wait for it.
-
-        A ``RankError``: other ranks did not take part in it.
-        """
-        if self.is_done:
-            if self.event is not None:
-                super().wait()
-            return
-        with self._status.activity(self._activity), zero3.as_it_is():
-            super().wait()
-            self._land()
-            if self._stream is not None:
-                self.users.append(self._gather_streams.caller)
-                self.event = self._gather_streams.record_landing(self._stream)
-            self._land = _nothing
-            if self._host is not None:
-                self._keep(self._host)
-        settle([param._zerosync_record for param in self._params])
-
-    def _wait(self) -> None:
-        self._finish()  # in an activity already
-
-    def _keep(self, host: HostCache) -> None:
-        """Let ``host`` copy the values behind the event: none waits for that but who may write what it reads."""
-        if self._stream is None:
-            host.keep(self._params)
-            return
-        for param in self._params:
-            self._gather_streams.record_stream_for_gathers(param.data, self._stream)
-        with self._gather_streams.on_gather_stream(self._stream):
-            host.keep(self._params)
-        if any(param._zerosync_record.watched for param in self._params):
-            self.event = self._gather_streams.record_unshard(self._stream)
-            self._gather_streams.wait_for_unshard(self.event)  # whoever writes to the values waits for their copy (U2)
-
-    def join(self) -> None:
-        """The current stream is one of those that use the parameters, which are there (U2, L3)."""
-        if self.event is not None:
-            self._gather_streams.share_unshard(self.event, self.users, self._memory)
-
-    def _memory(self) -> list[torch.Tensor]:
-        with zero3.as_it_is():
-            return [param.data for param in self._params if zero3.is_gathered(param)]
-
-
-def _nothing() -> None:
-    pass
 
 
 def arrived(records: Iterable[Record]) -> None:

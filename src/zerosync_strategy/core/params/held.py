@@ -13,9 +13,10 @@ from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
-from zerosync_strategy.core.params.copies import Copies, fitting
+from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.node_shards import NodeShards
+from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
 class HoldPlan:
@@ -27,7 +28,6 @@ class HoldPlan:
         automatic: :meth:`set_budget` will set it.
         host: has what is kept in the memory of the host; ``None``: nothing is.
         node_shards: has what is kept in shards of the node; ``None``: nothing is.
-        gathers_plainly: whether a parameter is gathered from other ranks' shards of its values.
         is_constant: whether no optimizer trains a parameter.
 
     Attributes:
@@ -36,13 +36,11 @@ class HoldPlan:
     """
 
     def __init__(
-        self, records: list[Record], budget: int | None, automatic: bool, host: HostCache | None,
-        node_shards: NodeShards | None,
-        gathers_plainly: Callable[[Any], bool], is_constant: Callable[[Any], bool],
+        self, scheduler: GatherScheduler, budget: int | None, automatic: bool, host: HostCache | None,
+        node_shards: NodeShards | None, is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
-        self.records, self.host, self.node_shards, self.automatic = records, host, node_shards, automatic
-        self._copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
-        self._gathers_plainly, self._is_constant = gathers_plainly, is_constant
+        self.records, self.host, self.node_shards, self.automatic = scheduler.records, host, node_shards, automatic
+        self._copies, self._is_plain, self._is_constant = scheduler.copies, scheduler.is_plain, is_constant
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
         self._constants: list[Record] | None = None
@@ -123,7 +121,7 @@ class HoldPlan:
     def _shard_bytes(self, param: Any) -> int:
         """Return the bytes of the node shard, within the budget, that ``param`` may have; 0: it has none."""
         shards = self.node_shards
-        may_have = shards is not None and shards.shared and self._gathers_plainly(param)
+        may_have = shards is not None and shards.shared and self._is_plain(param)
         return shards.bytes_of(param) if may_have and shards is not None else 0
 
     def _saving(self) -> list[Any]:
@@ -144,10 +142,10 @@ class HoldPlan:
         held = [param._zerosync_record for param in self._fitting(saving, budget)]
         for record in held:
             record.hold = True
-        others = [param for param in saving if not param._zerosync_record.hold and self._gathers_plainly(param)]
+        others = [param for param in saving if not param._zerosync_record.hold and self._is_plain(param)]
         leaving = [record.param for record in held if record.constant]
         for copies in reversed(self._copies):  # node shards before the host's memory, which takes the rest
-            chosen = set(copies.fitting(filter(copies.may_have, others)))
+            chosen = set(fitting(filter(copies.may_have, others), copies.limit, copies.bytes_of))
             copies.choose(chosen, filter(copies.may_have, leaving))
             others = [param for param in others if param not in chosen]
 

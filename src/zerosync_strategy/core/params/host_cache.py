@@ -56,7 +56,6 @@ class HostCache(Copies[list[torch.Tensor]]):
                 _store(param, values)
 
     def renew(self, param: Any) -> None:
-        """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
         _store(param, self._copies[param].values)
 
     def count_loaded(self, params: Iterable[Any]) -> None:

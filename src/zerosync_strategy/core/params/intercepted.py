@@ -110,7 +110,8 @@ class Entry(StateEntry, Alias):
         return _operate(func, args, kwargs)
 
     def zerosync_shard(self) -> torch.Tensor | None:
-        return _values_of(self).shard(self.zerosync_param)
+        shard: torch.Tensor | None = record_of(self.zerosync_param).owner.shard(self.zerosync_param)
+        return shard
 
 
 class Unsharded(_Intercepted, torch.Tensor):

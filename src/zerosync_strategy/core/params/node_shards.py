@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.nodes import Nodes, Topology
+from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.params.copies import Copies
@@ -24,23 +24,19 @@ class NodeShards(Copies[torch.Tensor]):
     Those of process groups with one level have none. ``shared``: the limit is that of what is held on the device, too.
     """
 
-    def __init__(self, limit: int | None, shared: bool, topology: Topology) -> None:
+    def __init__(self, limit: int | None, shared: bool) -> None:
         super().__init__(limit)
         self.shared = shared
-        self._topology = topology
-
-    def _nodes(self, param: Any) -> Nodes | None:
-        return self._topology.of(zero3.process_group(param))
 
     def may_have(self, param: Any) -> bool:
-        return self._nodes(param) is not None
+        return _nodes(param) is not None
 
     def bytes_of(self, param: Any) -> int:
-        nodes = self._nodes(param)
+        nodes = _nodes(param)
         return 0 if nodes is None else nodes.count * zero3.shard_numel(param) * zero3.gather_dtype(param).itemsize
 
     def _allocate(self, param: Any) -> torch.Tensor:
-        nodes = self._nodes(param)
+        nodes = _nodes(param)
         assert nodes is not None
         shape, dtype = (nodes.count, zero3.shard_numel(param)), zero3.gather_dtype(param)
         with torch.inference_mode(False):
@@ -50,18 +46,22 @@ class NodeShards(Copies[torch.Tensor]):
         """Wait for all ranks' shards of parameters, a row each, on the current stream, and keep those of the node."""
         arrival.wait()
         for param, rows in zip(arrival.params, arrival.received.split(arrival.columns, -1), strict=True):
-            nodes = self._nodes(param)
+            nodes = _nodes(param)
             if nodes is not None and (values := self.to_fill(param)) is not None:
                 values.copy_(nodes.rows_of_place(rows))
 
     def renew(self, param: Any) -> None:
-        """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
-        nodes = self._nodes(param)
+        nodes = _nodes(param)
         assert nodes is not None
         values = self._copies[param].values
         padded = values.new_zeros(nodes.size * values.numel())
         padded[: param.numel()].copy_(param.data.reshape(-1))
         values.copy_(nodes.rows_of_place(padded.view(-1, values.shape[1])))
+
+
+def _nodes(param: Any) -> Nodes | None:
+    nodes: Nodes | None = param._zerosync_record.group.nodes
+    return nodes
 
 
 @for_training

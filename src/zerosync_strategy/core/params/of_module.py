@@ -8,8 +8,9 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gathering, module_hooks
+from zerosync_strategy.core.engine import contract, module_hooks, torch_internals
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.gather_groups import gather_groups
@@ -27,7 +28,7 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
 
-    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` while no engine has
+    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` without
     ``eager_frames``; :attr:`times_written` counts steps and checkpoints.
     """
 
@@ -39,31 +40,25 @@ class ModuleParameters:
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
-        groups = gather_groups(engine, topology, streams)
+        groups = gather_groups(engine, topology, streams, config.unshard_streams)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in groups.values())
         all_held = shared and limit is None
         keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
-        node_shards = NodeShards(limit, shared, topology) if keeps else None
+        node_shards = NodeShards(limit, shared) if keeps else None
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler = GatherScheduler(
-            engine, streams, config.unshard_streams, messages, groups, host, node_shards
-        )  # fmt: skip
-        plan = HoldPlan(
-            self.scheduler.records, config.parameters.device, config.parameters.automatic, host, node_shards,
-            self.scheduler.is_plain, is_constant,
-        )  # fmt: skip
-        for unit in self.units.every:
-            unit.records = [param._zerosync_record for param in unit.params]
+        self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
+        budget, automatic = config.parameters.device, config.parameters.automatic
+        plan = HoldPlan(self.scheduler, budget, automatic, host, node_shards, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
-        self.values = ParameterValues(self.scheduler, class_at_rest)
-        self.unshard_on_read: UnshardOnRead | None = None
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
+        self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
+        self.unshard_on_read = UnshardOnRead(engine, self.values) if config.eager_frames else None
         engine._zerosync_parameters = self
 
     @classmethod
@@ -76,8 +71,9 @@ class ModuleParameters:
         A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
         """
         if config.eager_frames:
+            contract.require(torch_internals.COMPILATION)
             module_hooks.unwrap_compiled(engine)
-        found: ModuleParameters | None = vars(gathering.first_of(engine)).get("_zerosync_parameters")
+        found: ModuleParameters | None = vars(first_of(engine)).get("_zerosync_parameters")
         if found is None:
             _require_ungathered(engine)
             found = cls(engine, config, streams, messages, topology, is_constant)
@@ -88,10 +84,6 @@ class ModuleParameters:
             )
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
-        if config.eager_frames and found.unshard_on_read is None:
-            found.unshard_on_read = UnshardOnRead(
-                engine, found.scheduler, found.values, found.hooks, found.units.every
-            )  # fmt: skip
         return found
 
     def detach(self) -> None:

@@ -26,13 +26,15 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params import gathers
-from zerosync_strategy.core.params.gather_groups import MAX_STREAMS, GatherGroup
-from zerosync_strategy.core.params.gathers import ParameterGather, arrived
+from zerosync_strategy.core.params.copies import Copies
+from zerosync_strategy.core.params.gather_groups import GatherGroup
+from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.issuing import Issuing
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather
 from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
+from zerosync_strategy.core.params.units import Unit
 
 REMEMBERED = 10_000
 """Sets of parameters that were gathered in one turn."""
@@ -42,7 +44,6 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
 
     Args:
-        sharing: ``"per_group"``: each process group gathers on its own stream; ``"shared"``: all on one.
         messages: how large those are in which parameters are gathered ahead.
         groups: by process group, in the order of gathers.
         host: has parameters that need not be gathered again; ``None``: there are none.
@@ -51,7 +52,8 @@ class GatherScheduler:
     Attributes:
         records: of the parameters of the engine's module.
         issuing: what all gathers have in common.
-        keeps_copies: some parameters are elsewhere than in shards, too.
+        prefetched_numel: elements that are gathered ahead at most.
+        copies: of some parameters, elsewhere than in shards.
         before_read: called before a parameter is read that no hook has gathered.
         order: of the calls of units in forwards.
         in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
@@ -59,19 +61,16 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, sharing: str, messages: Messages,
-        groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
+        self, engine: Any, streams: Streams, messages: Messages, groups: Mapping[dist.ProcessGroup, GatherGroup],
+        host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
-        self._prefetched_numel = gathering.prefetched_numel(engine)
+        self.prefetched_numel = gathering.config_of(engine).prefetch_bucket_size
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
-        count = 1 if sharing == "shared" else min(len(self.groups), MAX_STREAMS)
-        self._gather_streams = streams.make_gather_streams(count, gathering.overlaps(engine))
+        self._gather_streams = [each for each in dict.fromkeys(of.stream for of in groups.values()) if each is not None]
         self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host)
-        for group in self.groups.values() if self._gather_streams else ():
-            group.stream = self._gather_streams[group.place % len(self._gather_streams)]
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
@@ -84,10 +83,9 @@ class GatherScheduler:
         self.before_read: Callable[[Any], None] | None = None
         self._shards = AllShards(issuing, engine, node_shards)
         self.is_plain = self._shards.is_plain
-        copies: list[Source] = [] if host is None else [HostCopies(issuing, host)]
-        copies += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
-        self.keeps_copies = bool(copies)
-        self._sources = [*copies, self._shards]
+        self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
+        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing, host)]
+        self._nearer += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -115,8 +113,9 @@ class GatherScheduler:
         """The current stream writes shards, or may have: the next gather waits for it (S1)."""
         self.streams.record_write()
 
-    def backward_comes(self, behind: int) -> None:
-        """A backward comes to a unit; what it gathers comes after this."""
+    def backward_comes(self, unit: Unit) -> None:
+        """A backward comes to a call of ``unit``; what it gathers comes after this."""
+        behind = self.order.comes_to(unit)
         for reach in self.in_backward:
             reach(behind)
 
@@ -126,12 +125,12 @@ class GatherScheduler:
         So copies of it, which no rank is told are out of date, are made anew.
         """
         self.shards_written()
-        for source in self._sources:
-            if source.has_copy(param):
+        for copies in self.copies:
+            if copies.get(param) is not None:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
                 group = param._zerosync_record.group
                 with self.issuing.on(group):
-                    source.renew(param)
+                    copies.renew(param)
                     self.streams.record_write()  # readers outside of gathers wait for it, too
                 self.streams.record_stream_for_gathers(param.data, group.stream)
 
@@ -148,12 +147,13 @@ class GatherScheduler:
             released = [param for param in released if not gathering.gather_empty(param)]
         for part in self._turn(released) if released else ():
             self.issuing.count.add(part.params)
-            for source in self._sources:
-                left = source.issue(part, issued)
-                if not left:
+            for source in self._nearer:
+                source.issue(part, issued)
+                if not (left := zero3.released(part.params)):
                     break
-                if len(left) < len(part.params):
-                    part = self._turn(left)[0]
+                part = self._turn(left)[0]
+            else:
+                self._shards.issue(part, issued)
         return issued
 
     def _turn(self, params: Sequence[Any]) -> list[Part]:
@@ -180,7 +180,7 @@ class GatherScheduler:
         With ``unit_of``, what is of one unit is in one run, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
-            prefetched = self._prefetched_numel * of_group[0].element_size()
+            prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
             if unit_of is None:
                 yield group.place, in_runs(of_group, limit, zero3.full_bytes)
@@ -192,12 +192,14 @@ class GatherScheduler:
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
-    def arrive(self, param: Any) -> None:
-        """If ``param`` is in flight, or held, it arrives (U2)."""
+    def arrive(self, *params: Any) -> None:
+        """What is in flight of ``params``, or held, arrives (U2)."""
         if self.before_read is not None:
-            self.before_read(param)
-        arrived((param._zerosync_record,))
-        self.join((param._zerosync_record,))
+            for param in params:
+                self.before_read(param)
+        records = [param._zerosync_record for param in params]
+        arrived(records)
+        self.join(records)
 
     def join(self, records: Iterable[Record]) -> None:
         """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L3)."""
@@ -213,21 +215,12 @@ class GatherScheduler:
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
-        if self.before_read is not None:
-            for param in own:
-                self.before_read(param)
-        records = [param._zerosync_record for param in own]
-        arrived(records)  # the context reshards it
-        self.join(records)
+        self.arrive(*own)  # the context reshards it
         released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
         for _, runs in self.runs(released):
             for run in runs:
                 group, issuing = run[0]._zerosync_record.group, self.issuing
-                with (
-                    issuing.count.of_context(),
-                    issuing.gathering(group, run),
-                    issuing.status.activity(issuing.activity(group, run)),
-                ):
+                with issuing.count.of_context(), issuing.status.activity(issuing.activity(group, run)):
                     self._shards.gather_for_context(self._turn(run)[0])
 
     def shard(self, param: Any) -> torch.Tensor | None:
@@ -278,9 +271,9 @@ class GatherScheduler:
         group = params[0]._zerosync_record.group
         values: dict[Any, torch.Tensor] = {}
         with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
-            for source in self._sources:
+            for source in (*self._nearer, self._shards):
                 if left := [param for param in params if param not in values]:
-                    values.update(source.values(group, left, reader))
+                    values.update(source.values(self._shards.part(group, left, zero3.shard_dtype, reader)))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ They are asked in this order: each lets arrive what it has, and leaves the rest 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import unshard
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.gathers import GatherActivity, ParameterGather
+from zerosync_strategy.core.params.gathers import GatherActivity
 from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.issuing import Issuing, tagged_all_gather
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
 from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
+
+_Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with what a rank does that sends it
 
 
 class Part:
@@ -41,86 +43,71 @@ class Part:
 
 
 class Source(ABC):
-    """A place that has values of parameters: ``copies``, or the shards themselves."""
+    """A place that has values of parameters."""
 
-    def __init__(self, issuing: Issuing, copies: HostCache | NodeShards | None = None) -> None:
-        self._issuing, self._copies = issuing, copies
-
-    def has_copy(self, param: Any) -> bool:
-        return self._copies is not None and self._copies.get(param) is not None
-
-    def renew(self, param: Any) -> None:
-        """Give the copy of ``param``, which is gathered, its values."""
-        if self._copies is not None:
-            self._copies.renew(param)
+    def __init__(self, issuing: Issuing) -> None:
+        self._issuing = issuing
 
     @abstractmethod
-    def issue(self, part: Part, issued: list[ParameterGather]) -> Sequence[Any]:
-        """Let those parameters of ``part`` arrive that are here; return the others, in the same order."""
+    def _send(self, part: Part, reads: bool) -> _Sent:
+        """Begin to gather those parameters of ``part`` that are here.
 
-    def values(self, group: GatherGroup, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
-        """Return the values of those of ``params`` that are here, in memory of the caller's own, for ``reader``."""
-        return {}
+        Where the group gathers; or ``reads``: on the current stream, what is the same to the bit.
+        """
 
-    def _let_arrive(
-        self, group: GatherGroup, arrival: gathering.Arrival, wait: Callable[[], object], activity: GatherActivity
-    ) -> ParameterGather:
-        unshard([param._zerosync_record for param in arrival.params])
-        return self._issuing.note(group, wait, arrival.land, arrival.params, activity)
+    def issue(self, part: Part, issued: list[ParameterGather]) -> None:
+        """Let those parameters of ``part`` arrive that are here."""
+        for arrival, activity in self._send(part, False):
+            unshard([param._zerosync_record for param in arrival.params])
+            gather = ParameterGather(self._issuing, part.group, arrival.params, activity, arrival.wait, arrival.land)
+            issued.append(gather)
+
+    def values(self, part: Part) -> dict[Any, torch.Tensor]:
+        """Return the values of those parameters of ``part`` that are here, in memory of the caller's own."""
+        values: dict[Any, torch.Tensor] = {}
+        for arrival, _ in self._send(part, True):
+            arrival.wait()
+            values.update(arrival.values())
+        return values
 
 
 class HostCopies(Source):
-    """Copies in full in this rank's host memory: nothing is sent."""
+    """Copies in full in this rank's host memory: nothing is sent. Readers take none of them."""
 
     def __init__(self, issuing: Issuing, host: HostCache) -> None:
-        super().__init__(issuing, host)
+        super().__init__(issuing)
         self._host = host
 
-    def issue(self, part: Part, issued: list[ParameterGather]) -> list[Any]:
-        group = part.group
-        values = {param: full for param in part.params if (full := self._host.get(param)) is not None}
+    def _send(self, part: Part, reads: bool) -> _Sent:
+        params, group = () if reads else part.params, part.group
+        values = {param: full for param in params if (full := self._host.get(param)) is not None}
         for members in _by_dtype(values, zero3.shard_dtype):
             with self._issuing.on(group), phase("load", members[0]._zerosync_record.name):
                 arrival = gathering.from_host({param: values[param] for param in members})
-            activity = self._issuing.activity(group, members)
-            issued.append(self._let_arrive(group, arrival, arrival.wait, activity))
+            yield arrival, self._issuing.activity(group, members)
         self._host.count_loaded(values)
-        return [param for param in part.params if param not in values]
 
 
 class ShardsOfNode(Source):
     """Shards of which the ranks of this node have all: nothing is sent between nodes."""
 
     def __init__(self, issuing: Issuing, node_shards: NodeShards) -> None:
-        super().__init__(issuing, node_shards)
+        super().__init__(issuing)
         self._node_shards = node_shards
 
-    def issue(self, part: Part, issued: list[ParameterGather]) -> list[Any]:
+    def _send(self, part: Part, reads: bool) -> _Sent:
         group, nodes = part.group, part.group.nodes
-        if nodes is None or not (shards := self._shards(part.params)):
-            return part.params
+        found = {param: shard for param in part.params if (shard := self._node_shards.get(param)) is not None}
+        shards = {param: each for param, each in found.items() if not reads or each.dtype is zero3.shard_dtype(param)}
+        if nodes is None or not shards:
+            return
         with self._issuing.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(shards, zero3.gather_dtype):
-                activity = self._issuing.activity(group, members)
-                with self._issuing.on(group):
-                    arrival = gather_node_shards(nodes, {param: shards[param] for param in members}, tag, activity)
-                issued.append(self._let_arrive(group, arrival, arrival.wait, activity))
-        return [param for param in part.params if param not in shards]
-
-    def values(self, group: GatherGroup, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
-        values: dict[Any, torch.Tensor] = {}
-        shards = self._shards(params) if group.nodes is not None else {}
-        exact = [param for param in shards if shards[param].dtype is zero3.shard_dtype(param)]
-        for members in _by_dtype(exact, zero3.shard_dtype):
-            with self._issuing.gathering(group, members, noted=True) as tag:
+                activity = self._issuing.activity(group, members, part.activity.reader)
                 of_dtype = {param: shards[param] for param in members}
-                activity = self._issuing.activity(group, members, reader)
-                assert group.nodes is not None
-                values.update(_values(gather_node_shards(group.nodes, of_dtype, tag, activity)))
-        return values
-
-    def _shards(self, params: Iterable[Any]) -> dict[Any, torch.Tensor]:
-        return {param: shard for param in params if (shard := self._node_shards.get(param)) is not None}
+                with self._issuing.on(group, reads):
+                    arrival = gather_node_shards(nodes, of_dtype, tag, activity)
+                yield arrival, activity
 
 
 class AllShards(Source):
@@ -137,61 +124,62 @@ class AllShards(Source):
         record = param._zerosync_record
         return self._gathers_plainly and record.plain and record.group.digest is not None
 
-    def part(self, group: GatherGroup, params: list[Any]) -> Part:
+    def part(
+        self, group: GatherGroup, params: list[Any], dtype_of: Callable[[Any], torch.dtype] = zero3.gather_dtype,
+        reader: str = "",
+    ) -> Part:  # fmt: skip
         activity, messages = self._issuing.activity, None
         if all(map(self.is_plain, params)):
             messages = [
-                (gathering.Message(members, zero3.gather_dtype(members[0])), activity(group, members))
-                for members in _by_dtype(params, zero3.gather_dtype)
+                (gathering.Message(members, dtype_of(members[0])), activity(group, members, reader))
+                for members in _by_dtype(params, dtype_of)
             ]
-        return Part(group, params, messages, activity(group, params))
+        return Part(group, params, messages, activity(group, params, reader))
 
-    def issue(self, part: Part, issued: list[ParameterGather]) -> Sequence[Any]:
+    def _send(self, part: Part, reads: bool) -> _Sent:
         group, issuing = part.group, self._issuing
-        if part.messages is None:
-            with issuing.gathering(group, part.params):
-                with issuing.on(group):
-                    arrive = gathering.by_deepspeed(part.params)
-                issued.append(issuing.note(group, _nothing, arrive, part.params, part.activity, keeps=False))
-            return ()
         tag = issuing.begin(group, part.activity.ids, part.digested)
-        send = self._all_gather if not group.is_tagged else tagged_all_gather(group, tag)
+        all_gather = self._all_gather if not group.is_tagged else tagged_all_gather(group, tag)
         with phase("gather", part.name):
-            for message, activity in part.messages:
-                with issuing.on(group):
-                    arrival = message.send(send)
-                wait = arrival.wait if self._node_shards is None else partial(self._node_shards.keep, arrival)
-                issued.append(self._let_arrive(group, arrival, wait, activity))
+            for message, activity in part.messages or ():
+                with issuing.on(group, reads):
+                    arrival = message.send(all_gather)
+                if self._node_shards is not None and not reads:
+                    arrival = arrival._replace(wait=partial(self._node_shards.keep, arrival))
+                yield arrival, activity
         issuing.issued(group, part.activity)
-        return ()
 
-    def values(self, group: GatherGroup, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
-        with self._issuing.gathering(group, params):
-            if not all(map(self.is_plain, params)):
-                return {param: zero3.gather(param) for param in params}
-            values: dict[Any, torch.Tensor] = {}
-            for members in _by_dtype(params, zero3.shard_dtype):
-                values.update(_values(gathering.Message(members, zero3.shard_dtype(members[0])).send()))
-            return values
+    def issue(self, part: Part, issued: list[ParameterGather]) -> None:
+        if part.messages is not None:
+            super().issue(part, issued)
+            return
+        group, issuing = part.group, self._issuing
+        with issuing.gathering(group, part.params):
+            with issuing.on(group):
+                arrive = gathering.by_deepspeed(part.params)
+            gather = ParameterGather(issuing, group, part.params, part.activity, _nothing, arrive, keeps=False)
+            issued.append(gather)
+
+    def values(self, part: Part) -> dict[Any, torch.Tensor]:
+        if part.messages is not None:
+            return super().values(part)
+        with self._issuing.gathering(part.group, part.params):
+            return {param: zero3.gather(param) for param in part.params}
 
     def gather_for_context(self, part: Part) -> None:
         """Give the parameters of ``part`` their values in memory that nobody frees."""
         if part.messages is None:
-            gathering.by_deepspeed(part.params, returns=False)()
+            with self._issuing.gathering(part.group, part.params):
+                gathering.by_deepspeed(part.params, returns=False)()
             return
-        for message, _ in part.messages:
-            for param, full in _values(message.send()):
+        with zero3.as_it_is():
+            for param, full in self.values(part).items():
                 param._zerosync_record.unshard()
                 param._zerosync_record.arrive(full)
 
 
 def _nothing() -> None:
     pass
-
-
-def _values(arrival: gathering.Arrival) -> list[tuple[Any, torch.Tensor]]:
-    arrival.wait()
-    return arrival.values()
 
 
 def _by_dtype(params: Iterable[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -44,14 +44,12 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch
 """What the output of a unit may have without hiding a tensor."""
 
 
-class Readers(Protocol):
-    """Who wants to know which unit's forward runs."""
+class Call(NamedTuple):
+    """A forward of a unit that runs, and what it has read of parameters that are not its own (``values.py``)."""
 
-    def begins(self, unit: Unit) -> None: ...
-
-    def ends(self, unit: Unit) -> None: ...
-
-    def leave(self) -> None: ...
+    unit: Unit
+    number: int
+    reads: dict[Any, Any]
 
 
 class Stay(NamedTuple):
@@ -66,22 +64,18 @@ class Stay(NamedTuple):
 
 
 class UnitHooks:
-    """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`.
-
-    Attributes:
-        readers: are told of forwards; ``None``: nobody is.
-    """
+    """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`."""
 
     def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
-        self._ahead_numel = gathering.prefetched_numel(engine)
-        self._live_numel, self._reuse_numel = gathering.max_live_numel(engine), gathering.max_reuse_numel(engine)
-        self.readers: Readers | None = None
+        config = gathering.config_of(engine)
+        self._ahead_numel = config.prefetch_bucket_size
+        self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
         self._forwards, self._backwards = Passes(), Passes()
         self._expected: dict[Unit, Stay] = {}  # what no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
-        self._calls: list[tuple[Unit, int]] = []  # whose forwards run, with their numbers
+        self._calls: list[Call] = []  # that run
         self._count = 0  # of calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
         self._opened, self._closes = 0, INFINITE  # backwards until this window, and with it, as the last one tells
@@ -97,48 +91,43 @@ class UnitHooks:
         self.recover()
         for handle in self._handles:
             handle.remove()
+        for unit in self._units:
+            unit.unmark()
         self._handles = []
 
     def __deepcopy__(self, memo: Any) -> UnitHooks:
         return self  # of a copied module, whose hooks do nothing
 
     @property
-    def is_in_forward(self) -> bool:
-        return bool(self._calls)
+    def call(self) -> Call | None:
+        """The innermost one that runs."""
+        return self._calls[-1] if self._calls else None
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
-        if not self._calls and torch._C._current_graph_task_id() == -1:
-            self._start()
+        if not self._calls and not in_backward():  # a forward of the model, or of a part that is called itself
+            self._scheduler.compare_aborted()
+            if self._tasks:  # of backwards that have raised
+                self._leave_tasks()
         unit.begin()
         self._count += 1
-        self._calls.append((unit, self._count))
+        self._calls.append(Call(unit, self._count, {}))
         if not self._cache.plan.holds_all:
             self._scheduler.order.begins(unit)
-        if self.readers is not None:
-            self.readers.begins(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.use(unit, self._calls[0][0].module is self._root)
+            self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
             self._fetch(unit)
 
-    def _start(self) -> None:
-        """A forward begins, outside of others and of backwards: of the model, or of a part that is called itself."""
-        self._scheduler.compare_aborted()
-        if self._tasks:  # of backwards that have raised
-            self._leave_tasks()
-
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
-        if not self._calls or self._calls[-1][0] is not unit:
+        if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended the forward that it belongs to
-        _, number = self._calls.pop()
+        number, repeats = self._calls.pop().number, in_backward()
         unit.end()
         self._scheduler.order.ends(unit)
-        if self.readers is not None:
-            self.readers.ends(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
@@ -147,14 +136,14 @@ class UnitHooks:
                         leaf.register_hook(partial(self._backward_passes, unit))
         elif unit.params:
             expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
-            if torch._C._current_graph_task_id() == -1:
+            if not repeats:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
                     self._expect(unit, self._backwards if expects else self._forwards)
                 elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
                     self._expect(unit, self._forwards, 2, at_rest=True)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and torch._C._current_graph_task_id() == -1:
+        if module is self._root and not unit.runs and not repeats:
             self._over(self._forwards)
 
     def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
@@ -187,7 +176,7 @@ class UnitHooks:
         entered = self._tasks.get(task, {})
         if entered.get(unit) == number and zero3.all_gathered(unit.params):
             return  # to another output of the call
-        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+        self._scheduler.backward_comes(unit)
         for left in [each for each, began in entered.items() if ended < began < END and each is not unit]:
             self._leave(task, left)
         for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
@@ -200,7 +189,7 @@ class UnitHooks:
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
         """To a call of ``unit``, which is held, between others that are not."""
-        self._scheduler.backward_comes(self._scheduler.order.comes_to(unit))
+        self._scheduler.backward_comes(unit)
 
     def _enter(self, task: int, unit: Unit, number: int) -> None:
         if task not in self._tasks:
@@ -228,19 +217,16 @@ class UnitHooks:
         if not self._tasks:
             self._over(self._backwards)
             if not torch.is_grad_enabled():
-                self._let_go_of_kept()
-
-    def _let_go_of_kept(self) -> None:
-        kept, self._kept = self._kept, {}
-        for unit in kept:
-            self._leave_unused(unit)
+                kept, self._kept = self._kept, {}
+                for unit in kept:
+                    self._leave_unused(unit)
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
     @internal
     def _fetch(self, unit: Unit) -> None:
         """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
-        passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
+        passes = self._backwards if in_backward() else self._forwards
         passes.comes(unit)
         self._expected.pop(unit, None)
         if not zero3.all_gathered(unit.params):
@@ -257,14 +243,16 @@ class UnitHooks:
         """
         if not self._ahead_numel:
             return
-        numel, missing, is_next_missing = 0, [], False
+        numel = 0
+        missing: list[Unit] = []
+        nearest: Unit | None = None
         for following in passes.ahead():
             if following is unit or following.held is not None:
                 continue
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
+            nearest = nearest or following
             if zero3.any_released(following.params):
-                is_next_missing |= not numel
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return
@@ -272,7 +260,8 @@ class UnitHooks:
         if missing:
             for each in missing:
                 self._expect(each, passes, at_rest=True)
-            for units in (missing[:1], missing[1:]) if is_next_missing and len(missing) > 1 else (missing,):
+            alone = int(missing[0] is nearest)
+            for units in filter(None, (missing[:alone], missing[alone:])):
                 self._issue([param for each in units for param in each.params])
 
     def _issue(self, params: list[Any]) -> None:
@@ -337,10 +326,13 @@ class UnitHooks:
     def recover(self) -> None:
         """After an exception: nothing runs any more, either."""
         while self._calls:
-            self._calls.pop()[0].end()
-        if self.readers is not None:
-            self.readers.leave()
+            self._calls.pop().unit.end()
         self.let_go()
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _leaves(output: Any) -> list[Any]:

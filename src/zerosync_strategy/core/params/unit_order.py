@@ -54,17 +54,16 @@ class UnitOrder:
     def _notes_forwards(self) -> bool:
         return self._counts and torch._C._current_graph_task_id() == -1
 
-    def begins(self, unit: Unit) -> int:
-        """A call of ``unit`` begins; return its number, or 0 if it is not counted."""
+    def begins(self, unit: Unit) -> None:
+        """A call of ``unit`` begins."""
         if not self._notes_forwards:
-            return 0
+            return
         if self._is_over or self._calls == LONGEST:
             self._calls, self._is_over = 0, False
             for of_last in (self._began, self._ended, self._read):
                 of_last.clear()
         self._calls += 1
         self._began.setdefault(unit, self._calls)
-        return self._calls
 
     def ends(self, unit: Unit) -> None:
         if self._notes_forwards:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -23,12 +24,13 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import MODULE, Record
 from zerosync_strategy.core.engine.transformers import not_split
 
+RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them runs
+
 
 class Unit:
     """A module whose parameters are gathered together, and those.
 
     Attributes:
-        modules: whose parameters are gathered with it.
         params: in the order of gathers; empty for a model that has all of them in units inside of it.
         runs: how many of its forwards run.
         tasks: backwards, by autograd's number of each, that have come to it and not left it.
@@ -39,18 +41,22 @@ class Unit:
 
     def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
         self.module = module
-        self.modules = list(module.modules()) if is_whole else [module]
+        self._marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
-        self.records: list[Record] = []
         self.numel = sum(map(zero3.full_numel, self.params))
         self.runs = 0
         self.is_claimed = False
         self.tasks: set[int] = set()
         self.held: list[Any] | None = None
         self.pending = True
+        self._mark(False)
 
     def __deepcopy__(self, memo: Any) -> Unit:
         return self  # of a copied module (unit_hooks.py)
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return [param._zerosync_record for param in self.params]
 
     def claim(self) -> None:
         """The current stream has waited for the values, which stay until :meth:`let_go`."""
@@ -67,14 +73,27 @@ class Unit:
     def begin(self) -> None:
         """One of its forwards begins."""
         self.runs += 1
+        if self.runs == 1:
+            self._mark(True)
         for record in self.records:
             record.runs += 1
 
     def end(self) -> None:
         """One of its forwards has ended."""
         self.runs -= 1
+        if not self.runs:
+            self._mark(False)
         for record in self.records:
             record.runs -= 1
+
+    def _mark(self, runs: bool) -> None:
+        for attributes in self._marks:
+            attributes[RUNS] = runs
+
+    def unmark(self) -> None:
+        """Leave nothing on the modules."""
+        for attributes in self._marks:
+            attributes.pop(RUNS, None)
 
     def let_go(self) -> list[Record]:
         """Nothing of this unit uses the values any more; return those that no other unit uses either."""
@@ -99,7 +118,7 @@ class Units:
     """
 
     def __init__(self, engine: Any, names: Collection[str]) -> None:
-        module, limit = engine.module, gathering.max_live_numel(engine) // 2
+        module, config = engine.module, gathering.config_of(engine)
         classes = {type(each).__name__ for each in module.modules()}
         if unknown := [name for name in names if name not in classes]:
             raise ValueError(
@@ -107,7 +126,8 @@ class Units:
                 f" that class. It has: {', '.join(sorted(classes))}."
             )
         whole = set(names) or not_split(module) & classes
-        chosen = list(_units(module, whole, limit, gathering.prefetched_numel(engine), set()))
+        limit, small = config.max_live_parameters // 2, config.prefetch_bucket_size
+        chosen = list(_units(module, whole, limit, small, set()))
         found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
         self.wholes = found
         self.counts = Counter(type(unit).__name__ for unit in found)

@@ -16,84 +16,58 @@ guards, and anyone else             the parameter as it is; nothing is gathered
 The tensor lives as long as something refers to it: the unit's forward that read it, and autograd nodes that saved it.
 No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
 
-A *placeholder* stands for a parameter in graphs: of its shape, without its memory, and the same for good, so that no
-guard fails as the parameter is gathered and released. Its gradient is added to the parameter's own. The hooks
-themselves are not for compilers: a trace stops at each (a graph break).
+In graphs a placeholder stands for a parameter (``values.py``), so that no guard fails as the parameter is gathered and
+released. The hooks themselves are not for compilers: a trace stops at each (a graph break).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerosync_strategy.core.engine import compilation, contract, gathering, torch_internals, zero3
-from zerosync_strategy.core.engine.parameter import Record, is_at_rest, is_in_use, record_of
+from zerosync_strategy.core.engine import compilation, zero3
+from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
-from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_hooks import UnitHooks
-from zerosync_strategy.core.params.units import Unit
-from zerosync_strategy.core.params.values import Memory, ParameterValues
+from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
-_RUNS = "_zerosync_runs"  # and whether hooks hold the module's parameters for its own forward
-_by_address: dict[int, tuple[UnshardOnRead, Any]] = {}  # address of a placeholder's memory -> its parameter
-_Frame = tuple[Unit, dict[Any, Memory]]  # a unit whose forward runs, and what it has read
 
 
 class UnshardOnRead:
-    """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered.
+    """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
-    What a unit's forward reads of ``values`` twice is gathered once.
-    """
-
-    def __init__(
-        self, engine: Any, scheduler: GatherScheduler, values: ParameterValues, hooks: UnitHooks, units: Iterable[Unit]
-    ) -> None:  # fmt: skip
-        contract.require(torch_internals.COMPILATION)
-        self.scheduler = scheduler
-        self._values, self._hooks = values, hooks
-        values.cache, values.differentiable = self._cache, self._differentiable_read
-        self._frames: list[_Frame] = []
-        self._limit = gathering.prefetched_numel(engine)
-        self._gradient_hooks: list[Any] = []
-        self._read: set[Record] = set()  # whose gradients may come while they are sharded
+    def __init__(self, engine: Any, values: ParameterValues) -> None:
+        self._values = values
+        self._handles: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
                 continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
-            vars(module).update({_PLACEHOLDERS: _Placeholders.fromkeys(names), _RUNS: False})
+            vars(module)[_PLACEHOLDERS] = _Placeholders.fromkeys(names)
             self._modules[module] = tuple(name for name in names if not hasattr(type(module), name))
             stock: Any = type(module)
             module.__class__ = _readable(stock, self._modules[module], _gathered)
+            self._handles.append(module.register_state_dict_post_hook(_make_entries))
             compilation.make_passive(module)
-        self._held_with = {  # __dict__s of the modules whose parameters are gathered with a unit
-            unit: [vars(module) for module in unit.modules if _RUNS in vars(module)] for unit in units
-        }
         self._make_placeholders()
-        hooks.readers = self
 
     def detach(self) -> None:
         """Give the modules their classes back."""
-        self._hooks.readers = None
         for module in self._modules:
             module.__class__ = type(module).__bases__[0]
             compilation.undo_passive(module)
-            del vars(module)[_PLACEHOLDERS], vars(module)[_RUNS]
-        for gradient_hook in self._gradient_hooks:
-            gradient_hook.remove()
-        for record in self.scheduler.records:
-            for placeholder in record.placeholders.values():
-                del _by_address[placeholder.data_ptr()]
-            record.placeholders = {}
+            del vars(module)[_PLACEHOLDERS]
+        for handle in self._handles:
+            handle.remove()
 
     def prepare_deepcompile(self) -> None:
         """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
-        self._values.detach()
+        self._values.leave()
         for module, names in self._modules.items():
             stock: Any = type(module).__bases__[0]
             module.__class__ = _readable(stock, names, _as_it_is)
@@ -104,116 +78,18 @@ class UnshardOnRead:
             if [param.requires_grad for param, _ in self._given] != self._trained:
                 self._make_placeholders()
 
-    # ---- reading -------------------------------------------------------------------------------------------------
-
-    def read(self, module: Any, param: Any) -> Any:
-        """Return what an eager reader gets for a parameter that its module's hooks have not gathered."""
-        if not (self._hooks.is_in_forward or _in_backward()):
-            return param
-        memory = self._values.memory(param)
-        if memory.in_place and not is_at_rest(param):
-            return param
-        return unsharded(self._differentiable_read(param, memory), memory, Read)
-
-    def _differentiable_read(self, param: Any, memory: Memory) -> torch.Tensor:
-        self.expect_gradient(param)
-        # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
-        return _Read.apply(param, memory.full)  # type: ignore[no-untyped-call]
-
-    def _cache(self) -> dict[Any, Memory]:
-        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
-        return self._frames[-1][1] if self._frames and not _in_backward() else {}
-
-    # ---- placeholders --------------------------------------------------------------------------------------------
-
     def _make_placeholders(self) -> None:
         self._given: list[tuple[Any, torch.Tensor]] = []  # which modules have
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
                 param: Any = module._parameters[name]
-                placeholders[name] = self._placeholder(param)
+                placeholders[name] = self._values.placeholder(param)
                 self._given.append((param, placeholders[name]))
         self._trained = [placeholder.requires_grad for _, placeholder in self._given]
 
-    def _placeholder(self, param: Any) -> torch.Tensor:
-        placeholders, trains = record_of(param).placeholders, param.requires_grad
-        if trains not in placeholders:
-            blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
-            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
-            torch._dynamo.mark_static(placeholder)
-            placeholders[trains] = placeholder
-            _by_address[placeholder.data_ptr()] = (self, param)
-        return placeholders[trains]
-
-    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
-        with zero3.in_full_shape(param), torch.enable_grad():
-            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
-        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
-        return placeholder
-
-    def expect_gradient(self, param: Any) -> None:
-        """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
-        if record_of(param) in self._read or not param.requires_grad:
-            return
-        self._read.add(record_of(param))
-        placeholder = self._placeholder(param)
-
-        def in_shape(_: Any) -> None:
-            with zero3.as_it_is():
-                if param.numel() == 0:
-                    param.data = placeholder.detach()
-
-        def as_it_was(_: Any) -> None:
-            with zero3.as_it_is():
-                if zero3.is_released(param) and param.numel() > 0:
-                    param.data = placeholder.new_empty(0)
-
-        node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._gradient_hooks += (
-            node.register_prehook(in_shape),  # type: ignore[union-attr]
-            param.register_post_accumulate_grad_hook(as_it_was),
-        )
-
-    # ---- forwards ------------------------------------------------------------------------------------------------
-
-    def begins(self, unit: Unit) -> None:
-        self._frames.append((unit, _Recent(self._limit)))
-        self._mark(unit, True)
-
-    def ends(self, unit: Unit) -> None:
-        self._frames.pop()
-        self._mark(unit, any(running is unit for running, _ in self._frames))
-
-    def leave(self) -> None:
-        """No forward runs any more."""
-        while self._frames:
-            self.ends(self._frames[-1][0])
-
-    def _mark(self, unit: Unit, runs: bool) -> None:
-        for attributes in self._held_with[unit]:
-            attributes[_RUNS] = runs
-
 
 # ---- placeholders ------------------------------------------------------------------------------------------------
-
-
-class _Recent(dict[Any, Memory]):
-    """The values that were read last, by parameter, of so many elements at most as are gathered ahead."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._left = limit
-
-    def __setitem__(self, param: Any, memory: Memory) -> None:
-        if param not in self:
-            self._left -= zero3.full_numel(param)
-        super().__setitem__(param, memory)
-        while self._left < 0 and self:
-            oldest = next(iter(self))
-            del self[oldest]
-            self._left += zero3.full_numel(oldest)
 
 
 class _Placeholders(dict[str, Any]):
@@ -221,23 +97,6 @@ class _Placeholders(dict[str, Any]):
 
     def __deepcopy__(self, memo: Any) -> _Placeholders:
         return _Placeholders()
-
-
-class _Read(torch.autograd.Function):
-    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
-        ctx.param = param
-        return instead.view_as(instead)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return grad if ctx.param.requires_grad else None, None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_sharded(param: Any) -> bool:
@@ -255,21 +114,14 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
     attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
     attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    attributes["state_dict"] = _state_dict(stock)
     return type(stock.__name__, (stock,), attributes)
 
 
-def _state_dict(stock: type) -> Callable[..., Any]:
-    @functools.wraps(stock.state_dict)  # type: ignore[attr-defined]
-    def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        entries = stock.state_dict(module, *args, **kwargs)  # type: ignore[attr-defined]
-        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name in module._parameters if isinstance(entries, dict) else ():
-            if type(entry := entries.get(f"{prefix}{name}")) is Alias:
-                entry.__class__ = Entry
-        return entries
-
-    return state_dict
+def _make_entries(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
+    """Let what ``state_dict()`` has found in ``module`` be what one rank may copy and save."""
+    for name in module._parameters:
+        if type(entry := entries.get(f"{prefix}{name}")) is Alias:
+            entry.__class__ = Entry
 
 
 def _gathered(module: Any, name: str) -> torch.Tensor:
@@ -330,16 +182,21 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
 
 def _read_eagerly(module: Any, name: str, param: Any) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
-    return param if placeholder is None else _by_address[placeholder.data_ptr()][0].read(module, param)
+    if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
+        return param
+    memory = values.memory(param)
+    if memory.in_place and not is_at_rest(param):
+        return param
+    return unsharded(values.differentiable(param, memory.full), memory, Read)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------
 
 
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
-    frames, param = _by_address[placeholder.data_ptr()]
-    frames.expect_gradient(param)
-    return frames.scheduler.unshard(param)
+    values, param = of_placeholder(placeholder)
+    values.expect_gradient(param)
+    return values.scheduler.unshard(param)
 
 
 torch.library.define("zerosync::unshard", "(Tensor placeholder) -> Tensor")

@@ -16,28 +16,26 @@ from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # in which modules that write to their own parameters through .data are found
-_Reader = Callable[[Any, "Memory"], torch.Tensor]  # the values of a parameter as a function of it, for autograd
+_by_address: dict[int, tuple[ParameterValues, Any]] = {}  # address of a placeholder's memory -> its parameter
 
 
 class ParameterValues:
     """Gives the parameters of a ZeRO-3 engine their values while they are at rest.
 
-    ``scheduler`` gathers one into memory of its own; ``class_at_rest`` returns its class at rest, from its own.
-
-    Attributes:
-        cache: returns what has been gathered for the present reader, by parameter; where nobody shares, an empty
-            dictionary.
-        differentiable: set by whoever lets gradients of values go to their parameter; without it, nothing is gathered
-            and each operation is an error.
+    ``scheduler`` gathers one into memory of its own: for the forward of a unit that reads it again soon, once.
+    ``class_at_rest`` returns its class at rest, from its own. Not ``gathers``: each operation on one is an error.
     """
 
-    def __init__(self, scheduler: GatherScheduler, class_at_rest: Callable[[type], type]) -> None:
-        self._scheduler = scheduler
-        self.cache: Callable[[], dict[Any, Memory]] = dict
-        self.differentiable: _Reader | None = None
+    def __init__(
+        self, scheduler: GatherScheduler, hooks: UnitHooks, class_at_rest: Callable[[type], type], gathers: bool
+    ) -> None:  # fmt: skip
+        self.scheduler, self._hooks, self._gathers = scheduler, hooks, gathers
+        self._expected: set[Record] = set()  # whose gradients may come while they are sharded
+        self._handles: list[Any] = []
         self._steps = 0
         self._in_shards: frozenset[Record] = frozenset()
         self._records = scheduler.records
@@ -46,6 +44,16 @@ class ParameterValues:
             record.intercept(self, class_at_rest(record.own_class))
 
     def detach(self) -> None:
+        """Nothing is left of this."""
+        self.leave()
+        for handle in self._handles:
+            handle.remove()
+        for record in self.scheduler.records:
+            for placeholder in record.placeholders.values():
+                del _by_address[placeholder.data_ptr()]
+            record.placeholders = {}
+
+    def leave(self) -> None:
         """Let all parameters be DeepSpeed's own."""
         for record in self._records:
             record.leave()
@@ -62,14 +70,14 @@ class ParameterValues:
         self._in_shards = frozenset()
         if self._steps == WATCHED_STEPS:
             self._ask_device()
-            if self._scheduler.keeps_copies:
+            if self.scheduler.copies:
                 self._tell_ranks()
             for record in self._records:
                 record.watched = record.found > 0
 
     def _tell_ranks(self) -> None:
         """What one rank has found in its shard, all have: a copy has the values of all shards. Collective."""
-        for process_group, group in self._scheduler.groups.items():
+        for process_group, group in self.scheduler.groups.items():
             of_group = [record for record in self._records if record.group is group]
             found = largest([record.found for record in of_group], process_group)
             for record, of_any in zip(of_group, found, strict=True):
@@ -87,8 +95,8 @@ class ParameterValues:
             changed = record.changed()
             if isinstance(changed, torch.Tensor):
                 record.values_to_shard()
-                self._scheduler.values_in_shards(record.param)
-                stream = self._scheduler.streams.caller
+                self.scheduler.values_in_shards(record.param)
+                stream = self.scheduler.streams.caller
                 record.unseen[stream] = record.unseen[stream] | changed if stream in record.unseen else changed
             elif changed:
                 self._check_alike(record.param, record.param)
@@ -100,7 +108,7 @@ class ParameterValues:
         flags = [(record, *unseen) for record in self._records for unseen in record.unseen.items()]
         if not flags:
             return
-        self._scheduler.streams.caller_waits_for({stream for _, stream, _ in flags})
+        self.scheduler.streams.caller_waits_for({stream for _, stream, _ in flags})
         for (record, _, _), changed in zip(flags, torch.stack([flag for *_, flag in flags]).tolist(), strict=True):
             record.unseen = {}
             record.found += changed
@@ -112,32 +120,38 @@ class ParameterValues:
             self._ask_device()
         return record.writes + record.found
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a forward or a backward runs, and so reads."""
+        return self._hooks.call is not None or in_backward()
+
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
-        cache = self.cache()
-        found = cache.get(param)
+        call = self._hooks.call
+        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        reads: dict[Any, Memory] = {} if call is None or in_backward() else call.reads
+        found = reads.get(param)
         if found is None or found.date != self.date(param):
-            self._scheduler.arrive(param)
+            self.scheduler.arrive(param)
             record = record_of(param)
             record.settle()
             # Without copies for readers, what a program's context has gathered is read where it is.
-            is_claimed = self.differentiable is None and zero3.is_gathered(param) and record.claims
+            is_claimed = not self._gathers and zero3.is_gathered(param) and record.claims
             if record.values is not None and (is_claimed or is_in_use(param)):
                 with zero3.as_it_is():
                     return Memory(self, param, param.data, in_place=True)
-            if self.differentiable is None:
+            if not self._gathers:
                 raise RuntimeError(
                     f"Parameter {record.name} was read or written while ZeRO-3 had it sharded, which"
                     f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 stays = zero3.is_gathered(param) and not record.is_in_own_memory  # which may be freed
-                full = param.data if stays else self._scheduler.unshard(param)
-            found = cache[param] = Memory(self, param, full)
+                full = param.data if stays else self.scheduler.unshard(param)
+            found = reads[param] = Memory(self, param, full)
+            while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
+                del reads[next(iter(reads))]
         return found
-
-    def shard(self, param: Any) -> torch.Tensor | None:
-        return self._scheduler.shard(param)
 
     def assign(self, param: Any, value: torch.Tensor) -> None:
         """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
@@ -168,6 +182,76 @@ class ParameterValues:
                     f" twice (NVMe offload, quantized weights, hpZ). {REMEDY}"
                 )
 
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def differentiable(self, param: Any, full: torch.Tensor) -> torch.Tensor:
+        """Return the values ``full`` of ``param`` so that their gradient goes to it."""
+        self.expect_gradient(param)
+        # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
+        return _Read.apply(param, full)  # type: ignore[no-untyped-call]
+
+    def placeholder(self, param: Any) -> torch.Tensor:
+        """Return what stands for ``param`` in graphs: of its shape, without its memory, and the same for good.
+
+        Its gradient is added to the parameter's own.
+        """
+        placeholders, trains = record_of(param).placeholders, param.requires_grad
+        if trains not in placeholders:
+            blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
+            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
+            torch._dynamo.mark_static(placeholder)
+            placeholders[trains] = placeholder
+            _by_address[placeholder.data_ptr()] = (self, param)
+        return placeholders[trains]
+
+    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
+        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
+        with zero3.in_full_shape(param), torch.enable_grad():
+            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
+        return placeholder
+
+    def expect_gradient(self, param: Any) -> None:
+        """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
+        if record_of(param) in self._expected or not param.requires_grad:
+            return
+        self._expected.add(record_of(param))
+        placeholder = self.placeholder(param)
+
+        def in_shape(_: Any) -> None:
+            with zero3.as_it_is():
+                if param.numel() == 0:
+                    param.data = placeholder.detach()
+
+        def as_it_was(_: Any) -> None:
+            with zero3.as_it_is():
+                if zero3.is_released(param) and param.numel() > 0:
+                    param.data = placeholder.new_empty(0)
+
+        node = placeholder.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._handles += (
+            node.register_prehook(in_shape),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(as_it_was),
+        )
+
+
+class _Read(torch.autograd.Function):
+    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
+        ctx.param = param
+        return instead.view_as(instead)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return grad if ctx.param.requires_grad else None, None
+
+
+def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Any]:
+    """Return the parameter for which ``placeholder`` stands, after what gives it its values."""
+    return _by_address[placeholder.data_ptr()]
+
 
 class Memory:
     """Values of a parameter, in memory that stays as long as something refers to it.
@@ -195,7 +279,7 @@ class Memory:
         if self.param.requires_grad and torch.is_grad_enabled() and self.full.numel():
             if self.in_place:
                 return self.param
-            return self._values.differentiable(self.param, self)  # type: ignore[misc]
+            return self._values.differentiable(self.param, self.full)
         return self.full
 
     def write_back(self) -> None:
