@@ -1,5 +1,5 @@
 """Hooks of the site: links to files that are no pages, code that must be that of its file, pictures in their pages,
-paths that may break where a table is narrow.
+paths and calls that may break where a table is narrow, and options of a command that may not.
 """
 
 import importlib.util
@@ -17,8 +17,15 @@ _spec.loader.exec_module(_code)
 log = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:func|class|meth|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
-PATH = re.compile(r"(?<=<code>)[\w*/]+\.py(?:::\w+)?(?=</code>)")
+PATH = re.compile(r"(?<=<code>)[^<\n]*\.py(?:::\w+(?:\[[^<\]]*\])?)?(?=</code>)")
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+CALL = re.compile(r"(?<=<code>)[^<\s]{24,}(?=</code>)")
+FLAG = re.compile(r"<code>(?=--?\w[\w-]*(?: \w+)?</code>)")
 PICTURE = re.compile(r'<p><img alt="[^"]*" src="([^"]*pictures/[^"]+\.svg)"\s*/?></p>')
+BOOST = {"faults.md": 8.0, "refused.md": 6.0, "options.md": 6.0} | dict.fromkeys(
+    ("map.md", "mutants.md", "rules.md", "streams.md", "results.md", "compatibility.md"), 0.25
+)
+"""What a search shows first, and last: whoever pastes an error wants its remedy, not the rules of maintainers."""
 
 
 def on_config(config: Any) -> Any:
@@ -30,6 +37,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """A link out of docs/ holds in a checkout; in the site it goes to the repository, or names the file."""
+    if page.file.src_path in BOOST:
+        page.meta["search"] = {"boost": BOOST[page.file.src_path]}
     if _code.filled(markdown) != markdown:
         log.warning("%s shows code that differs from its file: python docs/_site/code.py", page.file.src_path)
 
@@ -64,5 +73,7 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         return f'<div class="picture">{Path(config.docs_dir, "pictures", name).read_text()}</div>'
 
     html = ROLE.sub(r"<code>\1</code>", html)
+    html = CELL.sub(lambda cell: CALL.sub(lambda match: re.sub(r"[(=](?!\))", r"\g<0><wbr>", match[0]), cell[0]), html)
     html = PATH.sub(lambda match: re.sub(r"[/_]", r"\g<0><wbr>", match[0]), html)
+    html = FLAG.sub('<code class="flag">', html)
     return PICTURE.sub(replace, html)
