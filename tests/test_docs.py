@@ -118,6 +118,22 @@ def test_every_option_is_in_the_table() -> None:
     assert set(table) == {*ZeroSyncConfig.option_names(), "step_on"}
 
 
+def test_what_is_public_is_said_in_one_place() -> None:
+    """The modules in its list are there, and all that have names for programs; the commands are all of them."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    public = page.split("## What a new version may change", 1)[1].split("\n\nTexts of errors", 1)[0]
+    of = dict(re.findall(r"^- \*(\w+)\*:? (.*?)[;.]$", public, flags=re.MULTILINE | re.DOTALL))
+    package = ROOT / "src" / "zerosync_strategy"
+    named = set(re.findall(r"`(?:zerosync_strategy)?\.([\w.]+)`", of["modules"]))
+    paths = {name: package / name.replace(".", "/") for name in named}
+    assert [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+    given = {path.parent.name for path in package.glob("*/__init__.py") if "__all__" in path.read_text()}
+    assert given <= named
+    commands = (package / "tools" / "commands.py").read_text()
+    found = {"run", *re.findall(r"@app\.command\(.*\)\ndef (\w+)", commands)}
+    assert found == set(re.findall(r"`(?:zerosync )?(\w+)`", of["commands"]))
+
+
 def described() -> dict[str, set[str] | None]:
     """By the dotted name of a directive of the reference, the members that it is limited to."""
     text = (ROOT / "docs" / "api.md").read_text()

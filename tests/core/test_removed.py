@@ -2,12 +2,24 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import zerosync_strategy
-from zerosync_strategy import ZeroSync, ZeroSyncConfig, ZeroSyncFabricStrategy, ZeroSyncPlugin, ZeroSyncStrategy
-from zerosync_strategy.core.options.removed import REMOVED, SINCE, removal
+from zerosync_strategy import (
+    StepReport,
+    ZeroSync,
+    ZeroSyncConfig,
+    ZeroSyncFabricStrategy,
+    ZeroSyncPlugin,
+    ZeroSyncStrategy,
+    planning,
+)
+from zerosync_strategy.core.options.removed import COMMANDS, REMOVED, SINCE, removal
+from zerosync_strategy.tools import cli
+
+CHANGELOG = (Path(__file__).parent.parent.parent / "CHANGELOG.md").read_text()
 
 OPTIONS: dict[str, Callable[[str], object]] = {
     "block": lambda name: ZeroSyncConfig.resolve({name: 1}),
@@ -28,15 +40,34 @@ def test_using_it_says_what_to_do_instead(name: str) -> None:
     for use in OPTIONS.values():
         with pytest.raises(ValueError, match=f"^ZeroSync option {remedy(name)}"):
             use(name)
-    with pytest.raises(AttributeError, match=remedy(name)):
-        getattr(object.__new__(ZeroSync), name)
-    with pytest.raises(ImportError, match=remedy(name)):
-        exec(f"from zerosync_strategy import {name}")
+    for owner in (ZeroSync, StepReport):
+        with pytest.raises(AttributeError, match=remedy(name)):
+            getattr(object.__new__(owner), name)
+    for module in ("zerosync_strategy", "zerosync_strategy.planning"):
+        with pytest.raises(ImportError, match=remedy(name)):
+            exec(f"from {module} import {name}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *option = name.split()
+    for words in ([command, "model", *option, "1"], [command, *(f"{each}=1" for each in option)]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            cli.main(words)
+        assert capsys.readouterr().err == f"'zerosync {name}' was removed in {SINCE}. {COMMANDS[name]}\n"
+
+
+def test_the_changelog_has_each_in_its_table() -> None:
+    table = CHANGELOG.split("\n| removed | do instead |\n|---|---|\n", 1)[1].split("\n\n")[0]
+    removed = {*re.findall(r"[\w-]+", "".join(row.split(" | ")[0] for row in table.splitlines()))}
+    names = {*map(str, REMOVED), *(word for name in COMMANDS for word in name.split())}
+    assert names - removed == set()
 
 
 def test_other_names_are_unknown_as_ever() -> None:
     assert removal("ZeroSync option", "nonsense") == removal("ZeroSync option", 1) == ""
-    assert not hasattr(zerosync_strategy, "nonsense") and not hasattr(object.__new__(ZeroSync), "nonsense")
+    for owner in (zerosync_strategy, planning, object.__new__(ZeroSync), object.__new__(StepReport)):
+        assert not hasattr(owner, "nonsense")
     with pytest.raises(ValueError, match=r"Unknown ZeroSync option 'coalesced'.* Did you mean 'coalesce'"):
         ZeroSyncConfig.resolve({"coalesced": True})
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.options.removed import removal
 from zerosync_strategy.version import __version__
 
 _NUMBERS = (
@@ -65,6 +67,12 @@ class StepReport:
     peak_node_bytes: int = 0
     apart: Mapping[str, int] = field(default_factory=dict)
     version: str = __version__
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name):
+            problem = removal("StepReport attribute", name)
+            raise AttributeError(problem or f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def bytes_sent_between_nodes(self) -> int:
