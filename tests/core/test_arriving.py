@@ -58,6 +58,10 @@ def nothing_arrives_before_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(1100, 2))
 
 
+class Biases(list[torch.Tensor]):
+    """A list that torch's pytree does not know."""
+
+
 READS: dict[str, Callable[[nn.Module], Any]] = {
     "nothing": lambda net: 0,
     "state_dict": lambda net: list(net.state_dict().values()),
@@ -66,6 +70,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "data": lambda net: [param.data.clone() for param in net.parameters()],
     "foreach": lambda net: torch._foreach_mul(list(net.parameters()), 2.0),
     "a stack": lambda net: [torch.stack([layer[0].bias for layer in net])],
+    "a list of its own": lambda net: [torch.stack(Biases(layer[0].bias for layer in net))],
     "a keyword": lambda net: [torch.add(input=net[0][0].bias, other=net[1][0].bias)],
     "deepcopy": lambda net: list(copy.deepcopy(net).parameters()),
     "numpy": lambda net: [torch.from_numpy(param.detach().numpy().copy()) for param in net.parameters()],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import set_z3_leaf_module
 from torch.optim.swa_utils import AveragedModel
 
@@ -168,3 +169,36 @@ def test_nothing_is_replaced_beside_the_list() -> None:
     assert found == []
     assert replacing(ast.parse("from torch.optim import SGD\nSGD.step = print")) == ["SGD"]
     assert replacing(ast.parse("import deepspeed\nsetattr(deepspeed.zero.Init, 'x', 1)")) == ["deepspeed.zero.Init"]
+
+
+@pytest.mark.off_device("the simulated device ends with the process group")
+def test_parameters_are_read_when_the_process_group_is_gone() -> None:
+    """A program may save its model when it has torn down torch.distributed."""
+
+    def run() -> bool:
+        engine = make_engine(2)
+        zerosync = attach(engine, overlap_gather=True)
+        train(engine)
+        torch.distributed.barrier()
+        values = [value.clone() for value in engine.module.state_dict().values()]
+        train(engine, 1)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        now = engine.module.state_dict().values()
+        changed = any((before != after).any() for before, after in zip(values, now, strict=True))
+        zerosync.end()
+        return changed
+
+    assert run_ranks(run) == [True, True]
+
+
+def test_deepspeed_has_the_model_once_whatever_is_detached() -> None:
+    def run() -> list[int]:
+        engine, found = make_engine(3), []
+        for _ in range(3):
+            attach(engine).detach()
+            found.append(len(parameter_offload.FWD_MODULE_STACK))
+        return found
+
+    for found in run_ranks(run):
+        assert len(set(found)) == 1, found

@@ -265,6 +265,33 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     run_ranks(run)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_that_is_refused_trains_on(stage: int) -> None:
+    """What `attach()` raises, it raises with DeepSpeed's engine as it was."""
+
+    def run() -> None:
+        net, plain = network(), network()
+        engine, oracle = make_engine(net, Mixed(net.parameters(), whole=False), stage), None
+        oracle = Oracle(plain, Mixed(plain.parameters(), whole=False), 2)
+        for k in range(3):
+            engine.backward(engine(data(k, rank())).square().mean())
+            engine.step()
+            oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
+            oracle.step()
+            if k == 0:
+                with pytest.raises(ValueError, match="has stepped flat shards"):
+                    attach(engine, elementwise_optimizer="whole")
+        assert distance(full_parameters(net), full_parameters(plain)) == 0.0
+        zerosync = attach(engine, elementwise_optimizer=True)
+        engine.backward(engine(data(3, rank())).square().mean())
+        engine.step()
+        zerosync.detach()
+        engine.backward(engine(data(4, rank())).square().mean())
+        engine.step()
+
+    run_ranks(run)
+
+
 def test_deepspeeds_own_muon_says_what_to_use() -> None:
     def run() -> None:
         start()

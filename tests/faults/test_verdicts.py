@@ -12,11 +12,11 @@ from tests.faults.verdicts import FAULTS, is_right, verdicts
 from tests.harness.engines import start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.doing import Advice, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.verdict import judge
-from zerosync_strategy.core.failures.words import sentence
+from zerosync_strategy.core.failures.words import ADVICE, error_text, report, sentence
 
 # Each fault once; the slow test has all of it.
 SOME = [
@@ -86,6 +86,16 @@ def test_causes(states: list[RankState], cause: str, ranks: tuple[int, ...]) -> 
     verdict = judge([replace(state, rank=rank) for rank, state in enumerate(states)])
     assert verdict is not None and (verdict.cause, verdict.ranks) == (cause, ranks), verdict
     assert all(str(rank) in sentence(verdict) for rank in ranks)
+
+
+def test_a_verdict_that_was_told_keeps_its_advice() -> None:
+    """A rank that asks when another has stopped gets what that has told, and no other advice."""
+    apart = [replace(FORWARD, reduces=True, backward=1), replace(FORWARD, reduces=True, backward=2, rank=1)]
+    first = report(apart)
+    told = replace(FORWARD, verdict=first.verdict, advises=first.advises)
+    for found in (first, report([told, replace(FORWARD, rank=1)])):
+        text = error_text(1, "the reduction", "before its first step", RuntimeError("gone"), found)
+        assert ADVICE[Advice.OTHER_BACKWARDS] in text and "Either a rank has ended" not in text
 
 
 def test_nobody_waits() -> None:

@@ -101,7 +101,8 @@ class StrictCommunicator(TorchDispatchMode):
         self._rank = dist.get_rank()
         self._calls: dict[str, int] = defaultdict(int)  # by place in which calls match, how many there were
         self._log: list[tuple[str, str]] = []  # of the calls in order: their keys, and what they are
-        self._recorded: deque[tuple[dict[str, Any], _Call]] = deque(maxlen=1000)
+        # Of the last calls: torch's entry, the key and the ranks. Not the call: it has tensors.
+        self._recorded: deque[tuple[dict[str, Any], str, list[int]]] = deque(maxlen=1000)
         self.count: dict[str, int] = defaultdict(int)  # calls by kind of collective
 
     @classmethod
@@ -147,16 +148,15 @@ class StrictCommunicator(TorchDispatchMode):
             "input_sizes": [list(tensor.shape) for tensor in call.inputs], "frames": frames, "retired": False,
             "is_p2p": name.strip("_") in ("send", "recv"), "time_created_ns": time.time_ns(),
         }  # fmt: skip
-        self._recorded.append((entry, call))
+        self._recorded.append((entry, call.key, call.ranks))
 
     def trace(self) -> bytes:
         """Return the last calls as torch's flight recorder has those of NCCL: complete where all ranks have come."""
 
-        def state_of(call: _Call) -> str:
-            come = all((self._directory / f"{call.key}.{rank}").exists() for rank in call.ranks)
-            return "completed" if come else "scheduled"
+        def state_of(key: str, ranks: list[int]) -> str:
+            return "completed" if all((self._directory / f"{key}.{rank}").exists() for rank in ranks) else "scheduled"
 
-        states = [(entry, state_of(call)) for entry, call in list(self._recorded)]
+        states = [(entry, state_of(key, ranks)) for entry, key, ranks in list(self._recorded)]
         return pickle.dumps({"entries": [entry | {"state": state} for entry, state in states]})
 
     def last_number(self, backend: object = None) -> int:

@@ -39,6 +39,7 @@ from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
+from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStepper, WholeStepper
@@ -79,6 +80,7 @@ class AttachedEngine:
         _check_options(engine, config, whole)
         self.engine, self.config, self.number = engine, config, next(_numbers)
         _patch_process(engine)
+        self._rank_status = rank_status()
         self.names = names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(engine.optimizer)
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
@@ -98,10 +100,11 @@ class AttachedEngine:
         parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
         gathers = None
         if isinstance(shards, PerParamShards):
+            masters = ShardMasters(shards)  # the stepper comes first: it may refuse, with the module as it was
+            owned = (reducer, shards, masters, edits.digest)
+            self.stepper = ExchangedStepper(*owned) if whole else Stepper(shards, masters)
             of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
-            sharded = self.parameters = ShardedParameters(parts, shards, of_module)
-            owned = (reducer, shards, sharded.masters, edits.digest)
-            self.stepper = ExchangedStepper(*owned) if whole else Stepper(shards, sharded.masters)
+            sharded = self.parameters = ShardedParameters(parts, masters, of_module)
             self.pending = PendingGradients(*pending)
             gathers = GatherMeter(sharded.scheduler, sharded.cache)
         else:
@@ -169,7 +172,7 @@ class AttachedEngine:
         self.pending.restore_clip_norm()
         self._stop_counting()
         self._restore_timer()
-        self.parameters.detach(destroyed)
+        self.parameters.detach()
         self.reducer.detach()
         fragments.release(self.reducer.params)
         for target, layer in self._layers:
@@ -177,6 +180,7 @@ class AttachedEngine:
             del target._zerosync_attached
         del self.engine._zerosync, self.engine.optimizer._zerosync
         patches.remove_user(self.engine)
+        self.parameters.detached(destroyed)
 
     def summary(self) -> str:
         """Return what a step will send by these options, and what is held, in one line."""
@@ -303,7 +307,7 @@ class AttachedEngine:
 
     def activity(self, what: object) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
-        return rank_status().activity(what, self._position, self.meter)
+        return self._rank_status.activity(what, self._position, self.meter)
 
     def _position(self) -> str:
         return f"{self.meter.steps} optimizer step(s) done, {self.window.backwards} backward(s) since"

@@ -141,5 +141,8 @@ class Parameters(ABC):
     def sends(self, nbytes: int) -> str:
         """Return in words what a step sends of the parameters, which have ``nbytes`` to send once."""
 
-    def detach(self, destroyed: bool) -> None:
-        """Detach what the stage has of its own; ``destroyed``: with the engine."""
+    def detach(self) -> None:
+        """Detach what the stage has of its own."""
+
+    def detached(self, destroyed: bool) -> None:
+        """The engine is as it was, or ``destroyed``."""

@@ -15,7 +15,6 @@ from zerosync_strategy.core.engine.parameter import Claim, record_of
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
-from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.probe import switches_weights
@@ -46,12 +45,12 @@ class ShardedParameters(Parameters):
     masters: ShardMasters
     scheduler: GatherScheduler
 
-    def __init__(self, parts: Parts, shards: PerParamShards, of_module: ModuleParameters) -> None:
-        self._parts, self._of_module, self._optimizer = parts, of_module, shards.optimizer
-        self.masters = ShardMasters(shards)
+    def __init__(self, parts: Parts, masters: ShardMasters, of_module: ModuleParameters) -> None:
+        self._parts, self.masters, self._of_module = parts, masters, of_module
+        self._optimizer = parts.engine.optimizer
         self._trained = frozenset(parts.reducer.params)
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
-        self.unshard_on_read = of_module.unshard_on_read if parts.config.eager_frames else None
+        self.unshard_on_read = of_module.unshard_on_read
         self.is_compiled = False
         self._issuing = of_module.scheduler.issuing
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
@@ -218,11 +217,13 @@ class ShardedParameters(Parameters):
             " the step)"
         )
 
-    def detach(self, destroyed: bool) -> None:
+    def detach(self) -> None:
         self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
         self._issuing.begun.remove(self._parts.reducer.pipeline.begun)
         self._issuing.count.counters.remove(self._parts.traffic)
         self._of_module.detach()
+
+    def detached(self, destroyed: bool) -> None:
         if destroyed:
             drop_functions(self._parts.engine.module)
             warn_of_what_is_left(self._parts.engine.module)

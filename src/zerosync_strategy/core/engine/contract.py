@@ -242,6 +242,7 @@ STAGE_3 = (
     *rows("units", "offload", "forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
     *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
     *rows("units", "module", "ds_external_parameters", named_in=_PARTITION),
+    *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),
     *rows("units", "zero config", "+max_live_parameters +max_reuse_distance"),
     *rows("units", _LINEAR, "zero3_linear_wrap"),
     *rows("units", "deepspeed.utils", "+z3_leaf_module(model)"),
@@ -267,6 +268,7 @@ UNSHARD_ON_READ = (
 SEVERAL_ENGINES = (
     *rows("several engines over one module", "optimizer", "+module persistent_parameters"),
     *rows("several engines over one module", "offload", "+module persistent_parameters"),
+    *rows("several engines over one module", _PARTITION, "_init_external_params"),
 )  # fmt: skip
 NESTED_ZERO_INIT = (
     *rows("zero.Init inside another one", _PARTITION, "top_level_context"),

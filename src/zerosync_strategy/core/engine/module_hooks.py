@@ -32,9 +32,12 @@ def made_again(engine: Any) -> bool:
 
 def make_anew(engine: Any) -> None:
     """Undo :func:`remove`."""
+    from deepspeed.runtime.zero import parameter_offload
+
     offload = engine.optimizer.parameter_offload
     with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
         offload.setup_zero_stage3_hooks()
+    parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is there already
     for hooks, key in _of_engine(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 

@@ -48,10 +48,12 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
     if zero.stage(engine) != 3:
         return
     contract.require(contract.SEVERAL_ENGINES, engine)
+    from deepspeed.runtime.zero import partition_parameters
+
     optimizer, params = engine.optimizer, set(part.parameters())
     offload = optimizer.parameter_offload
     for module in part.modules():
-        vars(module).setdefault("ds_external_parameters", tuple)  # DeepSpeed asks the modules of an engine
+        partition_parameters._init_external_params(module)  # what an engine's own module has been given
     offload.module = optimizer.module = part
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     offload.persistent_parameters = optimizer.persistent_parameters = persistent

@@ -62,7 +62,7 @@ class RankState:
         departure: how it does otherwise in this window than in its last one; ``departs_by``: of which cause that is.
         recorded: of each process group, the last collective in torch's flight recorder, and the first that is not
             complete.
-        verdict: that it has told, and stopped.
+        verdict: that it has told, and stopped. ``advises``: that says what to do.
     """
 
     rank: int
@@ -83,6 +83,7 @@ class RankState:
     departs_by: Cause = Cause.OTHER_MODULES
     recorded: tuple[Recorded, ...] = ()
     verdict: str = ""
+    advises: bool = False
     pid: int = 0
     host: str = ""
 

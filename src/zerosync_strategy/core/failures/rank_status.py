@@ -117,7 +117,7 @@ class RankStatus:
         self._stopped = lost = self._observe(frame_of(error), failed=True)
         found = report([lost]) if self._inquiries is None else self._inquiries.ask()
         # A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it.
-        self._stopped = replace(lost, verdict=found.verdict)
+        self._stopped = replace(lost, verdict=found.verdict, advises=found.advises)
         return error_text(self._rank, what, self._position, error, found)
 
     def uncaught(self, error: object) -> None:

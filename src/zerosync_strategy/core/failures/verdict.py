@@ -24,7 +24,7 @@ class Verdict:
         shown: of what ``chosen`` do, where ``cause`` is what follows from all; ``None``: the same.
         departed: they do otherwise than in their own last window.
         states: of all ranks, where these say more.
-        told: the verdict that a rank has told before.
+        told: the verdict that a rank has told before, with its advice.
     """
 
     cause: Cause
@@ -55,8 +55,9 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
 
 
 def _judge(states: Sequence[RankState]) -> Verdict | None:
-    if told := next((state.verdict for state in states if state.verdict), ""):
-        return Verdict(Cause.TOLD_BEFORE, told=told)
+    if told := next((state for state in states if state.verdict), None):
+        advice = Advice.OTHER_BACKWARDS if told.advises else None
+        return Verdict(Cause.TOLD_BEFORE, advice=advice, told=told.verdict)
     failed, gone = ([state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE))
     waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed or gone:

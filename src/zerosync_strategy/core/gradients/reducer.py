@@ -41,7 +41,7 @@ class Reducer:
     A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's shard.
 
     Attributes:
-        first_uses: returns, by ``id``, when the forward has used each parameter first (``params/module_order.py``), if
+        first_uses: returns, by ``id``, when the forward has used each parameter first (``params/unit_order.py``), if
             the backward gathers parameters between its gradients; ``None``: it does not.
         items: that the coming gradients are the mean over.
         bucket_bytes: of a bucket, and of a part of a larger parameter, at most.

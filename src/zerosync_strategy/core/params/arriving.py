@@ -14,16 +14,22 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.stripes import Stripe
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.params.tensor_functions import OF_ANY_VALUES
+
+
+class Elements(Protocol):
+    """Elements of a flat buffer."""
+
+    first: int
+    last: int
+
 
 _awaited: dict[int, ArrivingParameters] = {}  # by id of a parameter that is on its way
 
@@ -42,7 +48,7 @@ class ArrivingParameters:
         (stream,) = self._streams.make_gather_streams(1, True) or [None]
         return stream
 
-    def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Stripe, InFlight]]) -> None:
+    def launched(self, offsets: dict[Any, int], gathers: Iterable[tuple[Elements, InFlight]]) -> None:
         """Note down ``gathers`` of a flat buffer, ascending, in which parameters are at ``offsets``, ascending."""
         stripes = list(gathers)
         for _, gather in stripes:
@@ -112,7 +118,7 @@ class _OnTheWay:
         if func in OF_ANY_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        with _there(tree_leaves((args, kwargs))):
+        with _there(_on_the_way_in([args, kwargs])):
             return func(*args, **kwargs)
 
     # Both look at the class before they read.
@@ -138,3 +144,15 @@ def _there(params: Iterable[Any]) -> Iterator[None]:
 @functools.cache
 def _class_on_the_way(cls: Any) -> type:
     return type(cls.__name__, (_OnTheWay, cls), {"__module__": cls.__module__})
+
+
+def _on_the_way_in(value: Any) -> Iterator[Any]:
+    # Not torch's pytree: a subclass of list that it does not know would be a leaf.
+    if isinstance(value, _OnTheWay):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _on_the_way_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _on_the_way_in(each)

@@ -68,7 +68,8 @@ class ModuleParameters:
     ) -> ModuleParameters:  # fmt: skip
         """Return those of the module of ``engine``, for one more engine. ``is_constant``: no optimizer trains it.
 
-        A ``ValueError``: the budget is automatic, and the module has another engine; or that gathers by itself.
+        A ``ValueError``: the module has another engine, which gathers by itself, or has options that do not go with
+        these.
         """
         if config.eager_frames:
             contract.require(torch_internals.COMPILATION)
@@ -81,6 +82,11 @@ class ModuleParameters:
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"
                 " windows overlap, so that what is held cannot change between two. Give a size."
+            )
+        elif config.eager_frames is (found.unshard_on_read is None):
+            raise ValueError(
+                f"ZeroSync option 'eager_frames' got {config.eager_frames}, and another optimizer of the module has the"
+                " other value. What reads a parameter does not say for which of them: give both the same."
             )
         found._engines += 1
         found.cache.plan.forget_constants()  # this engine may train what the others do not
