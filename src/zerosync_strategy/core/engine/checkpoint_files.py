@@ -96,10 +96,11 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
     """
     file, module = Path(model_file), engine.module
     names = dict(module.named_parameters(remove_duplicate=False)).keys()
-    state: dict[str, Any] = read(file)["module"]
+    saved = read(file)
+    state: dict[str, Any] = saved["module"]
     if zero.stage(engine) == 3:  # where the module's state has parameters without elements
         state = {name: value for name, value in state.items() if name not in names}
-        state |= _untrained_of_stage_3(file)
+        state |= _untrained_of_stage_3(file, saved)
         if optimizer_state:
             _separate_groups(zero.stepping_optimizer(engine), file.parent)
     ids = {id(param) for param in trained}
@@ -119,12 +120,14 @@ def _set_values(param: Any, full: torch.Tensor) -> None:
         param.data.copy_(full)
 
 
-def _untrained_of_stage_3(first: Path) -> dict[str, torch.Tensor]:
-    """Return the parameters that are not trained, in full; each rank's file has a shard of them."""
-    ranks = read(first)["dp_world_size"]
-    saved = [read(first.with_name(first.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in range(ranks)]
+def _untrained_of_stage_3(file: Path, first: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters that are not trained, in full; each rank's file, the ``first`` of which is read, has a
+    shard of them.
+    """
+    others = range(1, first["dp_world_size"])
+    saved = [first, *(read(file.with_name(file.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in others)]
     full = {}
-    for name, shape in (saved[0]["frozen_param_shapes"] or {}).items():
+    for name, shape in (first["frozen_param_shapes"] or {}).items():
         flat = torch.cat([shards["frozen_param_fragments"][name].reshape(-1) for shards in saved])
         full[name] = flat[: shape.numel()].view(shape)
     return full
