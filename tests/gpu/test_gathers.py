@@ -14,7 +14,6 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,6 +21,7 @@ from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.engine import zero
 
 WORLD, WIDTH, LAYERS, ROUNDS = 4, 1024, 8, 8
 DELAY = {4: 4_000_000, 2: 3_200_000}  # cycles, by the size of the group
@@ -38,18 +38,20 @@ class _Work:
 def delayed() -> Callable[..., _Work]:
     links: dict[int, torch.cuda.Stream] = {}
 
-    def gather(source: torch.Tensor, target: torch.Tensor, group: Any = None) -> _Work:
+    def gather(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = True
+    ) -> _Work:
         size = dist.get_world_size(group)
         link = links.setdefault(size, torch.cuda.Stream())
         link.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link):
-            shard = source.clone()  # a part of the target, often
-            target.fill_(math.nan)
+            shard = input_tensor.clone()  # a part of the output, often
+            output_tensor.fill_(math.nan)
             torch.cuda._sleep(DELAY[size])
-            target.copy_(shard.repeat(size))
+            output_tensor.view(-1).copy_(shard.view(-1).repeat(size))
             done = torch.cuda.Event()
             done.record()
-        for tensor in (source, target):
+        for tensor in (input_tensor, output_tensor):
             tensor.record_stream(link)
         return _Work(done)
 
@@ -79,16 +81,16 @@ def train(system: str, reads: bool = False, backend: str = "") -> tuple[list[flo
     layers = (ReadsAhead() if reads else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
     model = nn.Sequential(*layers).cuda()
     shard_over(half, *model[::2])
-    zero = {
+    config = {
         "overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": WIDTH * WIDTH,
     }  # fmt: skip
-    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=0.0), zero=zero)
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=0.0), zero=config)
     if system != "stock":
         attach(engine, unshard_streams=system)
     if backend:
         engine.compile(backend=backend)
-    partition_parameters._dist_allgather_fn = delayed()
+    zero.comm_backend().all_gather_function = delayed()  # DeepSpeed's gathers and ours
     losses, times = [], []
     for k in range(ROUNDS):
         x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(k)).cuda()

@@ -133,7 +133,7 @@ RULES = {
     "L1, gradients": ("producers_wait", 2, SCENARIOS["bf16"], "reuse", "flat.py"),
     "L1, earlier backwards": ("record_stream_for_reduction", 2, SCENARIOS["ordered"], "reuse", "reduce_scatter"),
     "L2": ("wait_for_allocation", 2, SCENARIOS["coalesced"], "reuse", "flat.py"),
-    "S2": ("reductions_wait_for_caller", 2, SCENARIOS["a bucket without a gradient"], "reuse", "_complete"),
+    "S2": ("reductions_wait_for_caller", 2, SCENARIOS["a bucket without a gradient"], "reuse", "_packed"),
     "S1": ("gathers_wait_for_writes", 3, SCENARIOS["coalesced"], "race", "read by _foreach_copy_"),
 }
 
