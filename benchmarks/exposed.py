@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 8 benchmarks/exposed.py --model gpt             # eight GPUs and NCCL
 
 On one GPU, collectives are delays in proportion to their bytes (``links.py``): what NCCL's kernels take from those of
-the model is not in it. Each system has processes of its own, one system after the other. A step's medians are
+the model is not in it. Each system has processes of its own, one system after the other. Each round times some steps
+in a row, so that what a step leaves under way can overlap the next one. A step's medians are
 
 - ``step``: seconds until the device has done what the step asks for, on the slowest rank;
 - ``compute``: with links that take no time; with NCCL, with all collectives left out, which computes nonsense;
@@ -55,7 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "held": {"param_memory_budget": "all"},
     "overlapping": {"overlap_gather": True},
 }
-ZERO: dict[str, dict[str, Any]] = {"resharding": {"stage3_max_reuse_distance": 0}}  # after each forward, as FSDP2
+# Reshard after each forward whatever is gathered, as FSDP2 does.
+ZERO: dict[str, dict[str, Any]] = {
+    "resharding": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+}
 
 
 class Timed:
@@ -204,9 +208,10 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
             dist.barrier()
             synchronize()
             began = time.perf_counter()
-            run()
+            for _ in range(options.steps):
+                run()
             synchronize()
-            each = torch.tensor(time.perf_counter() - began, device=device)
+            each = torch.tensor((time.perf_counter() - began) / options.steps, device=device)
             dist.all_reduce(each, dist.ReduceOp.MAX)
             spent.append(float(each))
         return median(spent[options.warmup :])
@@ -258,7 +263,7 @@ def main() -> None:
     """Measure each system, print and write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("mlp", "gpt"), default="mlp")
-    defaults = dict(layers=8, width=4096, context=1024, batch=8, accumulate=4, warmup=2, rounds=5, world=64)
+    defaults = dict(layers=8, width=4096, context=1024, batch=8, accumulate=4, warmup=1, rounds=3, steps=3, world=64)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gbits", type=float, default=400, help="that a rank sends and receives per second (400)")

@@ -39,13 +39,16 @@ def exposed(*arguments: str) -> tuple[str, ...]:
     return ("-W", "ignore", "benchmarks/exposed.py", "--output", MEASURED, *arguments)
 
 
-TINY = ("--cpu", "--rounds", "1", "--warmup", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
-GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "3")
+TINY = ("--cpu", "--rounds", "1", "--steps", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
+MOST = (
+    *("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3"),
+    *("zerosync-2", "zerosync-2-overlapping", "zerosync-3"),
+)
+GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "2")
 SMALL = (
     *("--model", "gpt", "--layers", "24", "--width", "128", "--context", "32", "--batch", "1"),
-    *("--warmup", "1", "--rounds", "3", "--gbits", "1e9", "--latency", "0"),
+    *("--gbits", "1e9", "--latency", "0"),
 )
-OURS = ("zerosync-2", "zerosync-3", "zerosync-3-held", "zerosync-3-resharding")
 
 
 PARTS = (
@@ -73,7 +76,7 @@ PARTS = (
     Part(
         "costs",
         "What is a step's peak of memory, and at which lines does the host wait?",
-        50,
+        45,
         tests("tests/gpu/test_step_costs.py", workers=4),
         tests("tests/gpu/test_step_costs.py", "--simulated", workers=2),
     ),
@@ -87,35 +90,35 @@ PARTS = (
     Part(
         "followed",
         "Does the race checker follow CUDA's own events, and find what is not ordered?",
-        50,
+        40,
         tests("tests/gpu/test_followed.py", workers=4),
         tests("tests/gpu/test_followed.py", "--simulated"),
     ),
     Part(
         "exposed",
         "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
-        75,
-        exposed("--model", "mlp"),
+        90,
+        exposed("--model", "mlp", "--systems", *MOST),
         exposed("--model", "mlp", *TINY),
     ),
     Part(
         "gpt",
         "The same of a GPT of 0.3 G parameters.",
-        70,
-        exposed(*GPT, "--systems", "ddp", "fsdp2-3", "stock-2", "stock-3", *OURS),
+        65,
+        exposed(*GPT, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3"),
         exposed("--model", "gpt", *TINY),
     ),
     Part(
         "host",
         "How long does the host take for a step? The same with hardly any arithmetic, and links that take no time.",
-        60,
-        exposed(*SMALL, "--systems", "ddp", "fsdp2-3", *OURS),
+        45,
+        exposed(*SMALL, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3-resharding"),
         "a CPU has no kernels to launch; benchmarks/host_work.py counts there",
     ),
     Part(
         "deepcompile",
         "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
-        40,
+        60,
         tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x"),
         tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
     ),
