@@ -44,7 +44,7 @@ MOST = (
     *("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3"),
     *("zerosync-2", "zerosync-2-overlapping", "zerosync-3"),
 )
-GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "2")
+GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "2", "--steps", "2")
 SMALL = (
     *("--model", "gpt", "--layers", "24", "--width", "128", "--context", "32", "--batch", "1"),
     *("--gbits", "1e9", "--latency", "0"),
@@ -97,14 +97,14 @@ PARTS = (
     Part(
         "exposed",
         "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
-        90,
+        80,
         exposed("--model", "mlp", "--systems", *MOST),
         exposed("--model", "mlp", *TINY),
     ),
     Part(
         "gpt",
         "The same of a GPT of 0.3 G parameters.",
-        65,
+        80,
         exposed(*GPT, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3"),
         exposed("--model", "gpt", *TINY),
     ),
@@ -118,7 +118,7 @@ PARTS = (
     Part(
         "deepcompile",
         "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
-        60,
+        55,
         tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x"),
         tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
     ),
