@@ -9,6 +9,8 @@ in a row, so that what a step leaves under way can overlap the next one. A step'
 
 - ``step``: seconds until the device has done what the step asks for, on the slowest rank;
 - ``compute``: with links that take no time; with NCCL, with all collectives left out, which computes nonsense;
+- ``kernels``: the sum of what kernels of one step take then, all streams together; much less says that the host is
+  what is slow;
 - ``communication``: the sum of the step's delays; with NCCL, its collectives again, one after the other.
 
 ``exposed`` is (step - compute) / max(compute, communication): 0 where all is hidden and compute is the longer.
@@ -42,6 +44,7 @@ import torch.nn.functional as F
 from links import Links, collectives, replay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, VOCABULARY
@@ -249,6 +252,11 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
         calls.clear()
     with collectives(unlimited if is_fake else Links(None)):
         found["compute"] = seconds(timed.step)
+        if not options.cpu:
+            with profile(activities=[ProfilerActivity.CUDA]) as kernels:
+                timed.step()
+                synchronize()
+            found["kernels"] = sum(each.self_device_time_total for each in kernels.key_averages()) / 1e6
     longer = max(found["compute"], found["communication"])
     found["exposed"] = max(0.0, found["step"] - found["compute"]) / longer
     return found

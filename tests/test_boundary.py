@@ -3,7 +3,7 @@
 1. No file outside of ``core/engine`` touches an internal of DeepSpeed. ``attached/overrides.py``, which calls the
    attached engine and so lies above, has the methods that it overrides, calls DeepSpeed's own of the same names, and
    touches nothing else.
-2. What ``core/engine`` touches is in a table of ``contract.py``.
+2. What ``core/engine`` touches is in a table of ``deepspeed_internals.py``.
 3. So is every method that is overridden.
 """
 
@@ -17,14 +17,14 @@ import torch
 
 import zerosync_strategy
 from zerosync_strategy.core.attached import overrides
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import deepspeed_internals
 from zerosync_strategy.core.engine import overrides as engine_overrides
 
 SOURCE = Path(zerosync_strategy.__file__).parent
 ENGINE = SOURCE / "core" / "engine"
 OVERRIDES = SOURCE / "core" / "attached" / "overrides.py"
-DECLARED = {internal.name for table in contract.EVERY_TABLE for internal in table}
-INTERNAL = {internal.name for table in contract.EVERY_TABLE for internal in table if not internal.public}
+DECLARED = {internal.name for table in deepspeed_internals.EVERY_TABLE for internal in table}
+INTERNAL = {internal.name for table in deepspeed_internals.EVERY_TABLE for internal in table if not internal.public}
 # Parts of DeepSpeed whose modules are not its interface; zero_to_fp32 is a tool for users.
 PRIVATE_MODULES = ("deepspeed.runtime", "deepspeed.compile", "deepspeed.ops", "deepspeed.comm.comm", "deepspeed.utils")
 TOOLS = ("deepspeed.utils.zero_to_fp32",)

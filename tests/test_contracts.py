@@ -22,6 +22,7 @@ from zerosync_strategy.core.engine import (
     compat,
     compilation,
     contract,
+    deepspeed_internals,
     gathering,
     several,
     torch_internals,
@@ -105,19 +106,19 @@ def test_a_framework_that_calls_a_method_otherwise_is_refused(monkeypatch: pytes
 # What verifies a table, by table, where it is not attach().
 FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
     2: [
-        (contract.ACCUMULATION, zero.accumulate_outside),
-        (contract.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
-        (contract.ANY_MODEL, lambda _: compat.allow_any_model()),
+        (deepspeed_internals.ACCUMULATION, zero.accumulate_outside),
+        (deepspeed_internals.DEEPCOMPILE, lambda _: compilation.deepcompile_last_pass(print).__enter__()),
+        (deepspeed_internals.ANY_MODEL, lambda _: compat.allow_any_model()),
         (torch_internals.PLAN, lambda _: replay._join(Cluster(2))),
         (TRAINER, lambda _: make("accelerate").set_deepspeed_weakref()),
         (transformers.INTERNALS, lambda _: transformers.nothing_is_sharded().__enter__()),
     ],
     3: [
-        (contract.UNSHARD_ON_READ, attach),
+        (deepspeed_internals.UNSHARD_ON_READ, attach),
         (torch_internals.COMPILATION, attach),
-        (contract.SEVERAL_ENGINES, lambda engine: several.restrict(engine, engine.module, engine)),
-        (contract.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
-        (contract.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
+        (deepspeed_internals.SEVERAL_ENGINES, lambda engine: several.restrict(engine, engine.module, engine)),
+        (deepspeed_internals.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
+        (deepspeed_internals.EVALUATION, lambda engine: gathering.loading_without_optimizer(engine).__enter__()),
     ],
 }
 
@@ -126,7 +127,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
 def test_an_engine_that_lacks_an_internal_is_refused_by_name(stage: int) -> None:
     def run() -> None:
         engine = make_engine(stage, {"offload_optimizer": {"device": "cpu"}})
-        of_attach = (*torch_internals.TRAINING, *contract.CONFIGURATION, *internals_of(engine))
+        of_attach = (*torch_internals.TRAINING, *deepspeed_internals.CONFIGURATION, *internals_of(engine))
         for table, verify in [(of_attach, attach), *FEATURES[stage]]:
             for row in asked_for(table):
                 is_live = not row.named_in and row.package == "deepspeed" and not row.owner.startswith("deepspeed.")
@@ -144,10 +145,20 @@ def test_an_engine_that_lacks_an_internal_is_refused_by_name(stage: int) -> None
 
 
 def test_every_table_is_taken_away_row_by_row() -> None:
-    of_engines = (contract.CONFIGURATION, contract.ALL_STAGES, contract.REFUSED, torch_internals.TRAINING)
-    of_stages = (contract.STAGE_1_2, contract.STAGE_1_2_OFFLOAD, contract.STAGE_3, contract.STAGE_3_OFFLOAD)
+    of_engines = (
+        deepspeed_internals.CONFIGURATION,
+        deepspeed_internals.ALL_STAGES,
+        deepspeed_internals.REFUSED,
+        torch_internals.TRAINING,
+    )
+    of_stages = (
+        deepspeed_internals.STAGE_1_2,
+        deepspeed_internals.STAGE_1_2_OFFLOAD,
+        deepspeed_internals.STAGE_3,
+        deepspeed_internals.STAGE_3_OFFLOAD,
+    )
     taken = {*itertools.chain(*of_engines, *of_stages), *(row for of in FEATURES.values() for t, _ in of for row in t)}
-    assert {row for table in (*contract.EVERY_TABLE, *torch_internals.EVERY_TABLE) for row in table} <= taken
+    assert {row for table in (*deepspeed_internals.EVERY_TABLE, *torch_internals.EVERY_TABLE) for row in table} <= taken
 
 
 # ---- what is used is in a table --------------------------------------------------------------------------------------
@@ -155,7 +166,11 @@ def test_every_table_is_taken_away_row_by_row() -> None:
 EVERY_ROW = [
     row
     for table in (
-        *contract.EVERY_TABLE, *torch_internals.EVERY_TABLE, transformers.INTERNALS, TRAINER, *map(table_of, LAYERS),
+        *deepspeed_internals.EVERY_TABLE,
+        *torch_internals.EVERY_TABLE,
+        transformers.INTERNALS,
+        TRAINER,
+        *map(table_of, LAYERS),
     )
     for row in table
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.harness import engines
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, prepare_cpu
-from zerosync_strategy.core.engine.parameter import TRANSITIONS, Claim, State
+from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, State
 from zerosync_strategy.core.optimizer import masters
 
 pytestmark = pytest.mark.off_device("what is called is the same there")

@@ -116,15 +116,15 @@ def functions_of(file: str) -> dict[int, str]:
 
 
 def members(enum: str) -> dict[str, str]:
-    """Return the members of an enum in core/engine/parameter.py, each with what stands beside it."""
-    text = (SOURCE / "core" / "engine" / "parameter.py").read_text()
+    """Return the members of an enum in core/engine/parameter_states.py, each with what stands beside it."""
+    text = (SOURCE / "core" / "engine" / "parameter_states.py").read_text()
     body = text.partition(f"class {enum}(")[2].partition("\nclass ")[0]
     return dict(re.findall(r"^    (\w+) = .*  # (.*)$", body, re.MULTILINE))
 
 
 def transitions() -> dict[str, dict[str, str]]:
-    """Return the table of states in core/engine/parameter.py: by event and state, what follows."""
-    text = ast.get_docstring(ast.parse((SOURCE / "core" / "engine" / "parameter.py").read_text())) or ""
+    """Return the table of states in core/engine/parameter_states.py: by event and state, what follows."""
+    text = ast.get_docstring(ast.parse((SOURCE / "core" / "engine" / "parameter_states.py").read_text())) or ""
     _, head, rows, *_ = re.split(r"^=[= ]+$\n", text, flags=re.MULTILINE)
     split = re.compile(r" {2,}")
     _, *states = split.split(head.strip().replace("`", ""))

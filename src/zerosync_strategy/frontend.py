@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.checkpointing import remedy_for_other_ranks
-from zerosync_strategy.core.attached.overrides import FrozenStay, ModeOverrides
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
@@ -34,6 +33,7 @@ from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.module_hooks import drop_functions
+from zerosync_strategy.core.engine.overrides import FrozenStay, ModeOverrides
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
@@ -52,6 +52,7 @@ from zerosync_strategy.core.optimizer.problems import (
     warn_of_empty_groups,
 )
 from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options.removed import refuse_removed, refusing_removed
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.params.state_entries import in_full
@@ -62,7 +63,8 @@ __all__ = [  # beside the functions below, for a frontend's own hooks
     "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "part_of", "readable", "reload_master_weights", "restore", "restrict",
+    "optimizer_problem", "part_of", "readable", "refuse_removed", "refusing_removed", "reload_master_weights",
+    "restore", "restrict",
 ]  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_a_layer_waits_for_its_own_parameters_alone() -> None:
         zerosync = attach(engine, overlap_gather=True)
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
-        arriving = attached_of(zerosync).parameters.arriving
+        arriving = attached_of(zerosync).weights.arriving
         everything = len(arriving._of)
         assert everything == 2 * LAYERS
         for param in net.parameters():  # none of this needs values

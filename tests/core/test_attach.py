@@ -20,7 +20,7 @@ from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
 from zerosync_strategy.core.attached.engine import check_backends
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
-from zerosync_strategy.core.engine import contract, zero
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 
@@ -68,7 +68,7 @@ def test_detach_leaves_no_trace(stage: int) -> None:
     def run() -> float:
         def train(with_zerosync: bool) -> Any:
             # Of several persistent parameters, older releases gather some too late on gloo, when nothing is attached.
-            whole = contract.has(contract.WHOLE_GATHER)
+            whole = contract.has(deepspeed_internals.WHOLE_GATHER)
             engine = make_engine(stage, {} if whole or stage < 3 else {"stage3_param_persistence_threshold": 0})
             before = {**vars(engine), **{f"optimizer.{k}": v for k, v in vars(engine.optimizer).items()}}.keys()
             classes = type(engine), type(engine.optimizer), type(zero.comm_backend())

@@ -73,9 +73,9 @@ class Counted:
     def used(self) -> int:
         ours = 0
         if self.attached is not None:
-            ours = self.attached.reducer.local.now
-            if self.attached.parameters.scheduler is not None:
-                ours += self.attached.parameters.scheduler.issuing.unsharded.now
+            ours = self.attached.parts.reducer.local.now
+            if self.attached.weights.scheduler is not None:
+                ours += self.attached.weights.scheduler.issuing.unsharded.now
                 if (shards := self.attached.parameters.cache.plan.node_shards) is not None:
                     ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)

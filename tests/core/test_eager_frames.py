@@ -621,7 +621,7 @@ def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = engines.make_engine(model, optimizer, stage, gradient_accumulation_steps=2)
         zerosync = attach(engine, param_memory_budget="all" if stage == 3 else 0)
-        reducer, traced = attached_of(zerosync).reducer, []
+        reducer, traced = attached_of(zerosync).parts.reducer, []
         ready = reducer.gradient_ready
 
         def watched(gradient: Any) -> bool:

@@ -7,16 +7,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zerosync_strategy.core.engine.parameter import (
-    TRANSITIONS,
-    Claim,
-    Event,
-    Record,
-    State,
-    is_in_use,
-    record_of,
-    reshard,
-)
+from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of, reshard
+from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, Event, State
 
 
 class Owner:

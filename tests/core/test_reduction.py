@@ -135,7 +135,7 @@ def test_between_hosts_messages_are_smaller(stage: int) -> None:
         engine = make_engine(stage)
         zerosync = attach(engine)
         train(engine, zerosync, 2)
-        return distance(full_parameters(engine.module), oracle(2)), len(attached_of(zerosync).reducer.buckets)
+        return distance(full_parameters(engine.module), oracle(2)), len(attached_of(zerosync).parts.reducer.buckets)
 
     assert run_ranks(run, True) == [(0.0, 1)] * 2
     assert run_ranks(run, False) == [(0.0, LAYERS // 2)] * 2
@@ -417,10 +417,10 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
             with pytest.warns(UserWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
                 engine.backward(loss_of(engine, 0, rank()))
             handle.remove()
-            abandoned = bool(attached_of(zerosync).reducer.pipeline.abandoned)
+            abandoned = bool(attached_of(zerosync).parts.reducer.pipeline.abandoned)
             engine.backward(loss_of(engine, 0, rank()))
             engine.step()
-            return abandoned, bool(attached_of(zerosync).reducer.pipeline.abandoned)
+            return abandoned, bool(attached_of(zerosync).parts.reducer.pipeline.abandoned)
 
     assert run_ranks(run) == [(True, False)] * 2
 

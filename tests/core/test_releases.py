@@ -8,18 +8,19 @@ from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach, shard_over
 from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import deepspeed_internals as internals
 from zerosync_strategy.core.engine.contract import Internal
 from zerosync_strategy.core.engine.supported import check_release
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
-        contract.CONFIGURATION, contract.ALL_STAGES, contract.ACCUMULATION, contract.STAGE_1_2,
-        contract.STAGE_1_2_OFFLOAD, contract.ANY_MODEL, contract.DEEPCOMPILE,
+        internals.CONFIGURATION, internals.ALL_STAGES, internals.ACCUMULATION, internals.STAGE_1_2,
+        internals.STAGE_1_2_OFFLOAD, internals.ANY_MODEL, internals.DEEPCOMPILE,
     ),
     3: (
-        contract.STAGE_3, contract.STAGE_3_OFFLOAD, contract.UNSHARD_ON_READ, contract.SEVERAL_ENGINES,
-        contract.NESTED_ZERO_INIT,
+        internals.STAGE_3, internals.STAGE_3_OFFLOAD, internals.UNSHARD_ON_READ, internals.SEVERAL_ENGINES,
+        internals.NESTED_ZERO_INIT,
     ),
 }  # fmt: skip
 
@@ -46,7 +47,7 @@ def test_an_internal_is_not_asked_for_before_its_release() -> None:
             with pytest.raises(ContractError, match=r"shard_over\(\) needs DeepSpeed 0\.19\.3 or newer.*leave shard_"):
                 shard_over(torch.distributed.group.WORLD, torch.nn.Linear(2, 2))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(contract, "has", lambda internal: internal is not contract.COMPILE_BACKEND and has(internal))
+            patch.setattr(contract, "has", lambda internal: internal is not internals.COMPILE_BACKEND and has(internal))
             patch.setitem(engine._config._param_dict, "compile", {"deepcompile": True})
             with pytest.raises(ContractError, match=r"DeepCompile needs DeepSpeed 0\.18\.9 or newer.*deepcompile"):
                 attach(engine)

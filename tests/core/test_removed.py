@@ -12,11 +12,12 @@ from zerosync_strategy import (
     ZeroSync,
     ZeroSyncConfig,
     ZeroSyncFabricStrategy,
+    ZeroSyncMonitor,
     ZeroSyncPlugin,
     ZeroSyncStrategy,
     planning,
 )
-from zerosync_strategy.core.options.removed import COMMANDS, REMOVED, SINCE, removal
+from zerosync_strategy.core.options.removed import COMMANDS, PLANNING, REMOVED, SINCE, removal
 from zerosync_strategy.tools import cli
 
 CHANGELOG = (Path(__file__).parent.parent.parent / "CHANGELOG.md").read_text()
@@ -48,6 +49,23 @@ def test_using_it_says_what_to_do_instead(name: str) -> None:
             exec(f"from {module} import {name}")
 
 
+@pytest.mark.parametrize("name", PLANNING)
+def test_planning_says_what_to_do_instead(name: str) -> None:
+    for call in (planning.plan, planning.Cluster, planning.usual_sets):
+        with pytest.raises(ValueError, match=f"'{name}' was removed in {SINCE}\\. {re.escape(PLANNING[name])}$"):
+            call(**{name: 1})
+    for owner in (planning.Plan, planning.Outcome, planning.Cluster):
+        with pytest.raises(AttributeError, match=f"'{name}' was removed in {SINCE}"):
+            getattr(object.__new__(owner), name)
+
+
+def test_arguments_say_what_to_do_instead() -> None:
+    with pytest.raises(ValueError, match=f"^ZeroSyncMonitor argument {remedy('run_log')}"):
+        ZeroSyncMonitor(run_log="")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=f"^full_weights\\(\\) argument {remedy('changes_since')}"):
+        object.__new__(ZeroSync).full_weights(changes_since=1)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, *option = name.split()
@@ -60,7 +78,7 @@ def test_a_command_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixt
 def test_the_changelog_has_each_in_its_table() -> None:
     table = CHANGELOG.split("\n| removed | do instead |\n|---|---|\n", 1)[1].split("\n\n")[0]
     removed = {*re.findall(r"[\w-]+", "".join(row.split(" | ")[0] for row in table.splitlines()))}
-    names = {*map(str, REMOVED), *(word for name in COMMANDS for word in name.split())}
+    names = {*map(str, (*REMOVED, *PLANNING)), *(word for name in COMMANDS for word in name.split())}
     assert names - removed == set()
 
 

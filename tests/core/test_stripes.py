@@ -94,7 +94,7 @@ def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path:
         messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
         engine = make_engine(stage, config, zero)
         zerosync = attach(engine)
-        stripes = [layout.stripes for layout in attached_of(zerosync).reducer.layouts]
+        stripes = [layout.stripes for layout in attached_of(zerosync).parts.reducer.layouts]
         assert not any(each.is_stock for each in stripes)
         train(engine, range(3))
         engine.save_checkpoint(str(tmp_path / "ours"))
@@ -175,7 +175,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):
             attach(engine, coalesce=False)
         zerosync = attach(engine)
-        assert all(layout.stripes.is_stock for layout in attached_of(zerosync).reducer.layouts)
+        assert all(layout.stripes.is_stock for layout in attached_of(zerosync).parts.reducer.layouts)
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
         for k in range(3):
             zerosync.window.expect_last()

@@ -63,7 +63,7 @@ def arm(zerosync: ZeroSync, net: torch.nn.Module, place: str, act: Callable[[], 
     elif place in ("backward", "checkpoint"):  # which follows
         net[2].register_forward_hook(lambda *call: call[-1].register_hook(lambda grad: grad * act()) and None)
     elif place == "reduction":
-        attached_of(zerosync).reducer.pipeline.launch = lambda bucket: act()  # type: ignore[method-assign]
+        attached_of(zerosync).parts.reducer.pipeline.launch = lambda bucket: act()  # type: ignore[method-assign]
     else:
         engine.optimizer.optimizer.step = lambda *args, **kwargs: act()
 

@@ -70,7 +70,7 @@ def test_gradients_of_earlier_backwards(stage: int) -> None:
                 with get_accelerator().stream(side):
                     engine.backward(engine(x).square().mean())
                 caller.wait_stream(side)
-                attached.window.expect_last()
+                attached.parts.window.expect_last()
                 engine.backward(engine(x).square().mean())
                 with get_accelerator().stream(side):
                     torch.ones(WIDTH, WIDTH)

@@ -18,7 +18,7 @@ from zerosync_strategy import frontend
 from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.accelerate.stepping import AUTO, STEP_ON
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, refuse_removed, suggest
+from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
 
 _STOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(DeepSpeedPlugin))
 
@@ -74,7 +74,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         ours = AccelerateConfig.option_names()
         for name in options:
             if name not in ours | _STOCK_FIELDS:
-                refuse_removed([name])
+                frontend.refuse_removed([name])
                 known = ours | _STOCK_FIELDS | {"stage"}
                 raise TypeError(f"ZeroSyncPlugin got an unknown option {name!r}.{suggest(name, known)}")
         self._stage = stage

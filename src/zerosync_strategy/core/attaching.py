@@ -7,7 +7,17 @@ from typing import Any
 import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import ATTACHED, note, say
-from zerosync_strategy.core.attached.overrides import EngineOverrides
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.overrides import (
+    EngineOverrides,
+    OptimizerOverrides,
+    Stage3Overrides,
+    Stage12Overrides,
+    SwitchOverrides,
+    WholeStage3Overrides,
+    WholeStage12Overrides,
+    ZeroSwitchOverrides,
+)
 from zerosync_strategy.core.attached.untrained import watch_end
 from zerosync_strategy.core.attached.zeroing import let_modules_zero
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
@@ -15,6 +25,7 @@ from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync
+from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.problems import (
     dtype_problem,
     foreign_problem,
@@ -78,13 +89,30 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     let_modules_zero()
     mark_used(optimizer)
     try:
-        zerosync = ZeroSync(engine, config, kind.needs_whole)
+        zerosync = ZeroSync(_attached(engine, config, kind.needs_whole))
     except BaseException:
         patches.remove_user(engine)
         raise
     watch_end()
     _announce(zerosync)
     return zerosync
+
+
+def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
+    """Give ``engine`` the mechanisms of its ZeRO stage, let its methods call them, and return them."""
+    overrides: type[OptimizerOverrides]
+    if zero.stage(engine) == 3:
+        overrides = WholeStage3Overrides if whole else Stage3Overrides
+    else:
+        overrides = WholeStage12Overrides if whole else Stage12Overrides
+    attached = AttachedEngine(engine, config, whole)
+    layer: type = overrides
+    switching = []
+    if switches_weights(stepping := zero.stepping_optimizer(engine)):
+        layer = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
+        switching = [(stepping, SwitchOverrides)]
+    attached.begin((engine, EngineOverrides), (engine.optimizer, layer), *switching)
+    return attached
 
 
 def _announce(zerosync: ZeroSync) -> None:

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.overrides import attach_engine
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
-from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.options.removed import removal
+from zerosync_strategy.core.options.removed import missing_attribute, refusing_removed
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.report import StepReport
 
@@ -44,23 +42,17 @@ class ZeroSync:
         counter: counts the collectives for the report, apart from those of other engines in this process.
     """
 
-    def __init__(self, engine: Any, config: ZeroSyncConfig, needs_whole: bool) -> None:
-        self.engine = engine
-        self.config = config
-        self._attached = attach_engine(engine, config, needs_whole)
-        self.window = self._attached.window
-        self.parameters = self._attached.reducer.params
-        self.counter = self._attached.traffic
+    def __init__(self, attached: AttachedEngine) -> None:
+        self._attached, parts = attached, attached.parts
+        self.engine, self.config, self.window = parts.engine, parts.config, parts.window
+        self.parameters, self.counter = parts.reducer.params, parts.traffic
         self.may_be_replaced = False
         self.norm_is_read: Callable[[], None] = _nothing
         self.losses_divided_by: Callable[[], float] = _one
-        engine._zerosync = engine.optimizer._zerosync = self
+        self.engine._zerosync = self.engine.optimizer._zerosync = self
 
     if not TYPE_CHECKING:  # a type checker would take any name
-
-        def __getattr__(self, name):
-            problem = removal("ZeroSync handle attribute", name)
-            raise AttributeError(problem or f"{type(self).__name__!r} object has no attribute {name!r}")
+        __getattr__ = missing_attribute("ZeroSync handle attribute")
 
     @property
     def _is_attached(self) -> bool:
@@ -166,7 +158,7 @@ class ZeroSync:
 
         Not with ``coalesce=False``, a ``grad_memory_budget`` that they exceed, or accumulation in another dtype.
         """
-        return self._attached.reducer.keeps_gradients
+        return self._attached.parts.reducer.keeps_gradients
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming optimizer step, and only it, to this global gradient norm; 0 leaves it unclipped.
@@ -196,7 +188,7 @@ class ZeroSync:
             parameters: which; by default all of the engine's module.
         """
         attached = self._while_attached("full_parameters()")
-        apart = attached.traffic.apart("full parameters")
+        apart = attached.parts.traffic.apart("full parameters")
         with apart, attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
             yield
 
@@ -215,6 +207,7 @@ class ZeroSync:
         with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
 
+    @refusing_removed("full_weights() argument")
     def full_weights(
         self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:

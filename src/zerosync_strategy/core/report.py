@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
-from zerosync_strategy.core.options.removed import removal
+from zerosync_strategy.core.options.removed import missing_attribute
 from zerosync_strategy.version import __version__
 
 _NUMBERS = (
@@ -69,10 +69,7 @@ class StepReport:
     version: str = __version__
 
     if not TYPE_CHECKING:  # a type checker would take any name
-
-        def __getattr__(self, name):
-            problem = removal("StepReport attribute", name)
-            raise AttributeError(problem or f"{type(self).__name__!r} object has no attribute {name!r}")
+        __getattr__ = missing_attribute("StepReport attribute")
 
     @property
     def bytes_sent_between_nodes(self) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from typing_extensions import override
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import Stock, StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract
@@ -36,6 +35,7 @@ from .library import (
     TorchCheckpointIO,
 )
 from .prepared import PreparedModule, allow_later_optimizers, find_model_of_backward, unwrap_prepared
+from .stepping import BackwardSync, OptimizerOverrides, clip_norm, zerosync_of
 
 _ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 
@@ -71,7 +71,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         self._prepared: weakref.WeakSet[PreparedModule] = weakref.WeakSet()
         self._patch_process()
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
-        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
+        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]
         assert isinstance(self.config, dict)
         self.zerosync_config, self.stage = _ARGUMENTS.read(self.config, stage, config, ours)
         for block in ("optimizer", "scheduler"):
@@ -180,7 +180,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             self._set_deepspeed_activation_checkpointing()
             if getattr(self, "exclude_frozen_parameters", False):  # Fabric 2.5.0 has none
                 frontend.interpose(engine, frontend.FrozenStay)
-            frontend.interpose(zero_optimizer, _OptimizerOverrides)
+            frontend.interpose(zero_optimizer, OptimizerOverrides)
             return engine
 
         zerosync = frontend.set_up(
@@ -309,7 +309,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        zerosync = _zerosync_of(optimizer)
+        zerosync = zerosync_of(optimizer)
         zerosync.window.check_zeroed()
         zerosync.engine.step(**kwargs)
         return result
@@ -330,26 +330,12 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank.
         """
-        zerosync = _zerosync_of(optimizer)
-        if norm_type != 2 or max_norm == 0 or zerosync.clips_next_step:
-            with zerosync.full_gradients():
-                return torch.nn.utils.clip_grad_norm_(
-                    zerosync.parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-                )
-        norm = zerosync.gradient_norm()
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"fabric.clip_gradients() found a norm of {norm.item()} and cannot clip to max_norm={max_norm}. Leave"
-                " out the step, or pass error_if_nonfinite=False: DeepSpeed then skips it."
-            )
-        if not math.isinf(max_norm):
-            zerosync.clip_next_step(max_norm)
-        return norm
+        return clip_norm(zerosync_of(optimizer), float(max_norm), float(norm_type), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Any, clip_val: float) -> None:
         """Clip each element of the averaged gradients of the coming step; gathers them in full."""
-        zerosync = _zerosync_of(optimizer)
+        zerosync = zerosync_of(optimizer)
         with zerosync.full_gradients():
             torch.nn.utils.clip_grad_value_(zerosync.parameters, clip_val)
 
@@ -406,37 +392,3 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
                 " fabric.save(path, {'model': model, 'optimizer': optimizer})."
             )
         return super().get_optimizer_state(optimizer)
-
-
-class _OptimizerOverrides(Stock):
-    """Overrides of a ZeRO optimizer."""
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # DeepSpeed gives a list of shards, by name.
-        if args and isinstance(args[0], Mapping):
-            raise RuntimeError(
-                "load_state_dict() of an optimizer under ZeRO was given the state of an optimizer without ZeRO, which"
-                " it cannot shard. Load weights alone, or what fabric.save() has saved under ZeRO."
-            )
-        super().load_state_dict(*args, **kwargs)
-
-
-class _BackwardSync:
-    """What ``fabric.no_backward_sync`` asks. Nothing is sent before the step in any case."""
-
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
-        zerosync = frontend.handle_of(unwrap_prepared(module))
-        if zerosync is not None and not enabled:
-            zerosync.window.expect_last()
-        return nullcontext()
-
-
-def _zerosync_of(optimizer: Any) -> ZeroSync:
-    zerosync = frontend.handle_of(optimizer)
-    if zerosync is None:
-        raise RuntimeError(
-            f"The {type(optimizer).__name__} was not set up by fabric.setup(model, optimizer), which returns the"
-            " optimizer to step and to clip."
-        )
-    return zerosync

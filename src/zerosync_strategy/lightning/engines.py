@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine.contract import fetch
+from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.frontend import Source, ZeroSync
 
 from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException
@@ -144,3 +147,19 @@ class EvaluationOverrides(frontend.ModeOverrides):
 
         with frontend.loading_without_optimizer(self):
             return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)
+
+
+def verified_together(
+    zerosyncs: list[ZeroSync], path: Any, saved: int, config: dict[str, Any], options: ZeroSyncConfig, stage: int
+) -> AbstractContextManager[None]:
+    """Around the loading of what ``saved`` engines have saved; a single one in training verifies it itself."""
+    is_universal = (config.get("checkpoint") or {}).get("load_universal", False)
+    if len(zerosyncs) == 1 or is_universal or not Path(path).is_dir():
+        return nullcontext()
+    shards = bool(zerosyncs) or stage == 3
+    places = [Path(path), *(directory(path, index) for index in range(1, saved))]
+    other_ranks = [*map(frontend.other_ranks, zerosyncs)] or [""] * saved
+    checksums = options.checkpoint_checksums
+    return frontend.one_load(
+        [Source(place, None, checksums, shards, remedy) for place, remedy in zip(places, other_ranks, strict=True)]
+    )

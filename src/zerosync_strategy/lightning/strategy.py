@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from typing_extensions import override
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import fetch, require
-from zerosync_strategy.frontend import Source, StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import averages, callbacks, contract
@@ -31,6 +30,7 @@ from .engines import (
     directory,
     divide,
     remove_others,
+    verified_together,
 )
 from .hooks import check_local_gradients, overridden_hooks
 from .library import (
@@ -330,7 +330,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 f"The checkpoint {checkpoint_path} has the state of {saved} optimizer(s), but configure_optimizers()"
                 f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
-        with self._verified_together(checkpoint_path, saved):
+        assert isinstance(self.config, dict)
+        with verified_together(self.zerosyncs, checkpoint_path, saved, self.config, self.zerosync_config, self.stage):
             with self._whole_checkpoint():
                 client_state = super().load_checkpoint(checkpoint_path, **how)
             for index, zerosync in enumerate(self.zerosyncs[1:], 1):
@@ -339,20 +340,6 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                     load_module_strict=self.lightning_module.strict_loading,
                 )  # fmt: skip
         return client_state | averages.load(checkpoint_path)
-
-    def _verified_together(self, path: Any, saved: int) -> AbstractContextManager[None]:
-        """Around the loading of what ``saved`` engines have saved; a single one in training verifies it itself."""
-        assert isinstance(self.config, dict)
-        is_universal = (self.config.get("checkpoint") or {}).get("load_universal", False)
-        if len(self.zerosyncs) == 1 or is_universal or not Path(path).is_dir():
-            return nullcontext()
-        training = bool(self.zerosyncs)
-        checksums, shards = self.zerosync_config.checkpoint_checksums, training or self.stage == 3
-        places = [Path(path), *(directory(path, index) for index in range(1, saved))]
-        other_ranks = [*map(frontend.other_ranks, self.zerosyncs)] or [""] * saved
-        return frontend.one_load(
-            [Source(place, None, checksums, shards, remedy) for place, remedy in zip(places, other_ranks, strict=True)]
-        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -38,13 +38,13 @@ _COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of Stepper
 @contextmanager
 def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
     """Around ``save_checkpoint``; the value: whether DeepSpeed is to write the file ``latest``."""
-    engine = attached.engine
+    engine = attached.parts.engine
     if engine.global_rank == 0:
-        attached.window.warn_if_open("save_checkpoint() was called")
-    attached.parameters.before_save()
-    with attached.parameters.as_they_are():
-        attached.parameters.adopt_edits()  # a resumed run starts from the master weights
-    save = EngineSave(Path(path), tag, engine.global_steps, attached.config.checkpoint_checksums, save_latest)
+        attached.parts.window.warn_if_open("save_checkpoint() was called")
+    attached.weights.before_save()
+    with attached.weights.as_they_are():
+        attached.weights.adopt_edits()  # a resumed run starts from the master weights
+    save = EngineSave(Path(path), tag, engine.global_steps, attached.parts.config.checkpoint_checksums, save_latest)
     verifiable = checkpoint_files.writes_at_once(engine)
     with _checkpointing(attached, save.what), engine_save(save, verifiable):
         if not verifiable:
@@ -56,7 +56,7 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
     """Return what a checkpoint is to hold beside the program's own state. Collective."""
-    cohorts = attached.stepper.state(attached.names, zero.data_parallel_group(attached.engine.optimizer))
+    cohorts = attached.stepper.state(attached.parts.names, zero.data_parallel_group(attached.parts.engine.optimizer))
     return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
 
 
@@ -65,9 +65,9 @@ def loading(
     attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool
 ) -> Iterator[str | None]:
     """Around ``load_checkpoint``; the value: the tag to load."""
-    engine = attached.engine
+    engine = attached.parts.engine
     is_universal, is_stage_3 = checkpoint_files.loads_universal(engine), zero.stage(engine) == 3
-    if is_universal and attached.reducer.shards.over_groups:
+    if is_universal and attached.parts.reducer.shards.over_groups:
         raise ValueError(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
@@ -76,7 +76,7 @@ def loading(
     weights_in_shards = is_stage_3 and not module_only
     other_ranks = remedy_for_other_ranks(attached)
     source = Source(
-        Path(path), None if tag is None else str(tag), attached.config.checkpoint_checksums,
+        Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
         other_ranks=other_ranks if optimizer_states else "",
         latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
@@ -93,7 +93,7 @@ def loading(
         elif optimizer_states and tag is not None:
             refuse_states_by_name(engine, Path(path), tag)
     # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
-    attached.window.abort("load_checkpoint() was called")
+    attached.parts.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
     try:
         with _checkpointing(attached, what):
@@ -142,10 +142,10 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
-    if checkpoint_files.loads_universal(attached.engine):
-        trained = [param for each in AttachedEngine.all for param in each.reducer.params]
+    if checkpoint_files.loads_universal(attached.parts.engine):
+        trained = [param for each in AttachedEngine.all for param in each.parts.reducer.params]
         is_universal = optimizer_state and not reads_by_name(attached)
-        checkpoint_files.restore_rest(attached.engine, trained, model_file, strict, is_universal)
+        checkpoint_files.restore_rest(attached.parts.engine, trained, model_file, strict, is_universal)
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
@@ -153,12 +153,12 @@ def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer
     state.pop(_VERSION, None)
     cohorts = state.pop(_COHORTS, [])
     if optimizer_states:
-        attached.stepper.load(cohorts, attached.names)
+        attached.stepper.load(cohorts, attached.parts.names)
 
 
 def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
     """``load_checkpoint`` has found no checkpoint in the directory."""
-    if attached.engine.global_rank == 0:
+    if attached.parts.engine.global_rank == 0:
         warnings.warn(
             f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
             " the directory that save_checkpoint() was called with, or a tag=.",
@@ -168,7 +168,7 @@ def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
 
 def check_full_state_dict(attached: AttachedEngine) -> None:
     """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
-    if attached.reducer.shards.over_groups:
+    if attached.parts.reducer.shards.over_groups:
         raise ValueError(
             "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
             " shard by shard_over(). Use engine.zerosync.full_state(): each group's first"
@@ -179,11 +179,11 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 @contextmanager
 def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
     # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
-    apart = attached.traffic.apart("checkpoints")
-    with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.reducer.params):
-        attached.parameters.in_stock_layout()
-        with attached.parameters.as_they_are():
-            attached.parameters.release_held()
+    apart = attached.parts.traffic.apart("checkpoints")
+    with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.parts.reducer.params):
+        attached.weights.in_stock_layout()
+        with attached.weights.as_they_are():
+            attached.weights.release_held()
             yield
 
 
@@ -192,11 +192,12 @@ def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
 
 def full_weights(attached: AttachedEngine, module: torch.nn.Module | None, dtype: torch.dtype | None) -> FullWeights:
     """Return the full weights of ``module``, in the engine's; see :meth:`ZeroSync.full_weights`."""
+    own = attached.parts.engine.module
     if module is None:
-        module = attached.engine.module
-    elif all(each is not module for each in attached.engine.module.modules()):
+        module = own
+    elif all(each is not module for each in own.modules()):
         raise ValueError(
-            f"full_weights() and export() take a module= of the engine's {type(attached.engine.module).__name__}, found"
+            f"full_weights() and export() take a module= of the engine's {type(own).__name__}, found"
             f" a {type(module).__name__} that is none. Give the engine's module or one in it."
         )
     if dtype is not None and not dtype.is_floating_point:
@@ -204,7 +205,7 @@ def full_weights(attached: AttachedEngine, module: torch.nn.Module | None, dtype
             f"full_weights() and export() take a dtype= for floating-point weights, got {dtype}. Leave it out, or"
             " convert the tensors."
         )
-    return FullWeights(module, attached.parameters.scheduler, dtype, attached.parameters.version, attached.activity)
+    return FullWeights(module, attached.weights.scheduler, dtype, attached.weights.version, attached.activity)
 
 
 def export_weights(
@@ -212,12 +213,12 @@ def export_weights(
     max_shard_bytes: int,
 ) -> None:  # fmt: skip
     """Write the full weights of ``module``; see :meth:`ZeroSync.export`."""
-    everyone = zero.data_parallel_group(attached.engine.optimizer)
+    everyone = zero.data_parallel_group(attached.parts.engine.optimizer)
     weights = full_weights(attached, module, dtype)
     if any(dist.get_world_size(group) < dist.get_world_size(everyone) for group in weights.process_groups):
         raise ValueError(
             "export() found parameters that shard_over() gives to groups of ranks: under one name, each group has"
             " another. Write what full_weights() yields on the first rank of each group."
         )
-    with attached.traffic.apart("full weights"), attached.activity("export()"):
-        export(weights, directory, max_shard_bytes, everyone, module or attached.engine.module, dtype)
+    with attached.parts.traffic.apart("full weights"), attached.activity("export()"):
+        export(weights, directory, max_shard_bytes, everyone, module or attached.parts.engine.module, dtype)

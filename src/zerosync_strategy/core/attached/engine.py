@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.by_name import StatesByName
-from zerosync_strategy.core.attached.flat import FlatParameters
+from zerosync_strategy.core.attached.flat import FlatParameters, FlatWeights
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.labels import label_of
 from zerosync_strategy.core.attached.meter import GatherMeter, StepMeter
-from zerosync_strategy.core.attached.parameters import Parameters, Parts
-from zerosync_strategy.core.attached.sharded import ShardedParameters
+from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
+from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -62,130 +62,124 @@ class AttachedEngine:
 
     Attributes:
         all: the attached engines of this process; ``number`` grows in the order in which they were.
-        names: of the module's parameters.
-        parameters: what the stage does otherwise with them.
+        parts: what all other parts use.
+        weights: what saves, loads and edits see of the parameters.
+        parameters: what the stage does with them in training.
         stepper: makes the step of the torch optimizer.
         by_name: what saves and loads the optimizer's states by name; ``None``: they are by element.
         guards: what a program may not call when.
-        budgets: those that set themselves; ``None``: none does.
-        is_preparing: DeepSpeed is, a forward.
+        meter: measures each step, and lets budgets choose by what it finds.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
+    weights: Weights
     parameters: Parameters
     stepper: Stepper
     pending: PendingGradients
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
         _check_options(engine, config, whole)
-        self.engine, self.config, self.number = engine, config, next(_numbers)
+        self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
-        self.names = names = {param: name for name, param in engine.module.named_parameters()}
+        names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(engine.optimizer)
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
         shards: Any = (PerParamShards if zero.stage(engine) == 3 else FlatShards)(engine, config, topology, whole)
-        self.reducer = reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
-        self.trained = frozenset(reducer.params)
-        self.traffic = traffic = EngineCounter(topology)
-        changes = LocalChanges(reducer.params, names)
-        self.window = window = Window(
-            reducer, config.overlap_last, traffic, self.activity, self._backward_begins, changes
-        )
-        self._required = RequiredGradients(
-            reducer.params, names, window.gradient_ready, zero.needs_every_gradient(engine)
-        )
+        reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
+        traffic, changes = EngineCounter(topology), LocalChanges(reducer.params, names)
+        window = Window(reducer, config.overlap_last, traffic, self.activity, self._backward_begins, changes)
+        required = RequiredGradients(reducer.params, names, window.gradient_ready, zero.needs_every_gradient(engine))
         compilation.keep_out_of_graphs(window.added)
         edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
-        parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
+        self.parts = parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
         gathers = None
         if isinstance(shards, PerParamShards):
             masters = ShardMasters(shards)  # the stepper comes first: it may refuse, with the module as it was
             owned = (reducer, shards, masters, edits.digest)
             self.stepper = ExchangedStepper(*owned) if whole else Stepper(shards, masters)
             of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
-            sharded = self.parameters = ShardedParameters(parts, masters, of_module)
+            self.weights = sharded = ShardedWeights(parts, of_module)
+            self.parameters = ShardedParameters(parts, sharded, of_module)
             self.pending = PendingGradients(*pending)
-            gathers = GatherMeter(sharded.scheduler, sharded.cache)
+            gathers = GatherMeter(of_module.scheduler, of_module.cache)
         else:
-            flat = self.parameters = FlatParameters(parts, shards)
+            self.weights = flat = FlatWeights(parts, shards)
+            self.parameters = FlatParameters(parts, flat, shards.optimizer)
             self.stepper = stepper = OwnedStepper(shards, flat.masters) if whole else Stepper(shards, flat.masters)
             states = OwnedStates(shards, stepper) if isinstance(stepper, OwnedStepper) else flat.states
             self.pending = FlatPendingGradients(*pending, states=states)
         self.by_name = None
         if isinstance(self.stepper, WholeStepper):
             self.by_name = StatesByName(engine, self.stepper, names, shards.over_groups)
-        self.meter = StepMeter(engine.module, traffic, window, reducer, gathers)
         gathering = None if gathers is None else (gathers.scheduler, gathers.cache)
-        self.budgets = automatic_budgets(engine, config, reducer, gathering)
-        self.reports = PrintedReports(config.report_every, config.report_file) if dist.get_rank() == 0 else None
-        self.guards = Guards(engine, reducer.params, names, window)
-        self.is_preparing = False
+        budgets = automatic_budgets(engine, config, reducer, gathering)
+        reports = PrintedReports(config.report_every, config.report_file) if dist.get_rank() == 0 else None
+        self.meter = StepMeter(parts, gathers, budgets, reports, lambda: label_of(self, self.all))
+        self.guards = Guards(parts, required)
         self._compiled: CompiledGradients | None = None  # once DeepCompile compiles this engine
-        self._mode = ""  # the last that :meth:`switch` was called for, of weights that were not loaded since
+        self._undo = ExitStack()  # what :meth:`begin` has done, last things first
 
     # ---- attaching and detaching ---------------------------------------------------------------------------------
 
     def begin(self, *layers: tuple[Any, type]) -> None:
         """Interpose ``layers``, of an object of DeepSpeed and the overrides of its methods, and start."""
-        group = zero.data_parallel_group(self.engine.optimizer)
-        share_timeout({group, *(layout.process_group for layout in self.reducer.layouts)})
-        self.traffic.start()
-        self._layers = layers
-        for target, layer in layers:
-            target._zerosync_attached = self
-            interpose(target, layer)
-        self.fragments_linked()
-        ready = self._required.gradient_ready
-        self.reducer.attach(lambda gradient: partial(self.window.added, ready, gradient))
-        AttachedEngine.all.add(self)
-        self._restore_timer = zero.time_by_the_host(self.engine)
-        self._stop_counting = weakref.finalize(self.engine, self.traffic.stop)
+        parts, engine = self.parts, self.parts.engine
+        group = zero.data_parallel_group(engine.optimizer)
+        share_timeout({group, *(layout.process_group for layout in parts.reducer.layouts)})
+        with ExitStack() as stack:
+            undo = stack.callback
+            undo(patches.remove_user, engine)
+            undo(_forget_handle, engine)
+            parts.traffic.start()
+            for target, layer in layers:
+                target._zerosync_attached = self
+                interpose(target, layer)
+                undo(_restore, target, layer)
+            self.fragments_linked()
+            undo(fragments.release, parts.reducer.params)
+            ready = self.guards.required.gradient_ready
+            parts.reducer.attach(lambda gradient: partial(parts.window.added, ready, gradient))
+            undo(parts.reducer.detach)
+            undo(self.parameters.detach)
+            undo(zero.time_by_the_host(engine))
+            undo(weakref.finalize(engine, parts.traffic.stop))
+            undo(self.pending.restore_clip_norm)
+            AttachedEngine.all.add(self)
+            undo(AttachedEngine.all.discard, self)
+            self._undo = stack.pop_all()
 
     def fragments_linked(self) -> None:
         """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""
-        fragments.intercept(self.reducer.params, self.pending)
+        fragments.intercept(self.parts.reducer.params, self.pending)
 
     def detach(self) -> None:
         """Give the engine back as it was; a ``RuntimeError`` where that cannot be."""
         if self.by_name is not None:
             raise RuntimeError(
-                f"detach() found the optimizer {type(zero.stepping_optimizer(self.engine)).__name__}, which needs whole"
-                " parameters: DeepSpeed would step flat shards. Leave the engine attached, or build it anew."
+                f"detach() found the optimizer {type(zero.stepping_optimizer(self.parts.engine)).__name__}, which needs"
+                " whole parameters: DeepSpeed would step flat shards. Leave the engine attached, or build it anew."
             )
         if self._compiled is not None:
             raise RuntimeError(
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
                 " Leave it attached, or build the engine anew."
             )
-        self.parameters.in_stock_layout()
-        self._detach(destroyed=False)
+        self.weights.in_stock_layout()
+        self._undo.close()
+        self.parameters.detached(destroyed=False)
 
     def destroyed(self) -> None:
         """The engine is about to be destroyed: detach, and drop the window."""
-        self.window.abort("the engine was destroyed")
-        self.parameters.wait()
-        self._detach(destroyed=True)
-
-    def _detach(self, destroyed: bool) -> None:
-        AttachedEngine.all.discard(self)
-        self.pending.restore_clip_norm()
-        self._stop_counting()
-        self._restore_timer()
-        self.parameters.detach()
-        self.reducer.detach()
-        fragments.release(self.reducer.params)
-        for target, layer in self._layers:
-            restore(target, layer)
-            del target._zerosync_attached
-        del self.engine._zerosync, self.engine.optimizer._zerosync
-        patches.remove_user(self.engine)
-        self.parameters.detached(destroyed)
+        self.parts.window.abort("the engine was destroyed")
+        self.weights.wait()
+        self._undo.close()
+        self.parameters.detached(destroyed=True)
 
     def summary(self) -> str:
         """Return what a step will send by these options, and what is held, in one line."""
-        gradients = size_text(self.reducer.gradients_floor().nbytes)
-        once = "once" if self.config.coalesce else "after each backward (coalesce=False)"
+        gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
+        once = "once" if self.parts.config.coalesce else "after each backward (coalesce=False)"
         parameters = self.parameters.sends(self.meter.all_parameters_bytes)
         return f"each step, a rank sends {gradients} of gradients {once}, and {parameters}"
 
@@ -196,22 +190,23 @@ class AttachedEngine:
         """Around ``engine.backward``; ``is_boundary``: DeepSpeed's own accumulation makes a step follow."""
         with self.parameters.backward():
             if is_boundary:
-                self.window.expect_last()
-            with self.activity(Doing.BACKWARD), self.window.engine_backward():
+                self.parts.window.expect_last()
+            with self.activity(Doing.BACKWARD), self.parts.window.engine_backward():
                 yield
 
     def graph_begins(self) -> None:
         """From inside an autograd graph, before the first gradient."""
         self.guards.check_inference("backward()")
-        if self.window.state is WindowState.CLOSED:
-            self._required.reset()  # what a dropped window had
-        with self.parameters.as_they_are():
-            trains = self.guards.trains(param for attached in AttachedEngine.all for param in attached.reducer.params)
+        if self.parts.window.state is WindowState.CLOSED:
+            self.guards.required.reset()  # what a dropped window had
+        with self.weights.as_they_are():
+            trains = self.guards.trains(
+                param for attached in AttachedEngine.all for param in attached.parts.reducer.params
+            )
             self.parameters.graph_begins()
-        if self.budgets is not None:
-            self.budgets.forward_ended()
+        self.meter.forward_ended()
         if trains:  # else the loss only passes through
-            self.window.enter_graph()
+            self.parts.window.enter_graph()
 
     def _backward_begins(self, opens: bool) -> None:
         self.stepper.backward_begins(opens)
@@ -220,8 +215,8 @@ class AttachedEngine:
     def zero_grad(self) -> None:
         self.pending.dropped()
         self.stepper.reset()
-        self._required.reset()
-        self.window.zero_grad()
+        self.guards.required.reset()
+        self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
         """``zero_grad()`` of a module with ``params``, by id, has removed their gradients."""
@@ -233,46 +228,41 @@ class AttachedEngine:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
-        parameters = self.parameters
-        with self.activity(Doing.STEP), parameters.as_they_are():
-            parameters.wait()
-            if self.window.state is not WindowState.CLOSED:
-                self._required.check()
+        parameters, weights, window = self.parameters, self.weights, self.parts.window
+        with self.activity(Doing.STEP), weights.as_they_are():
+            weights.wait()
+            if window.state is not WindowState.CLOSED:
+                self.guards.required.check()
             with self.activity(Doing.REDUCTION):
                 parameters.before_reduction()
-                self.window.begin_step()
-            if self.budgets is not None:
-                self.budgets.step_begins()
+                window.begin_step()
+            self.meter.step_begins()
             parameters.before_update()
             try:
                 with phase("step"), parameters.updating(), self.stepper.stepping():
                     yield
             finally:
                 self.pending.restore_clip_norm()
-                parameters.written(by_step=True)
+                weights.written(by_step=True)
             parameters.after_update()
-            report = self.meter.step_done(None if self.budgets is None else self.budgets.choice)
-            if self.reports is not None:
-                self.reports.note(report.step, lambda: report.line(label_of(self, self.all)))
-            if self.budgets is not None:
-                self.budgets.step_ended()
+            self.meter.step_done()
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
-        if mode == self._mode:  # as a program calls it before each backward
+        if mode == self.stepper.mode:  # as a program calls it before each backward
             switch()
             return
         call = f"optimizer.{mode}()"
         self.guards.check_inference(call)
-        with self.traffic.apart("exchanged weights"), self.activity(call), self.parameters.as_they_are():
-            self.parameters.change_masters(lambda: self.stepper.change(switch))
-            self.parameters.written(by_step=False)
-        self._mode = mode
+        with self.parts.traffic.apart("exchanged weights"), self.activity(call), self.weights.as_they_are():
+            self.weights.change_masters(lambda: self.stepper.change(switch))
+            self.weights.written(by_step=False)
+        self.stepper.mode = mode
 
     def states_loaded(self) -> None:
         """A checkpoint was loaded, perhaps half-way."""
-        self._mode = ""
-        self.parameters.written(by_step=False)
+        self.stepper.mode = ""
+        self.weights.written(by_step=False)
 
     # ---- what else a program does --------------------------------------------------------------------------------
 
@@ -287,30 +277,30 @@ class AttachedEngine:
 
     def compiling(self) -> AbstractContextManager[None]:
         """Around what DeepCompile compiles."""
-        if self._required.is_required:
+        if self.guards.required.is_required:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."
             )
-        CompiledGradients.verify(self.config, self.reducer.shards.over_groups)
-        optimizer = self.engine.optimizer
-        gradients = {compilation.deepcompile_id(optimizer, each.param): each for each in self.reducer.gradients}
-        self._compiled = CompiledGradients(gradients, self.window.add)
+        CompiledGradients.verify(self.parts.config, self.parts.reducer.shards.over_groups)
+        optimizer = self.parts.engine.optimizer
+        gradients = {compilation.deepcompile_id(optimizer, each.param): each for each in self.parts.reducer.gradients}
+        self._compiled = CompiledGradients(gradients, self.parts.window.add)
         self.parameters.compiling()
         self.meter.compiling()
         return self._compiled.compiling()
 
     def node_shards(self) -> list[torch.Tensor]:
         """Return what is kept in shards of the node now."""
-        gradients = [shard for bucket in self.reducer.buckets for shard in bucket.node_shard.values()]
-        return gradients + self.parameters.node_shards()
+        gradients = [shard for bucket in self.parts.reducer.buckets for shard in bucket.node_shard.values()]
+        return gradients + self.weights.node_shards()
 
     def activity(self, what: object) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
         return self._rank_status.activity(what, self._position, self.meter)
 
     def _position(self) -> str:
-        return f"{self.meter.steps} optimizer step(s) done, {self.window.backwards} backward(s) since"
+        return f"{self.meter.steps} optimizer step(s) done, {self.parts.window.backwards} backward(s) since"
 
 
 def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
@@ -346,4 +336,14 @@ def _patch_process(engine: Any) -> None:
 
 def _is_constant(param: Any) -> bool:
     """Return whether no optimizer step changes ``param``."""
-    return not param.requires_grad and not any(param in attached.trained for attached in AttachedEngine.all)
+    return not param.requires_grad and not any(param in attached.guards.trained for attached in AttachedEngine.all)
+
+
+def _restore(target: Any, layer: type) -> None:
+    restore(target, layer)
+    del target._zerosync_attached
+
+
+def _forget_handle(engine: Any) -> None:
+    for owner in (engine, engine.optimizer):
+        vars(owner).pop("_zerosync", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerosync_strategy.core.attached.parameters import Parameters, Parts
+from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
 from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
@@ -14,21 +14,69 @@ from zerosync_strategy.core.optimizer.masters import FlatMasters
 from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.arriving import ArrivingParameters
-from zerosync_strategy.core.params.edits import Weights, restore_flat_parameters, weights_of_stage_1_2
+from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters, weights_of_stage_1_2
 from zerosync_strategy.core.report import size_text
 
 
-class FlatParameters(Parameters):
-    """In the flat buffers of stages 1 and 2. :attr:`arriving` has gathers in flight with ``overlap_gather`` only."""
+class FlatWeights(Weights):
+    """Those of stages 1 and 2: all on each rank, and the master weights of its stripes.
 
-    masters: FlatMasters
+    Attributes:
+        masters: what the optimizer steps.
+        states: of the optimizer.
+        arriving: gathers in flight, with ``overlap_gather`` alone.
+    """
 
     def __init__(self, parts: Parts, shards: FlatShards) -> None:
-        self._parts, self._shards, self._optimizer = parts, shards, shards.optimizer
+        self._edits, self._names, self._shards = parts.edits, parts.names, shards
         self.masters = FlatMasters(shards, lambda: parts.reducer.pipeline.windows_closed)
         self.states = StripedStates(shards)
         self.arriving = ArrivingParameters(shards.streams, parts.activity)
         self._times_written = 0  # by steps and checkpoints
+
+    def wait(self) -> None:
+        self.arriving.wait_for_all()
+
+    def written(self, by_step: bool) -> None:
+        self._times_written += 1
+
+    def version(self) -> int:
+        self.wait()
+        return self._times_written
+
+    def adopt_edits(self) -> None:
+        restore_flat_parameters(self._shards.optimizer, self._shards.groups, self._names)
+        self._edits.adopt(self._stepped())
+
+    def have_stepped(self) -> None:
+        """The parameters are what the masters say: what differs from here on is an edit."""
+        self._edits.stepped(self._stepped())
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        self.wait()
+        self.states.to_stripes()
+        self.adopt_edits()
+        change()
+        self.masters.give_changed()
+        self.have_stepped()
+
+    def _stepped(self) -> Iterator[WeightPair]:
+        own = map(self.states.slices, self._shards.layouts)
+        return weights_of_stage_1_2(self._shards.optimizer, zip(self._shards.groups, own, strict=True))
+
+    def in_stock_layout(self) -> None:
+        self.wait()
+        self.states.to_stock()
+
+    def before_save(self) -> None:
+        self.wait()
+
+
+class FlatParameters(Parameters):
+    """In the flat buffers of stages 1 and 2."""
+
+    def __init__(self, parts: Parts, weights: FlatWeights, optimizer: Any) -> None:
+        self._parts, self._weights, self._optimizer = parts, weights, optimizer
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
@@ -51,73 +99,36 @@ class FlatParameters(Parameters):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        if self.arriving.is_waiting and compilation.is_compiled(self._parts.engine.module):
-            self.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
+        if self._weights.arriving.is_waiting and compilation.is_compiled(self._parts.engine.module):
+            self._weights.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
         with self._parts.activity(Doing.FORWARD):
             yield
 
     def before_update(self) -> None:
-        self.masters.forget_gathers()
+        self._weights.masters.forget_gathers()
         with self._parts.traffic.apart("checkpoints"):  # which have left them in DeepSpeed's layout
-            self.states.to_stripes()
-        self.adopt_edits()
+            self._weights.states.to_stripes()
+        self._weights.adopt_edits()
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm()  # for which the host waits, and so for its copies of the gradients
 
     @contextmanager
     def gather_after_step(self) -> Iterator[None]:
         """Around the step of DeepSpeed's optimizer, which gathers parameters."""
-        overlap = self.arriving.launched if self._overlaps else None
+        overlap = self._weights.arriving.launched if self._parts.config.overlap_gather else None
         try:
-            with zero12.parameter_gather(self._optimizer, lambda: self.masters.give(overlap)):
+            with zero12.parameter_gather(self._optimizer, lambda: self._weights.masters.give(overlap)):
                 yield
         except BaseException:
-            self.masters.join_gathers()
+            self._weights.masters.join_gathers()
             raise
 
-    def written(self, by_step: bool) -> None:
-        self._times_written += 1
-
     def after_update(self) -> None:
-        self.states.check()
-        if self._overlaps:
-            self.arriving.begin()
+        self._weights.states.check()
+        if self._parts.config.overlap_gather:
+            self._weights.arriving.begin()
         else:
-            self._parts.edits.stepped(self._weights())
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._parts.config.overlap_gather
-
-    def wait(self) -> None:
-        self.arriving.wait_for_all()
-
-    def version(self) -> int:
-        self.wait()
-        return self._times_written
-
-    def adopt_edits(self) -> None:
-        restore_flat_parameters(self._optimizer, self._shards.groups, self._parts.names)
-        self._parts.edits.adopt(self._weights())
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        self.wait()
-        self.states.to_stripes()
-        self.adopt_edits()
-        change()
-        self.masters.give_changed()
-        self._parts.edits.stepped(self._weights())
-
-    def _weights(self) -> Iterator[Weights]:
-        own = map(self.states.slices, self._shards.layouts)
-        return weights_of_stage_1_2(self._optimizer, zip(self._shards.groups, own, strict=True))
-
-    def in_stock_layout(self) -> None:
-        self.wait()
-        self.states.to_stock()
-
-    def before_save(self) -> None:
-        self.wait()
+            self._weights.have_stepped()
 
     def sends(self, nbytes: int) -> str:
         return f"{size_text(nbytes)} of parameters once"

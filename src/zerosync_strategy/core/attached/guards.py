@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
+from zerosync_strategy.core.attached.parameters import Parts
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.gradients.window import Window
+from zerosync_strategy.core.gradients.checks import RequiredGradients
 
 
 class Guards:
-    """The contexts that one engine is in, and what it trained when it was attached."""
+    """The contexts that one engine is in, and what it trained when it was attached.
 
-    def __init__(self, engine: Any, trained: list[Any], names: Mapping[Any, str], window: Window) -> None:
-        self._optimizer, self._trained, self._names, self._window = engine.optimizer, trained, names, window
+    Attributes:
+        required: the gradients that a step must have.
+        trained: what the optimizer trains.
+        infers: the program is in ``gathered_for_inference()``.
+        is_preparing: DeepSpeed is, a forward.
+    """
+
+    def __init__(self, parts: Parts, required: RequiredGradients) -> None:
+        self.required, self.trained = required, frozenset(parts.reducer.params)
+        engine = parts.engine
+        self._optimizer, self._names, self._window = engine.optimizer, parts.names, parts.window
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
         self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
-        self.infers = False  # in gathered_for_inference()
+        self.infers = self.is_preparing = False
 
     @contextmanager
     def postponing_step(self, context: str) -> Iterator[None]:
@@ -76,14 +86,14 @@ class Guards:
                     " is built and freeze it afterwards, or build the engine anew when it is thawed; a parameter that"
                     " is not to be trained must stay frozen."
                 )
-        return any(param.requires_grad for param in self._trained)
+        return any(param.requires_grad for param in self.trained)
 
     def zeroed(self, params: Set[int]) -> bool:
         """``zero_grad()`` of a module with ``params``, by id, has removed gradients: return whether these are all.
 
         A ``RuntimeError``: those of some alone cannot be dropped any more.
         """
-        own = set(map(id, self._trained))
+        own = set(map(id, self.trained))
         if own <= params:
             return True
         if self._window.has_reduced and not own.isdisjoint(params):

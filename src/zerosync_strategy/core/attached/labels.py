@@ -23,6 +23,8 @@ def label_of(engine: Any, attached: Iterable[Any]) -> str:
 
 
 def _label(engine: Any, engines: Iterable[Any]) -> str:
-    if all(each is engine or each.names.keys().isdisjoint(engine.names) for each in engines):
-        return type(engine.engine.module).__name__
-    return ", ".join(dict.fromkeys(engine.names[param].partition(".")[0] for param in engine.reducer.params))
+    if all(each is engine or each.parts.names.keys().isdisjoint(engine.parts.names) for each in engines):
+        return type(engine.parts.engine.module).__name__
+    return ", ".join(
+        dict.fromkeys(engine.parts.names[param].partition(".")[0] for param in engine.parts.reducer.params)
+    )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.budgets.automatic import Choice
+from zerosync_strategy.core.announcement import PrintedReports
+from zerosync_strategy.core.attached.parameters import Parts
+from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
-from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.failures.doing import Cause, Departure
-from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.report import StepReport
@@ -59,14 +58,14 @@ class StepMeter:
     """
 
     def __init__(
-        self, module: torch.nn.Module, traffic: EngineCounter, window: Window, reducer: Reducer,
-        gathers: GatherMeter | None,
+        self, parts: Parts, gathers: GatherMeter | None, budgets: AutomaticBudgets | None,
+        reports: PrintedReports | None, label: Callable[[], str],
     ) -> None:  # fmt: skip
-        self._module, self._traffic, self._window, self._reducer = module, traffic, window, reducer
-        self._gathers, self._counts_gathers = gathers, True
+        self._parts, self._gathers, self._counts_gathers = parts, gathers, True
+        self._budgets, self._reports, self._label = budgets, reports, label
         self.steps = 0
         self.report: StepReport | None = None
-        self.parameter_bytes = reducer.shards.parameters_floor()
+        self.parameter_bytes = parts.reducer.shards.parameters_floor()
         self._all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
     @property
@@ -74,16 +73,24 @@ class StepMeter:
         """What one rank must send to give all parameters to all ranks once."""
         return self._all_once.nbytes
 
-    def step_done(self, budgets: Choice | None) -> StepReport:
-        """An optimizer step has been taken, with these automatic budgets: return its report, and count from zero."""
-        window = self._window
+    def forward_ended(self) -> None:
+        if self._budgets is not None:
+            self._budgets.forward_ended()
+
+    def step_begins(self) -> None:
+        if self._budgets is not None:
+            self._budgets.step_begins()
+
+    def step_done(self) -> None:
+        """An optimizer step has been taken: make its report, print it where it is due, and count from zero."""
+        window, traffic, reducer = self._parts.window, self._parts.traffic, self._parts.reducer
         self.steps += 1
-        self._traffic.enter(None)
+        traffic.enter(None)
         gathers = self._gathers
         needed = self._all_once
         if gathers is not None:
             needed = gathers.floor(self.parameter_bytes) if self._counts_gathers else Sent()
-        floor = self._reducer.pipeline.sent_floor.plus(needed)
+        floor = reducer.pipeline.sent_floor.plus(needed)
         self.report = report = StepReport(
             step=self.steps,
             backwards=window.backwards,
@@ -91,17 +98,20 @@ class StepMeter:
             early_reductions=window.early_reductions,
             floor_bytes=floor.nbytes,
             floor_bytes_between_nodes=floor.between,
-            peak_unreduced_bytes=self._reducer.local.peak_bytes,
+            peak_unreduced_bytes=reducer.local.peak_bytes,
             seconds=window.seconds,
-            collectives=self._traffic.take(),
-            apart=self._traffic.take_apart(),
-            budgets=budgets,
+            collectives=traffic.take(),
+            apart=traffic.take_apart(),
+            budgets=None if self._budgets is None else self._budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if gathers is None else gathers.peaks()),
         )
         window.end_step()
         if gathers is not None:
             gathers.end_window(self.parameter_bytes)
-        return report
+        if self._reports is not None:
+            self._reports.note(report.step, lambda: report.line(self._label()))
+        if self._budgets is not None:
+            self._budgets.step_ended()
 
     def compiling(self) -> None:
         """DeepCompile's graphs count no gathers."""
@@ -111,7 +121,7 @@ class StepMeter:
 
     @property
     def backwards(self) -> int:
-        return self._window.backwards or self._window.dropped
+        return self._parts.window.backwards or self._parts.window.dropped
 
     def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
         if self.report is None:
@@ -127,6 +137,7 @@ class StepMeter:
         return None if self._gathers is None else self._gathers.scheduler.departure()
 
     def name_of(self, module: torch.nn.Module) -> str:
-        if module is self._module:
+        own = self._parts.engine.module
+        if module is own:
             return type(module).__name__
-        return next((name for name, each in self._module.named_modules() if each is module), "")
+        return next((name for name, each in own.named_modules() if each is module), "")

@@ -14,49 +14,9 @@ import torch
 
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.engine import checkpoint_files, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import Stock, replaced
-from zerosync_strategy.core.optimizer.probe import switches_weights
-from zerosync_strategy.core.options.config import ZeroSyncConfig
-
-
-class ModeOverrides(Stock):
-    """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
-
-    module: torch.nn.Module
-
-    @property
-    def training(self) -> bool:
-        return self.module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.module.training = mode
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        return self  # as every other module; DeepSpeed returns nothing
-
-    def eval(self) -> Any:
-        super().eval()
-        return self
-
-
-class FrozenStay(Stock):
-    """Overrides of ``DeepSpeedEngine``: frozen parameters stay as they are where a checkpoint has none."""
-
-    module: torch.nn.Module
-
-    def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
-            custom_load_fn(src=src | checkpoint_files.frozen_missing(dst, src), dst=dst)
-
-        if custom_load_fn is None:
-            checkpoint["module"].update(checkpoint_files.frozen_missing(self.module, checkpoint["module"]))
-        load_fn = None if custom_load_fn is None else load
-        super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)
+from zerosync_strategy.core.engine.overrides import FrozenStay, ModeOverrides
 
 
 class EngineOverrides(ModeOverrides):
@@ -90,15 +50,15 @@ class EngineOverrides(ModeOverrides):
     # On ZeRO-3, DeepSpeed goes through all modules before and after a forward, for hooks that are not there.
 
     def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached, "is_preparing", True):
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_prologue(*args, **kwargs)
 
     def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached, "is_preparing", True):
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_epilogue(*args, **kwargs)
 
     def zero_optimization_partition_weights(self) -> bool:
-        return not self._zerosync_attached.is_preparing and super().zero_optimization_partition_weights()
+        return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
@@ -118,7 +78,7 @@ class EngineOverrides(ModeOverrides):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.guards.check_step()
         result = super().step(*args, **kwargs)
-        self._zerosync_attached.window.end_engine_step()
+        self._zerosync_attached.parts.window.end_engine_step()
         return result
 
     def get_global_grad_norm(self) -> Any:
@@ -173,7 +133,7 @@ class EngineOverrides(ModeOverrides):
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
-        with self._zerosync_attached.traffic.apart("full weights"):
+        with self._zerosync_attached.parts.traffic.apart("full weights"):
             state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
         # DeepSpeed's None, on all ranks but the first, makes save_pretrained() read the module's own there, alone.
         return {} if state is None else state
@@ -206,7 +166,7 @@ class OptimizerOverrides(Stock):
 
     def has_overflow(self, *_: Any, **__: Any) -> bool:
         """The norm is infinite then: neither another pass over the gradients, nor a message, nor a wait."""
-        return not self._zerosync_attached.reducer.norm().isfinite()
+        return not self._zerosync_attached.parts.reducer.norm().isfinite()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
@@ -249,11 +209,11 @@ class Stage12Overrides(OptimizerOverrides):
             return super().step(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.parameters.in_stock_layout()
+        self._zerosync_attached.weights.in_stock_layout()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.parameters.in_stock_layout()
+        self._zerosync_attached.weights.in_stock_layout()
         return super().load_state_dict(*args, **kwargs)
 
     def _link_all_hp_params(self) -> None:
@@ -261,11 +221,11 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_attached.fragments_linked()
 
     def refresh_fp32_params(self) -> None:
-        self._zerosync_attached.parameters.in_stock_layout()
+        self._zerosync_attached.weights.in_stock_layout()
         super().refresh_fp32_params()
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self._zerosync_attached.reducer.norm()
+        return self._zerosync_attached.parts.reducer.norm()
 
 
 class WholeOverrides(OptimizerOverrides):
@@ -303,7 +263,7 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
         """Does nothing: parameters that owners have read are with all ranks."""
 
     def _restore_from_bit16_weights(self) -> None:
-        self._zerosync_attached.parameters.adopt_edits()
+        self._zerosync_attached.weights.adopt_edits()
 
 
 class Stage3Overrides(OptimizerOverrides):
@@ -323,7 +283,7 @@ class Stage3Overrides(OptimizerOverrides):
         self._zerosync_attached.parameters.release()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        return [self._zerosync_attached.reducer.norm()]
+        return [self._zerosync_attached.parts.reducer.norm()]
 
     def zerosync_stock_norms(self) -> list[Any]:
         return super()._get_norm_groups()
@@ -430,20 +390,3 @@ def _refuse_local(function: str) -> NoReturn:
         f"{function} found an optimizer that needs whole parameters, whose gradients and states are not sharded."
         f" Use {function.replace('local', 'full')}."
     )
-
-
-def attach_engine(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
-    """Give ``engine`` the mechanisms of its ZeRO stage, and let its methods call them."""
-    overrides: type[OptimizerOverrides]
-    if zero.stage(engine) == 3:
-        overrides = WholeStage3Overrides if whole else Stage3Overrides
-    else:
-        overrides = WholeStage12Overrides if whole else Stage12Overrides
-    attached = AttachedEngine(engine, config, whole)
-    layer: type = overrides
-    switching = []
-    if switches_weights(stepping := zero.stepping_optimizer(engine)):
-        layer = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
-        switching = [(stepping, SwitchOverrides)]
-    attached.begin((engine, EngineOverrides), (engine.optimizer, layer), *switching)
-    return attached

@@ -15,7 +15,6 @@ import torch
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
-from zerosync_strategy.core.optimizer.masters import Masters
 from zerosync_strategy.core.optimizer.pending import Section
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
@@ -42,15 +41,53 @@ class Parts:
     activity: Section
 
 
-class Parameters(ABC):
-    """The parameters of one attached engine, by its stage (``flat.py``, ``sharded.py``), and their :attr:`masters`.
+class Weights(ABC):
+    """What saves, loads, edits and exchanges see of the parameters of one attached engine, by its stage."""
 
-    The methods are called in the order in which they stand here: by forwards and backwards, by the step, by what reads
-    or writes parameters and states, and in the end.
-    """
-
-    masters: Masters
     scheduler: GatherScheduler | None = None
+
+    def wait(self) -> None:
+        """Wait for gathers in flight, before DeepSpeed reads or writes parameters (U5)."""
+
+    def as_they_are(self) -> AbstractContextManager[None]:
+        """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
+        return nullcontext()
+
+    @abstractmethod
+    def written(self, by_step: bool) -> None:
+        """A step has written the parameters, or a checkpoint was loaded, perhaps half-way."""
+
+    @abstractmethod
+    def version(self) -> int:
+        """Return a number that grows whenever a step or a checkpoint changes the parameters."""
+
+    @abstractmethod
+    def adopt_edits(self) -> None:
+        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
+
+    @abstractmethod
+    def change_masters(self, change: Callable[[], None]) -> None:
+        """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
+
+    def in_stock_layout(self) -> None:
+        """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be written."""
+
+    def release_held(self) -> None:
+        """A checkpoint is about to read or write shards: release what is gathered of them."""
+
+    def node_shards(self) -> list[torch.Tensor]:
+        """Return what is kept of parameters in shards of the node now."""
+        return []
+
+
+class Parameters(ABC):
+    """What trains the parameters of one attached engine, by its stage (``flat.py``, ``sharded.py``).
+
+    The methods are called in the order in which they stand here: by forwards and backwards, by the step, in the end.
+    """
 
     # ---- forwards and backwards ----------------------------------------------------------------------------------
 
@@ -86,42 +123,10 @@ class Parameters(ABC):
         return nullcontext()
 
     @abstractmethod
-    def written(self, by_step: bool) -> None:
-        """A step has written the parameters, or a checkpoint was loaded, perhaps half-way."""
-
-    @abstractmethod
     def after_update(self) -> None:
         """The optimizer has stepped."""
 
-    # ---- what others read and write ------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Wait for gathers in flight, before DeepSpeed reads or writes parameters (U5)."""
-
-    def as_they_are(self) -> AbstractContextManager[None]:
-        """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
-        return nullcontext()
-
-    @abstractmethod
-    def version(self) -> int:
-        """Return a number that grows whenever a step or a checkpoint changes the parameters."""
-
-    @abstractmethod
-    def adopt_edits(self) -> None:
-        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
-
-    @abstractmethod
-    def change_masters(self, change: Callable[[], None]) -> None:
-        """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
-
-    def in_stock_layout(self) -> None:
-        """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
-
-    def before_save(self) -> None:
-        """A checkpoint is about to be written."""
-
-    def release_held(self) -> None:
-        """A checkpoint is about to read or write shards: release what is gathered of them."""
+    # ---- what else, and the end ----------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -130,12 +135,6 @@ class Parameters(ABC):
 
     def compiling(self) -> None:
         """DeepCompile is about to compile the engine, and gathers by itself from here on."""
-
-    # ---- what is there, and the end ------------------------------------------------------------------------------
-
-    def node_shards(self) -> list[torch.Tensor]:
-        """Return what is kept of parameters in shards of the node now."""
-        return []
 
     @abstractmethod
     def sends(self, nbytes: int) -> str:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.attached.parameters import Parameters, Parts
-from zerosync_strategy.core.engine import contract, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.module_hooks import drop_functions
-from zerosync_strategy.core.engine.parameter import Claim, record_of
+from zerosync_strategy.core.engine.parameter import record_of
+from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.stepper import counts_by_tensor
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -34,28 +34,72 @@ _BEGINS_INSIDE = (
 )
 
 
+class ShardedWeights(Weights):
+    """Those of stage 3: in shards, which ``of_module`` gathers for all engines of the module."""
+
+    scheduler: GatherScheduler
+
+    def __init__(self, parts: Parts, of_module: ModuleParameters) -> None:
+        self._edits, self._names, self._params = parts.edits, parts.names, parts.reducer.params
+        self._optimizer, self._of_module = parts.engine.optimizer, of_module
+        self.scheduler = of_module.scheduler
+
+    def as_they_are(self) -> AbstractContextManager[None]:
+        return zero3.as_it_is()
+
+    def written(self, by_step: bool) -> None:
+        self._of_module.written(by_step)
+
+    def version(self) -> int:
+        return self._of_module.times_written
+
+    def adopt_edits(self) -> None:
+        self.scheduler.shards_written()
+        write_gathered_to_shards(self._params, self._names)
+        self._edits.adopt(zero3_optimizer.weights(self._optimizer))
+
+    def have_stepped(self) -> None:
+        """The shards are what the masters say: what differs from here on is an edit."""
+        self._edits.stepped(zero3_optimizer.weights(self._optimizer))
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        if any(record_of(param).claims & Claim.CONTEXT for param in self._params):
+            raise RuntimeError(
+                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
+                " writes back what is gathered. Call it before or after the block."
+            )
+        self.adopt_edits()
+        change()
+        zero3_optimizer.take_all_master_weights(self._optimizer)
+        self.have_stepped()
+
+    def before_save(self) -> None:
+        self.scheduler.before_checkpoint()
+
+    def release_held(self) -> None:
+        self._of_module.cache.release_constants()
+
+    def node_shards(self) -> list[torch.Tensor]:
+        shards = self._of_module.cache.plan.node_shards
+        return [] if shards is None else shards.all_values()
+
+
 class ShardedParameters(Parameters):
     """Each sharded by itself, and gathered by units. ``of_module`` has what all engines of the module share.
 
     Attributes:
-        unshard_on_read: ``None`` without ``eager_frames``.
         is_compiled: DeepCompile gathers.
     """
 
-    masters: ShardMasters
-    scheduler: GatherScheduler
-
-    def __init__(self, parts: Parts, masters: ShardMasters, of_module: ModuleParameters) -> None:
-        self._parts, self.masters, self._of_module = parts, masters, of_module
+    def __init__(self, parts: Parts, weights: ShardedWeights, of_module: ModuleParameters) -> None:
+        self._parts, self._weights, self._of_module = parts, weights, of_module
         self._optimizer = parts.engine.optimizer
         self._trained = frozenset(parts.reducer.params)
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
-        self.unshard_on_read = of_module.unshard_on_read
         self.is_compiled = False
-        self._issuing = of_module.scheduler.issuing
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
-        self._issuing.begun.append(parts.reducer.pipeline.begun)
-        self._issuing.count.counters.append(parts.traffic)
+        of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
+        of_module.scheduler.issuing.count.counters.append(parts.traffic)
         self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)
 
@@ -82,7 +126,7 @@ class ShardedParameters(Parameters):
                 ' sub-groups one at a time. Use {"device": "cpu"}, or AdamW.'
             )
         if config.eager_frames:
-            contract.require(contract.UNSHARD_ON_READ, engine)  # before anything is interposed
+            contract.require(deepspeed_internals.UNSHARD_ON_READ, engine)  # before anything is interposed
 
     # ---- forwards and backwards ----------------------------------------------------------------------------------
 
@@ -96,7 +140,7 @@ class ShardedParameters(Parameters):
         if window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by whatever the program has called since the step
         self._of_module.forward_begins()
-        apart = nullcontext() if torch.is_grad_enabled() else self._issuing.count.without_gradients()
+        apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.issuing.count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
             yield
 
@@ -131,7 +175,7 @@ class ShardedParameters(Parameters):
         self.scheduler.before_step()
 
     def before_update(self) -> None:
-        self.adopt_edits()
+        self._weights.adopt_edits()
         self._of_module.values.begin_step(self._trained)
 
     def updating(self) -> AbstractContextManager[None]:
@@ -144,45 +188,14 @@ class ShardedParameters(Parameters):
         self._joint_step.ready(index)
         return True
 
-    def written(self, by_step: bool) -> None:
-        self._of_module.written(by_step)
-
     def after_update(self) -> None:
-        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
-
-    # ---- what others read and write ------------------------------------------------------------------------------
-
-    def as_they_are(self) -> AbstractContextManager[None]:
-        return zero3.as_it_is()
-
-    def version(self) -> int:
-        return self._of_module.times_written
-
-    def adopt_edits(self) -> None:
-        self.scheduler.shards_written()
-        write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
-        self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        if any(record_of(param).claims & Claim.CONTEXT for param in self._parts.reducer.params):
-            raise RuntimeError(
-                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
-                " writes back what is gathered. Call it before or after the block."
-            )
-        self.adopt_edits()
-        change()
-        zero3_optimizer.take_all_master_weights(self._optimizer)
-        self.after_update()
+        self._weights.have_stepped()
 
     def release(self) -> None:
         """Release the optimizer's parameters, before a step or a checkpoint."""
         self._of_module.release(self._optimizer.module)
 
-    def before_save(self) -> None:
-        self.scheduler.before_checkpoint()
-
-    def release_held(self) -> None:
-        self.cache.release_constants()
+    # ---- what else, and the end ----------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -194,14 +207,8 @@ class ShardedParameters(Parameters):
 
     def compiling(self) -> None:
         self.is_compiled = True
-        if self.unshard_on_read is not None:
-            self.unshard_on_read.prepare_deepcompile()
-
-    # ---- what is there, and the end ------------------------------------------------------------------------------
-
-    def node_shards(self) -> list[torch.Tensor]:
-        shards = self.cache.plan.node_shards
-        return [] if shards is None else shards.all_values()
+        if self._of_module.unshard_on_read is not None:
+            self._of_module.unshard_on_read.prepare_deepcompile()
 
     def sends(self, nbytes: int) -> str:
         sent, budget = size_text(nbytes), self._parts.config.param_memory_budget
@@ -219,8 +226,8 @@ class ShardedParameters(Parameters):
 
     def detach(self) -> None:
         self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
-        self._issuing.begun.remove(self._parts.reducer.pipeline.begun)
-        self._issuing.count.counters.remove(self._parts.traffic)
+        self.scheduler.issuing.begun.remove(self._parts.reducer.pipeline.begun)
+        self.scheduler.issuing.count.counters.remove(self._parts.traffic)
         self._of_module.detach()
 
     def detached(self, destroyed: bool) -> None:

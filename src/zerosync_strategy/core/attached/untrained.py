@@ -24,10 +24,10 @@ def _check() -> None:
     if not dist.is_initialized() or dist.get_rank() != 0:
         return
     for attached in AttachedEngine.all:
-        made = attached.window.unused
+        made, name = attached.parts.window.unused, type(attached.parts.engine.module).__name__
         if attached.meter.steps == 0 and made > 1:  # one may have been all that was wanted
             say(
-                f"{made} backwards were made of {type(attached.engine.module).__name__}, and no optimizer step: nothing"
-                " was trained. Call engine.step(), or optimizer.step() under a framework; under Accelerate, a program"
-                " that relies on the step in accelerator.backward() needs the option step_on='backward'."
+                f"{made} backwards were made of {name}, and no optimizer step: nothing was trained. Call engine.step(),"
+                " or optimizer.step() under a framework; under Accelerate, a program that relies on the step in"
+                " accelerator.backward() needs the option step_on='backward'."
             )

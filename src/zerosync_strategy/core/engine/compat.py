@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, memory_layout, param_functions, patches
+from zerosync_strategy.core.engine import contract, deepspeed_internals, memory_layout, param_functions, patches
 
 
 def allow_any_model() -> None:
     """Let engines that are made in this process take such models."""
-    contract.require(contract.ANY_MODEL)
+    contract.require(deepspeed_internals.ANY_MODEL)
     patches.wrap(patches.CONFIGURE_MODEL, _configure_model)
     patches.wrap(patches.BROADCAST_MODEL, _broadcast_model)
     patches.wrap(patches.SHARD, _shard)

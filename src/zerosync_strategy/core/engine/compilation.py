@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, deepspeed_internals
 
 
 def leave_to_eager_code(tensors: Any) -> None:
@@ -69,7 +69,7 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     """
     from deepspeed.compile import backend, util
 
-    contract.require(contract.DEEPCOMPILE)
+    contract.require(deepspeed_internals.DEEPCOMPILE)
     before = len(util.pre_backward_hooks)
     yield
     schedule = backend.remaining_schedule

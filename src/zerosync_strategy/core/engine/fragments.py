@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 
 # safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further.
-_MARK = contract.MARKED_GRADIENT.name
+_MARK = deepspeed_internals.MARKED_GRADIENT.name
 _GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param"
 _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
@@ -25,7 +25,7 @@ def intercept(params: Iterable[Any], hooks: Any) -> None:
     """Let DeepSpeed's functions ask ``hooks``, a ``PendingGradients``, about ``params`` until :func:`release`."""
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
-    if not contract.has(contract.MARKED_GRADIENT):
+    if not contract.has(deepspeed_internals.MARKED_GRADIENT):
         _let_marks_be_looked_for()
     elif _MARK not in safe_get_full_grad.__code__.co_consts:
         raise contract.changed("access to shards", f"safe_get_full_grad() does not look for {_MARK!r}")

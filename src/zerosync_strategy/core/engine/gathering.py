@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, zero, zero3
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.engine.overrides import InferenceOverrides
 from zerosync_strategy.core.engine.param_functions import for_training
@@ -169,7 +169,7 @@ def gather_empty(param: Any) -> bool:
 def gathers_plainly(engine: Any) -> bool:
     """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
     config = config_of(engine)
-    one_by_one = contract.has(contract.SEQUENTIAL_GATHERS) and config.allgather_sequential
+    one_by_one = contract.has(deepspeed_internals.SEQUENTIAL_GATHERS) and config.allgather_sequential
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
@@ -213,7 +213,7 @@ def leave_sharded(engine: Any) -> None:
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
     """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`."""
-    contract.require(contract.EVALUATION)
+    contract.require(deepspeed_internals.EVALUATION)
     interpose(engine.optimizer, InferenceOverrides)
     try:
         yield

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, patches, zero3
-from zerosync_strategy.core.engine.parameter import Claim, Record, free, returned
+from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
+from zerosync_strategy.core.engine.parameter import Record, free, returned
+from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.engine.torch_internals import is_plain, plain_torch
 
 _STOCK = "_zerosync_stock_functions"
@@ -111,7 +112,7 @@ def restore(param: Any) -> None:
 
 def gather_at_once(params: Iterable[Any]) -> None:
     """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
-    if contract.has(contract.WHOLE_GATHER):
+    if contract.has(deepspeed_internals.WHOLE_GATHER):
         return
     for param in filter(zero3.is_sharded, params):
         param.all_gather = functools.partial(_gather_by_default, param, param.all_gather)
@@ -129,7 +130,7 @@ def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarch
     Of several, releases before ``WHOLE_GATHER`` wait for the last alone, which is not enough off NCCL.
     """
     on_cpu = bool(params) and params[0].device.type == "cpu"
-    one_by_one = on_cpu and not async_op and not contract.has(contract.WHOLE_GATHER)
+    one_by_one = on_cpu and not async_op and not contract.has(deepspeed_internals.WHOLE_GATHER)
     handles = None
     for part in [[each] for each in params] if one_by_one else [params]:
         handles = stock(part, async_op, hierarchy)

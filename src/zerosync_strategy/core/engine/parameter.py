@@ -1,23 +1,5 @@
 """The record of a ZeRO-3 parameter: where its values are, who claims them, how often its shards were written (E1).
 
-The state is DeepSpeed's own ``ds_status``, of which nothing here keeps a copy. These are its transitions:
-
-===========  ================  ============================  =====================================
-event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
-===========  ================  ============================  =====================================
-``UNSHARD``  -> ``IN_FLIGHT``  error                         error
-``ARRIVE``   error             -> ``UNSHARDED``              error
-``CLAIM``    error             stay                          stay
-``DROP``     stay              stay                          stay
-``RESHARD``  error             error                         -> ``SHARDED``; error under ``MODULE``
-``WRITE``    stay              waits: -> ``UNSHARDED``       stay
-===========  ================  ============================  =====================================
-
-A claim says why the values stay. Who reshards in spite of one, as a step or a context that has written, leaves it: the
-values are then unsharded again before the next use. An unclaimed parameter has its *class at rest*, by which the values
-are gathered for whoever reads it; one with a claim and its values has its own class. On a device with streams, that
-begins when the host sees that the gather is complete: until then, a reader's stream has to wait (U2).
-
 Between a forward and its backward, the memory of the values stays the same and has no bytes. So what autograd has saved
 of a parameter in the forward, itself or a view of it, has the values again when they are back. What uses it while they
 are gone gets torch's own error of a tensor that was modified: the version of the parameter is then another. The idea is
@@ -26,65 +8,14 @@ that of PyTorch's FSDP, but for the version.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.parameter_states import MODULE, TRANSITIONS, Claim, Event, State
 
-
-class State(enum.Enum):
-    """Where the values of a parameter are; the value is the name of DeepSpeed's status."""
-
-    SHARDED = "NOT_AVAILABLE"  # each rank has its shard
-    IN_FLIGHT = "INFLIGHT"  # and a gather is under way
-    UNSHARDED = "AVAILABLE"  # this rank has all values
-
-
-class Claim(enum.Flag):
-    """Why a parameter keeps its values. ``bit`` is the value of one claim, which ``enum`` gives in several calls."""
-
-    bit: int
-
-    MODULE = enum.auto()  # its unit runs, forward or backward, or a graph will need it
-    PERSISTENT = enum.auto()  # DeepSpeed shards it for the step alone
-    CONTEXT = enum.auto()  # a GatheredParameters context of the program
-    WINDOW = enum.auto()  # it is held until the optimizer step
-    STEPS = enum.auto()  # a step has left it, for it does not change it (R4)
-    PHASE = enum.auto()  # gathered_for_inference()
-
-
-class Event(enum.Enum):
-    """What happens to a parameter. ``legal``: the status of DeepSpeed's that follows, by that before."""
-
-    legal: dict[str, str]
-
-    UNSHARD = "unsharded"
-    ARRIVE = "given its values"
-    CLAIM = "claimed"
-    DROP = "let go"
-    RESHARD = "resharded"
-    WRITE = "written to"
-
-
-_SHARDED, _IN_FLIGHT, _UNSHARDED = State
-_WAIT, _UNSHARD = "Wait for its gather first.", "Unshard it first."
-_TAKE, _USE = "Use the gather that is under way.", "Use the values that are there."
-TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a text: the transition is an error, with this remedy
-    Event.UNSHARD: {_SHARDED: _IN_FLIGHT, _IN_FLIGHT: _TAKE, _UNSHARDED: _USE},
-    Event.ARRIVE: {_SHARDED: _UNSHARD, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: "Each gather ends once."},
-    Event.CLAIM: {_SHARDED: _UNSHARD, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
-    Event.DROP: {_SHARDED: _SHARDED, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
-    Event.RESHARD: {_SHARDED: "Only its values can be.", _IN_FLIGHT: _WAIT, _UNSHARDED: _SHARDED},
-    Event.WRITE: {_SHARDED: _SHARDED, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: _UNSHARDED},
-}
-for _event, _rows in TRANSITIONS.items():
-    _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
-for _claim in Claim:
-    _claim.bit = _claim.value
-MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value  # bits, for the hot paths
 _HELD = (Claim.WINDOW | Claim.PHASE).value
 _CONTEXT = Claim.CONTEXT.value
 _BRIEF = MODULE | _CONTEXT

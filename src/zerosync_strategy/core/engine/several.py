@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zerosync_strategy.core.engine import contract, zero
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.engine.interpose import Stock, interpose
 
 _FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
@@ -47,7 +47,7 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
     """
     if zero.stage(engine) != 3:
         return
-    contract.require(contract.SEVERAL_ENGINES, engine)
+    contract.require(deepspeed_internals.SEVERAL_ENGINES, engine)
     from deepspeed.runtime.zero import partition_parameters
 
     optimizer, params = engine.optimizer, set(part.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerosync_strategy.core.engine import contract, torch_internals, zero
+from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero
 from zerosync_strategy.core.engine.contract import ContractError, Internal
 
 
@@ -18,9 +18,9 @@ def require_supported(engine: Any) -> None:
     _check_configuration(engine)
     contract.require(internals_of(engine), engine)
     if zero.user_config(engine).get("compile", {}).get("deepcompile"):
-        contract.need(contract.COMPILE_BACKEND, "set 'compile.deepcompile' to false")
+        contract.need(deepspeed_internals.COMPILE_BACKEND, "set 'compile.deepcompile' to false")
     if getattr(engine.optimizer, "swap_optimizer", False):
-        contract.need(contract.STEPPED_OFFLOADED, "offload the optimizer to the CPU")
+        contract.need(deepspeed_internals.STEPPED_OFFLOADED, "offload the optimizer to the CPU")
     if engine.is_deepcompile_active():
         raise ValueError(
             "attach() found an engine that DeepCompile has compiled already, and its graphs reduce gradients by"
@@ -32,12 +32,12 @@ def internals_of(engine: Any) -> tuple[Internal, ...]:
     """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        of_stage = contract.STAGE_3
-        offloaded = contract.STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
+        of_stage = deepspeed_internals.STAGE_3
+        offloaded = deepspeed_internals.STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
     else:
-        of_stage = contract.STAGE_1_2
-        offloaded = contract.STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
-    return (*contract.ALL_STAGES, *contract.REFUSED, *of_stage, *offloaded)
+        of_stage = deepspeed_internals.STAGE_1_2
+        offloaded = deepspeed_internals.STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
+    return (*deepspeed_internals.ALL_STAGES, *deepspeed_internals.REFUSED, *of_stage, *offloaded)
 
 
 def trains(engine: Any) -> bool:
@@ -75,7 +75,7 @@ def _check_configuration(engine: Any) -> None:
 
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"attach() takes the engine that deepspeed.initialize() returned, got {type(engine).__name__}.")
-    contract.require(contract.CONFIGURATION, engine)
+    contract.require(deepspeed_internals.CONFIGURATION, engine)
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     given, folding = zero.user_config(engine), getattr(engine, "_autoep_folding_spec", None)
     of_zero, of_optimizer = given.get("zero_optimization", {}), given.get("optimizer") or {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, deepspeed_internals
 
 _Item = TypeVar("_Item")
 
@@ -65,7 +65,7 @@ def accumulate_outside(engine: Any) -> None:
 
     What DeepSpeed's ``set_train_batch_size`` does, which does not know the ranks under sequence parallelism.
     """
-    contract.require(contract.ACCUMULATION, engine)
+    contract.require(deepspeed_internals.ACCUMULATION, engine)
     config = engine._config
     config.train_batch_size //= config.gradient_accumulation_steps
     config.gradient_accumulation_steps = 1
@@ -152,7 +152,7 @@ def messenger() -> Any:
     """Return what has ``isend()`` and ``irecv()``; those of ``deepspeed.comm`` block before ``ASYNC_MESSAGES``."""
     from deepspeed import comm
 
-    return comm if contract.has(contract.ASYNC_MESSAGES) else comm_backend()
+    return comm if contract.has(deepspeed_internals.ASYNC_MESSAGES) else comm_backend()
 
 
 def data_parallel_group(optimizer: Any) -> Any:
@@ -215,14 +215,14 @@ def expect_backward(optimizer: Any) -> None:
 
 def expect_end(engine: Any) -> None:
     """Let DeepSpeed do at the end of the running backward what it has to: by 0.18.4 in the last hook on a gradient."""
-    if not contract.has(contract.CLEAR_BACKWARD):
+    if not contract.has(deepspeed_internals.CLEAR_BACKWARD):
         torch.autograd.Variable._execution_engine.queue_callback(engine.optimizer.run_grad_acc_post_hooks)
 
 
 def reset_backward(optimizer: Any) -> None:
     """Reset what ``optimizer`` knows of a backward that raised."""
     optimizer._backward_active_depth = 0
-    if contract.has(contract.CLEAR_BACKWARD):
+    if contract.has(deepspeed_internals.CLEAR_BACKWARD):
         optimizer.clear_backward_seen_flag()
 
 
@@ -252,7 +252,7 @@ def swap_clip_norm(optimizer: Any, norm: float) -> float:
     To clip, it computes the norm, which DeepSpeed's ``compute_grad_norm`` = false saves a step that does not.
     """
     before, optimizer.clip_grad = optimizer.clip_grad, norm
-    computes = contract.COMPUTES_NORM.name
+    computes = deepspeed_internals.COMPUTES_NORM.name
     asked = vars(optimizer).setdefault("_zerosync_asked_for_norm", getattr(optimizer, computes, None))
     if asked is not None:
         setattr(optimizer, computes, asked or norm > 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract
+from zerosync_strategy.core.engine import contract, deepspeed_internals
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.zero import sum_of_squares
 
@@ -65,7 +65,7 @@ def averaging_divisor(optimizer: Any) -> float:
     The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
     sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
     """
-    averages = optimizer.gradient_average if contract.has(contract.AVERAGES) else True
+    averages = optimizer.gradient_average if contract.has(deepspeed_internals.AVERAGES) else True
     return float(dist.get_world_size(optimizer.dp_process_group)) if averages else 1.0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, patches
+from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.fragments import require_numel
 
 
@@ -262,7 +262,7 @@ def has_own_group(param: Any) -> bool:
 
 def shard_over(param: Any, group: Any) -> None:
     """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
-    contract.need(contract.PARAM_GROUP, "leave shard_over() out")
+    contract.need(deepspeed_internals.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
     # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
     param.ds_optim_param = True
@@ -275,7 +275,7 @@ def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
     """
     from deepspeed.runtime.zero import partition_parameters
 
-    contract.require(contract.NESTED_ZERO_INIT)
+    contract.require(deepspeed_internals.NESTED_ZERO_INIT)
 
     def enter(stock: Callable[[Any], Any], init: Any) -> Any:
         outer = partition_parameters.top_level_context

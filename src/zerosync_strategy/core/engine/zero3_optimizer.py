@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, zero3
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero3
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
@@ -21,27 +21,27 @@ def param_groups(optimizer: Any) -> list[list[Any]]:
 
 def gradient_group(optimizer: Any, param: Any) -> Any:
     """Return the process group whose ranks each keep a shard of the gradient of ``param``."""
-    if not contract.has(contract.PARAM_GROUP):
+    if not contract.has(deepspeed_internals.PARAM_GROUP):
         return optimizer.dp_process_group
     return optimizer._get_param_partition_group(param)
 
 
 def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
     """Return what a sum of the gradients of ``params`` is divided by, if ``world_size`` ranks add to it."""
-    if not contract.has(contract.AVERAGED_RANKS):
+    if not contract.has(deepspeed_internals.AVERAGED_RANKS):
         return float(world_size)
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
 def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's shard of each gradient, flat, by the id of the parameter."""
-    return getattr(optimizer, contract.GRADIENT_SHARDS)
+    return getattr(optimizer, deepspeed_internals.GRADIENT_SHARDS)
 
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
     """Let the coming step find the gradient shards of ``params``; not ``joined``: as DeepSpeed's norm has them."""
     shards = gradient_shards(optimizer)
-    if offloads(optimizer) and contract.has(contract.STEPPED_OFFLOADED):
+    if offloads(optimizer) and contract.has(deepspeed_internals.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
         optimizer.zerosync_stock_finalize()
         return

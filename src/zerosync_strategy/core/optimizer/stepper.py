@@ -60,7 +60,14 @@ class _Part(NamedTuple):
 
 
 class Stepper:
-    """Lets the optimizer of these ``shards`` and master weights step what is not frozen."""
+    """Lets the optimizer of these ``shards`` and master weights step what is not frozen.
+
+    Attributes:
+        mode: ``"train"`` or ``"eval"``, by which of the optimizer's methods the weights were exchanged since they were
+            loaded; empty: by none.
+    """
+
+    mode = ""
 
     def __init__(self, shards: GradientShards, masters: Masters) -> None:
         self._zero, self._params, self._masters = shards.optimizer, shards.params, masters

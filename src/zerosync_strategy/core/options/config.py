@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import functools
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
-from zerosync_strategy.core.options.removed import removal
+from zerosync_strategy.core.options.removed import refuse_removed, refusing_removed
 
 StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """What the step of a parameter of this shape costs, whose group in the optimizer has these options."""
@@ -20,27 +20,7 @@ WHOLE = "whole"
 """The value of ``elementwise_optimizer`` for an optimizer that needs whole parameters."""
 
 
-def refuse_removed(names: Iterable[object]) -> None:
-    """Raise a ``ValueError`` with the remedy where one of ``names`` is an option that was removed."""
-    for name in names:
-        if problem := removal("ZeroSync option", name):
-            raise ValueError(problem)
-
-
-def _refusing_removed(cls: Any) -> Any:
-    """Let the constructor of ``cls`` refuse removed options with the remedy."""
-    construct = cls.__init__
-
-    @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        refuse_removed(options)
-        construct(self, *args, **options)
-
-    cls.__init__ = __init__
-    return cls
-
-
-@_refusing_removed
+@refusing_removed("ZeroSync option")
 @dataclasses.dataclass(frozen=True)
 class ZeroSyncConfig:
     """Options of ZeroSync.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+F = TypeVar("F")
 SINCE = "0.3.0"
 """The first release without them. The next one, in its first or second number, empties the table."""
 
 REMOVED: dict[object, str] = {  # options, and what the handle, reports and the package had, each with the remedy
+    "changes_since": "Leave it out: full_weights() yields them in full.",
     "Links": "Leave it out: a plan says nothing of time.",
     "RunLog": "Log report.numbers() of each step, as ZeroSyncMonitor does.",
     "WeightPatch": "Take full_weights(), which yields them in full.",
@@ -20,6 +24,7 @@ REMOVED: dict[object, str] = {  # options, and what the handle, reports and the 
     "gathered_bytes_in_full": "Take bytes_sent, which has all of them.",
     "load_full_optimizer_state": "Take load_checkpoint(), or safe_set_full_optimizer_state() for each state.",
     "racecheck": "Leave it out. To check streams, run the program as a test in a checkout, by pytest --simulated.",
+    "run_log": "Log report.numbers() of each step, as ZeroSyncMonitor does.",
     "trace_gathers": "Leave it out: hooks end a compiled graph at each module.",
 }
 
@@ -28,6 +33,13 @@ _TIME = "Leave it out: a plan says nothing of time. Measure where you train."
 _JSON = "Take --json, which has what a picture needs, and the configuration."
 _LINKS = "Measure links by nccl-tests."
 _SPEEDS = ("within", "between", "latency-within", "latency-between")
+PLANNING: dict[object, str] = dict.fromkeys(  # arguments and members
+    (
+        *("at_once", "batch", "compute", "dtype", "front", "has_levels", "links", "measured", "processes", "resident"),
+        *("slow_links", "threads", "time", "timeout", "work"),
+    ),
+    _TIME,
+)
 _CLOCKS = ("check", "compute", "ranks-at-once", "threads", "links", "processes", "timeout")
 _HOSTS = ("link", "save", "hosts", "shell", "per-host")
 COMMANDS: dict[str, str] = {  # of `zerosync`, and their options
@@ -40,9 +52,44 @@ COMMANDS: dict[str, str] = {  # of `zerosync`, and their options
 }
 
 
-def removal(what: str, name: object) -> str:
+def removal(what: str, name: object, removed: Mapping[object, str] = REMOVED) -> str:
     """Return what to tell about ``name``, which is not there as ``what``; empty if it was not removed."""
-    return f"{what} {name!r} was removed in {SINCE}. {REMOVED[name]}" if name in REMOVED else ""
+    return f"{what} {name!r} was removed in {SINCE}. {removed[name]}" if name in removed else ""
+
+
+def refuse_removed(names: Iterable[object], what: str = "ZeroSync option", removed: Any = REMOVED) -> None:
+    """Raise a ``ValueError`` with the remedy where one of ``names`` was removed."""
+    for name in names:
+        if problem := removal(what, name, removed):
+            raise ValueError(problem)
+
+
+def refusing_removed(what: str, removed: Mapping[object, str] = REMOVED) -> Callable[[F], F]:
+    """Let a function, or the constructor of a class, refuse keywords that were removed."""
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            refuse_removed(kwargs, what, removed)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def missing_attribute(what: str, removed: Mapping[object, str] = REMOVED) -> Callable[[Any, str], Any]:
+    """Return the ``__getattr__`` of a class some of whose attributes, ``what``, were removed."""
+
+    def __getattr__(self: Any, name: str) -> Any:
+        problem = removal(what, name, removed)
+        raise AttributeError(problem or f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    return __getattr__
 
 
 def removed_command(words: Sequence[str]) -> str:

@@ -22,13 +22,13 @@ from zerosync_strategy.core.failures.errors import HANDLE
 
 PIECE_NUMEL = 2**22
 """Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
-Weights = tuple[torch.Tensor, torch.Tensor]
+WeightPair = tuple[torch.Tensor, torch.Tensor]
 """A flat part of this rank's shard of the parameters, and its master weights."""
 
 
 def weights_of_stage_1_2(
     optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
-) -> Iterator[Weights]:
+) -> Iterator[WeightPair]:
     """Yield this rank's weights of ZeRO-1 or ZeRO-2: of each group, the elements that this rank has of it."""
     for group, slices in groups:
         flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
@@ -85,7 +85,7 @@ class MasterWeights:
         self._digests: list[torch.Tensor] = []  # after the last step, of the shards whose master weights are elsewhere
 
     @torch.no_grad()
-    def adopt(self, weights: Iterable[Weights]) -> None:
+    def adopt(self, weights: Iterable[WeightPair]) -> None:
         weights = list(weights)
         elsewhere, concurrent = self._elsewhere(weights), self._streams.concurrent
         if any(self._streams.is_on_host(shard) for shard, _ in weights):
@@ -98,12 +98,12 @@ class MasterWeights:
                 _adopt(shard, master, concurrent and not self._streams.is_on_host(master))
 
     @torch.no_grad()
-    def stepped(self, weights: Iterable[Weights]) -> None:
+    def stepped(self, weights: Iterable[WeightPair]) -> None:
         """A step has written the master weights to the shards."""
         if self._streams.concurrent:
             self._digests = [self.digest(shard) for shard, _ in self._elsewhere(weights)]
 
-    def _elsewhere(self, weights: Iterable[Weights]) -> list[Weights]:
+    def _elsewhere(self, weights: Iterable[WeightPair]) -> list[WeightPair]:
         on_host = self._streams.is_on_host
         return [(shard, master) for shard, master in weights if on_host(master) and not on_host(shard)]
 

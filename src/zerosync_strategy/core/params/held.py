@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Claim, Record
+from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.node_shards import NodeShards

@@ -21,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import MODULE, Record
+from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.parameter_states import MODULE
 from zerosync_strategy.core.engine.transformers import not_split
 
 RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them runs
