@@ -25,7 +25,17 @@ class TensorMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = Ledger()
+        self._resizes = self._ledger.following_resizes(to_zeros=False)
         self.most = 0
+
+    def __enter__(self) -> TensorMemory:
+        self._resizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

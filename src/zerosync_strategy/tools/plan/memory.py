@@ -84,10 +84,10 @@ class Ledger:
                     self._move(known, kind)
 
     @contextmanager
-    def following_resizes(self) -> Iterator[None]:
-        """While active, a storage counts by the bytes to which it was resized last, which are zeros.
+    def following_resizes(self, to_zeros: bool = True) -> Iterator[None]:
+        """While active, a storage counts by the bytes to which it was resized last; ``to_zeros``: which are zeros then.
 
-        Those of large tensors keep their bytes, which take no memory.
+        Those of large tensors that take no memory keep their bytes.
         """
         stock = torch.UntypedStorage.resize_
 
@@ -95,7 +95,10 @@ class Ledger:
             if (known := self._known.get(storage._cdata)) is not None:
                 self._add(known.kind, nbytes - known.nbytes)
                 known.nbytes = nbytes
-            return stock(storage, nbytes).fill_(0) if storage.resizable() else storage
+            if storage.resizable():
+                stock(storage, nbytes)
+                return storage.fill_(0) if to_zeros else storage
+            return storage
 
         with replaced(torch.UntypedStorage, "resize_", resize_):
             yield
