@@ -278,6 +278,26 @@ def test_figures_are_those_measured() -> None:
                 assert shown == f"{value(system, column):.{places}f}", (system, column)
 
 
+def test_every_figure_has_its_file() -> None:
+    """The index has each result, each with the command that has made it, and each page that refers to it."""
+    folder = ROOT / "benchmarks" / "results"
+    row = re.compile(r"^\| [^|]+ \| ([^|]*) \| \[[^\]]+\]\(([^)]+)\) \|$", re.MULTILINE)
+    rows = row.findall((folder / "README.md").read_text())
+    assert sorted({Path(file).stem for _, file in rows}) == sorted(
+        {each.stem for each in folder.iterdir()} - {"README"}
+    )
+    said = {(page, file) for pages, file in rows for page in re.findall(r"\w+(?:/\w+)*\.md", pages)}
+    linked = set()
+    for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"):
+        for file in re.findall(r"results/(2026[\w-]+\.md)", page.read_text()):
+            linked.add((str(page.relative_to(ROOT)), file))
+    assert said == linked
+    for _, file in rows:
+        text = (folder / file).read_text()
+        assert re.search(r"python benchmarks/\w+\.py|zerosync plan |make gpu ", text), file
+        assert re.search(r"\d{4}-\d\d-\d\d", text) and "torch 2." in text, file
+
+
 def test_every_program_is_run() -> None:
     assert {path.name for path in (ROOT / "docs" / "code").glob("*.py")} == PROGRAMS.keys()
 
