@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.harness.extended import left_out, unknown_ids
-from zerosync_strategy.core.comm import messages
 
 
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let buckets of small models be as small as their sizes say where NCCL's rules are in force, too."""
-    monkeypatch.setattr(messages, "LEAST", 0)
-    monkeypatch.setattr(messages, "LEAST_OF_RANK", 0)
+    messages = "zerosync_strategy.core.comm.messages"  # not imported here: torch comes by tests/harness/warm.py
+    monkeypatch.setattr(f"{messages}.LEAST", 0)
+    monkeypatch.setattr(f"{messages}.LEAST_OF_RANK", 0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

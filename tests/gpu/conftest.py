@@ -2,11 +2,12 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests run where there is a GPU and it was asked for, those without the mark `gpu` on the simulated device too."""
+    import torch  # not before tests/harness/warm.py, for threads
+
     # Without the variable, the ranks have DeepSpeed on the CPU, where there is a GPU too.
     if os.environ.get("ZEROSYNC_TEST_CUDA") != "1":
         reason = "not asked for: set ZEROSYNC_TEST_CUDA=1 where there is a GPU"

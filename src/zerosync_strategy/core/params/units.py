@@ -114,8 +114,8 @@ class Units:
 
     Attributes:
         every: all of them, outer ones first.
-        counts: how many of those are wholes, by the name of their class.
-        most_bytes: of the largest whole.
+        wholes: the modules of those that are wholes; ``counts``: how many, by the name of their class.
+        most_bytes: of the largest of those.
     """
 
     def __init__(self, engine: Any, names: Collection[str]) -> None:
@@ -130,6 +130,7 @@ class Units:
         limit, small = config.max_live_parameters // 2, config.prefetch_bucket_size
         chosen = list(_units(module, whole, limit, small, set()))
         found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
+        self.wholes = found
         self.counts = Counter(type(unit).__name__ for unit in found)
         self.most_bytes = max(map(_nbytes, found), default=0)
         self.every = list(_every(module, set(map(id, found))))
