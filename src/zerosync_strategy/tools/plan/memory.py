@@ -95,10 +95,10 @@ class Ledger:
             if (known := self._known.get(storage._cdata)) is not None:
                 self._add(known.kind, nbytes - known.nbytes)
                 known.nbytes = nbytes
-            if storage.resizable():
-                stock(storage, nbytes)
-                return storage.fill_(0) if to_zeros else storage
-            return storage
+            if not storage.resizable():
+                return storage
+            resized = stock(storage, nbytes)
+            return resized.fill_(0) if to_zeros else resized
 
         with replaced(torch.UntypedStorage, "resize_", resize_):
             yield
