@@ -134,7 +134,7 @@ LEVELS: list[tuple[int, Any, Any, tuple[int, int], tuple[int, int]]] = [
     (2, {"device": 0, "node": SIZE // 4}, 0, (-1, 1), (SIZE // 4 + LAYER, 0)),
     (2, SIZE // 2 + SIZE // 4, 0, (1, 1), (SIZE // 2 + SIZE // 4 + LAYER, 0)),
     (3, None, "all", (1, 1), (SIZE, 0)),
-    (3, None, 0, (1, BACKWARDS), (SIZE, 0)),
+    (3, None, 0, (1, 1), (SIZE, 0)),  # all of it is within stage3_max_reuse_distance
     (3, NODE, NODE, (1, 1), (SIZE // 2 + LAYER, SIZE // 2)),
     (3, 0, SIZE // 2 + LAYER, (BACKWARDS, 1), (2 * LAYER, SIZE // 2 + LAYER)),
     (3, 0, {"node": SIZE // 4}, (BACKWARDS, -1), (2 * LAYER, SIZE // 4)),
