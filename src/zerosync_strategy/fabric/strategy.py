@@ -330,7 +330,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank.
         """
-        return clip_norm(zerosync_of(optimizer), float(max_norm), float(norm_type), error_if_nonfinite)
+        return clip_norm(zerosync_of(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Any, clip_val: float) -> None:

@@ -132,6 +132,7 @@ class AttachedEngine:
             undo(patches.remove_user, engine)
             undo(_forget_handle, engine)
             parts.traffic.start()
+            undo(weakref.finalize(engine, parts.traffic.stop))
             for target, layer in layers:
                 target._zerosync_attached = self
                 interpose(target, layer)
@@ -143,7 +144,6 @@ class AttachedEngine:
             undo(parts.reducer.detach)
             undo(self.parameters.detach)
             undo(zero.time_by_the_host(engine))
-            undo(weakref.finalize(engine, parts.traffic.stop))
             undo(self.pending.restore_clip_norm)
             AttachedEngine.all.add(self)
             undo(AttachedEngine.all.discard, self)

@@ -49,9 +49,9 @@ class GatherMeter:
 
 
 class StepMeter:
-    """Makes a report of each optimizer step of one engine, and says how far the engine has come.
+    """Makes a report of each optimizer step of one engine, prints it, and lets budgets choose by it.
 
-    Implements :class:`~failures.rank_state.Progress`.
+    It also says how far the engine has come: it implements :class:`~failures.rank_state.Progress`.
 
     Attributes:
         parameter_bytes: by parameter, what one rank must send to give it to all ranks once.

@@ -11,11 +11,11 @@ SINCE = "0.3.0"
 """The first release without them. The next one, in its first or second number, empties the table."""
 
 REMOVED: dict[object, str] = {  # options, and what the handle, reports and the package had, each with the remedy
-    "changes_since": "Leave it out: full_weights() yields them in full.",
     "Links": "Leave it out: a plan says nothing of time.",
     "RunLog": "Log report.numbers() of each step, as ZeroSyncMonitor does.",
     "WeightPatch": "Take full_weights(), which yields them in full.",
     "WeightSnapshot": "Take full_weights(), which yields them in full.",
+    "changes_since": "Leave it out: full_weights() yields them in full.",
     "end_racecheck": "Leave the call out: no training is checked in place.",
     "findings": "Leave it out: no training is checked in place.",
     "full_optimizer_state": "Take save_checkpoint(), or safe_get_full_optimizer_state() for each state.",
@@ -33,13 +33,14 @@ _TIME = "Leave it out: a plan says nothing of time. Measure where you train."
 _JSON = "Take --json, which has what a picture needs, and the configuration."
 _LINKS = "Measure links by nccl-tests."
 _SPEEDS = ("within", "between", "latency-within", "latency-between")
-PLANNING: dict[object, str] = dict.fromkeys(  # arguments and members
-    (
-        *("at_once", "batch", "compute", "dtype", "front", "has_levels", "links", "measured", "processes", "resident"),
-        *("slow_links", "threads", "time", "timeout", "work"),
-    ),
-    _TIME,
-)
+_PLANS = """
+    at_once batch compute dtype front has_levels links measured processes resident slow_links threads time timeout work
+"""
+PLANNING: dict[object, str] = {  # arguments and members
+    **dict.fromkeys(_PLANS.split(), _TIME),
+    "bytes_sent": "Take sent.bytes.",
+    "calls": "Take sent.calls.",
+}
 _CLOCKS = ("check", "compute", "ranks-at-once", "threads", "links", "processes", "timeout")
 _HOSTS = ("link", "save", "hosts", "shell", "per-host")
 COMMANDS: dict[str, str] = {  # of `zerosync`, and their options
@@ -57,7 +58,9 @@ def removal(what: str, name: object, removed: Mapping[object, str] = REMOVED) ->
     return f"{what} {name!r} was removed in {SINCE}. {removed[name]}" if name in removed else ""
 
 
-def refuse_removed(names: Iterable[object], what: str = "ZeroSync option", removed: Any = REMOVED) -> None:
+def refuse_removed(
+    names: Iterable[object], what: str = "ZeroSync option", removed: Mapping[object, str] = REMOVED
+) -> None:
     """Raise a ``ValueError`` with the remedy where one of ``names`` was removed."""
     for name in names:
         if problem := removal(what, name, removed):
