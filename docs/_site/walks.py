@@ -34,7 +34,7 @@ GRADIENT = (
             "each backward"),
     Station("gradients/window.py", "Window.engine_backward", "the window opens, or stays open", "each backward"),
     Station("gradients/window.py", "Window.added", "the hook: autograd has added to param.grad", "each gradient"),
-    Station("gradients/flat.py", "FlatBucket.collect", "its bucket takes it into its memory", "each gradient"),
+    Station("gradients/buckets.py", "GradientBucket.collect", "its memory is counted; it stays there", "each gradient"),
     Station("attached/engine.py", "AttachedEngine.step", "the optimizer step comes to our override", "the step"),
     Station("gradients/window.py", "Window.begin_step", "the window is to be reduced, and closes", "the step"),
     Station("gradients/reducer.py", "Reducer.reduce", "what is still local is reduced", "the step"),
@@ -54,7 +54,6 @@ GRADIENT = (
 """Of a gradient on stage 2, in a window of two backwards and a step."""
 
 ON_STAGE_3 = {
-    ("gradients/flat.py", "FlatBucket.collect"): ("gradients/unpacked.py", "UnpackedBucket.collect"),
     ("gradients/stage12.py", "FlatShards.hand_over"): ("gradients/stage3.py", "PerParamShards.hand_over"),
     ("gradients/striped.py", "StripePlacement.give"): None,
 }

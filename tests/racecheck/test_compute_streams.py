@@ -89,7 +89,7 @@ def test_parameters_that_arrive_while_the_forward_runs(stage: int) -> None:
 
 
 def test_memory_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """L3, switched off."""
+    """L2, switched off."""
     monkeypatch.setattr(Streams, "share_unshard", lambda self, *args: None)
     for found in run_ranks(lambda: findings(3, {"stage3_max_reuse_distance": 0}, {})):
         assert any(text.startswith("reuse") and "read by addmm" in text for text in found), found

@@ -10,14 +10,12 @@ to the gradient shards there. The rules, each with its method:
   sent is in other memory.
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
-- **L1** :meth:`Streams.read_by_reduction`: a gradient, or the memory of a bucket, belongs to its producer's stream
-  and is read by the reduction stream. Of a backward that reduces as it goes it is kept, and its producers wait for the
+- **L1** :meth:`Streams.read_by_reduction`: a gradient belongs to its producer's stream and is read by the reduction
+  stream. Of a backward that reduces as it goes it is kept, and its producers wait for the
   reduction a few buckets later (:meth:`Streams.producers_wait`), so that the next gradients may have it, however far
   the host runs ahead. Else it is recorded there before it is freed: what is recorded is given out again only once the
   host sees the reduction complete. What the reduction stream allocates returns to it: packed chunks after the
   collective, which the backend keeps alive, and gradient shards after the step (S2).
-- **L2** :meth:`Streams.wait_for_allocation`: a bucket's memory is allocated on the stream of the producer that
-  completes its first gradient. Another producer writes to it after that, and it is kept until that one has written.
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
   write records its stream by :meth:`Streams.record_write`. Who reads shards on the caller's stream waits by
   :meth:`Streams.caller_waits_for_writes`.
@@ -26,7 +24,7 @@ to the gradient shards there. The rules, each with its method:
   memory they may be given.
 - **S3** :meth:`Streams.caller_waits_for`: what modules have found out of their parameters on several streams is read by
   the caller's after each of these.
-- **L3** :meth:`Streams.share_unshard`: the memory of a parameter belongs to the stream that first waits for its gather.
+- **L2** :meth:`Streams.share_unshard`: the memory of a parameter belongs to the stream that first waits for its gather.
   Where several streams use it, it is kept for each. :meth:`Streams.record_landing`: what a gather receives belongs to
   its own stream, and returns to it after it was taken out.
 - **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter, on whatever stream, starts after its gather,
@@ -55,12 +53,26 @@ class Streams:
         self._writers: set[Any] = set()  # streams that no gather has waited for since they wrote shards
         self._written: Any = None  # recorded by a gather stream that has waited for all writers before these
         self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
+        on_cuda = self._reduction is not None and self._accelerator.device_name() == "cuda"
+        self._device = self._accelerator.current_device() if on_cuda else None
+        self._by_handle: dict[int, Any] = {}
 
     def _make_stream(self) -> Any:
         # Of high priority: what it runs is short, and a collective of all ranks waits for it.
         if self._accelerator.device_name() == "cuda":
             return self._accelerator.Stream(priority=-1)
         return self._accelerator.Stream()
+
+    def _current(self) -> Any:
+        """Return the current stream.
+
+        Asked for with every gradient. ``torch.cuda.current_stream()`` first looks whether there is a device, and makes
+        a new object, in a dozen calls of Python.
+        """
+        if self._device is None:
+            return self._accelerator.current_stream()
+        handle = torch._C._cuda_getCurrentRawStream(self._device)
+        return self._by_handle.get(handle) or self._by_handle.setdefault(handle, self._accelerator.current_stream())
 
     @property
     def concurrent(self) -> bool:
@@ -74,7 +86,7 @@ class Streams:
     @property
     def caller(self) -> Any:
         """The current stream; ``None`` on a device without streams."""
-        return None if self._reduction is None else self._accelerator.current_stream()
+        return None if self._reduction is None else self._current()
 
     def caller_waits_for(self, streams: Iterable[Any]) -> None:
         """Let the caller's stream wait for what ``streams``, each once a :attr:`caller`, have by now (S3)."""
@@ -106,7 +118,7 @@ class Streams:
         """
         if self._reduction is None:
             return
-        stream = self._accelerator.current_stream()
+        stream = self._current()
         event = spare.get(stream)
         if event is None:
             event = spare[stream] = self._accelerator.Event()
@@ -116,7 +128,7 @@ class Streams:
     def reductions_wait_for_caller(self) -> None:
         """At the start of a backward that reduces as it goes: after earlier backwards, and the last step (S2)."""
         if self._reduction is not None:
-            self._reduction.wait_stream(self._accelerator.current_stream())
+            self._reduction.wait_stream(self._current())
 
     @contextmanager
     def on_reduction_stream(self, events: Iterable[Any] | None = None) -> Iterator[None]:
@@ -125,7 +137,7 @@ class Streams:
             yield
             return
         if events is None:
-            self._reduction.wait_stream(self._accelerator.current_stream())
+            self._reduction.wait_stream(self._current())
         else:
             for event in events:
                 self._reduction.wait_event(event)
@@ -148,28 +160,10 @@ class Streams:
         for stream in producers:
             stream.wait_event(event)
 
-    def record_allocation(self) -> Any:
-        """Return the current stream, on which memory was allocated just now, and the event after that."""
-        if self._reduction is None:
-            return None
-        stream, event = self._accelerator.current_stream(), self._accelerator.Event()
-        event.record(stream)
-        return stream, event
-
-    def wait_for_allocation(self, memory: torch.Tensor, allocation: Any) -> None:
-        """Let the current stream write to memory that another one has allocated (L2)."""
-        if allocation is None:
-            return
-        stream, event = allocation
-        current = self._accelerator.current_stream()
-        if current != stream:
-            current.wait_event(event)
-            memory.record_stream(current)
-
     def wait_for_reductions(self) -> None:
         """Let the caller's stream wait for all reductions (B3)."""
         if self._reduction is not None:
-            self._accelerator.current_stream().wait_stream(self._reduction)
+            self._current().wait_stream(self._reduction)
 
     def host_waits_for_reductions(self) -> None:
         """Let the host wait for all reductions, whose results are copied to its memory (B3)."""
@@ -179,7 +173,7 @@ class Streams:
     def host_waits_for_caller(self) -> None:
         """Let the host wait for the caller's stream, which has copied to its memory."""
         if self._reduction is not None:
-            self._host_waits_for(self._accelerator.current_stream())
+            self._host_waits_for(self._current())
 
     def _host_waits_for(self, stream: Any) -> None:
         event = self._accelerator.Event()
@@ -210,23 +204,23 @@ class Streams:
     def record_landing(self, gather_stream: Any) -> Any:
         """Return the event after the current stream has taken a gather's values out of the memory of ``gather_stream``.
 
-        That memory goes back to where it comes from, after the event (L3).
+        That memory goes back to where it comes from, after the event (L2).
         """
         event = self._accelerator.Event()
-        event.record(self._accelerator.current_stream())
+        event.record(self._current())
         gather_stream.wait_event(event)
         return event
 
     def wait_for_unshard(self, event: Any) -> None:
         """Let the caller's stream wait for one gather (U2)."""
-        self._accelerator.current_stream().wait_event(event)
+        self._current().wait_event(event)
 
     def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Let the caller's stream wait for one gather, if it is none of its ``users`` yet (U2).
 
-        The first is that to which ``memory`` belongs; for the others it is kept until they have used it (L3).
+        The first is that to which ``memory`` belongs; for the others it is kept until they have used it (L2).
         """
-        current = self._accelerator.current_stream()
+        current = self._current()
         if current in users:
             return
         self.wait_for_unshard(event)
@@ -235,14 +229,14 @@ class Streams:
             tensor.record_stream(current)
 
     def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
-        """Keep the memory of a parameter, which may be the program's own, until a gather stream has read it (L3)."""
+        """Keep the memory of a parameter, which may be the program's own, until a gather stream has read it (L2)."""
         if self._reduction is not None:
             memory.record_stream(gather_stream)
 
     def record_write(self) -> None:
         """The current stream writes shards of parameters, or is about to."""
         if self._reduction is not None:
-            self._writers.add(self._accelerator.current_stream())
+            self._writers.add(self._current())
 
     def gathers_wait_for_writes(self, gather_streams: Sequence[Any]) -> None:
         """Before a gather, let all gather streams wait for what the writing streams have by now (S1)."""
@@ -259,7 +253,7 @@ class Streams:
         """Let the caller's stream, which reads shards itself, wait for their writes, and not for gathers (S1)."""
         self.gathers_wait_for_writes(gather_streams)
         if self._written is not None:
-            self._accelerator.current_stream().wait_event(self._written)
+            self._current().wait_event(self._written)
 
     # ---- memory of the host --------------------------------------------------------------------------------------
 
@@ -297,19 +291,20 @@ class HostCopy:
     """
 
     def __init__(self, streams: Streams, numel: int, dtype: torch.dtype = torch.int64) -> None:
-        self._accelerator = streams._accelerator
+        self._streams = streams
         self.numel = numel
         self._copy = torch.empty(numel, dtype=dtype)
         self._filled = self._copy
         self._event: Any = None
         if streams.concurrent:
-            self._copy, self._event = self._accelerator.pin_memory(self._copy), self._accelerator.Event()
+            accelerator = streams._accelerator
+            self._copy, self._event = accelerator.pin_memory(self._copy), accelerator.Event()
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Copy ``tensor``, flat, without waiting on a device with streams."""
         self._filled = self._copy[: len(tensor)].copy_(tensor, non_blocking=True)
         if self._event is not None:
-            self._event.record(self._accelerator.current_stream())
+            self._event.record(self._streams.caller)
 
     def read(self) -> list[Any]:
         """Return the elements that were copied last."""

@@ -67,7 +67,6 @@ ALL_STAGES = (
         averaged_gradients +dtype dp_process_group gradient_accumulation_dtype +communication_data_type
         +gradient_predivide_factor +reduce_bucket_size clip_grad +loss_scale
     """),
-    *rows("reduction", "parameter", "grad_accum", named_in=_STAGE12),
     *rows("access to shards", "deepspeed.utils.tensor_fragment", "+safe_get_full_grad(param)"),
     *rows("DeepCompile", "engine", "is_deepcompile_active()"),
     *rows("report", "deepspeed.comm.comm", "cdb"),

@@ -19,7 +19,7 @@ TRAINING = (
         _current_graph_task_id _will_engine_execute_node +DisableTorchFunctionSubclass _storage_Use_Count
         _are_functorch_transforms_active _DisableFuncTorch _len_torch_dispatch_stack
     """),
-    *rows("training", "torch._C", "_host_emptyCache", optional=True),  # of builds for a GPU
+    *rows("training", "torch._C", "_host_emptyCache _cuda_getCurrentRawStream", optional=True),  # of builds for a GPU
     *rows("training", "torch._C._autograd", "_unsafe_set_version_counter"),
     *rows("training", "torch._C._nn", "+linear"),
     *rows("training", "torch._C._FunctionBase", "_set_sequence_nr"),

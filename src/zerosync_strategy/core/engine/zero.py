@@ -194,16 +194,6 @@ def reduce_bucket_numel(optimizer: Any) -> int:
     return int(optimizer.reduce_bucket_size)
 
 
-def accumulated_gradient(param: Any) -> torch.Tensor | None:
-    """Return the gradient of ``param`` that is summed in another dtype than its own, where there is one."""
-    return getattr(param, "grad_accum", None)
-
-
-def set_accumulated_gradient(param: Any, gradient: torch.Tensor | None) -> None:
-    """Set what :func:`accumulated_gradient` returns."""
-    param.grad_accum = gradient
-
-
 def expect_backward(optimizer: Any) -> None:
     """Let ``optimizer`` take the coming backward for one that runs inside no other.
 

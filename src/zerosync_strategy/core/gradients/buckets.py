@@ -5,12 +5,13 @@ backward completes their gradients. A backward may *stream* some of them: it red
 the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone: none when
 coalesced without a budget; all without coalescing; with a budget, those that do not fit into it; all in the backward
 that is known to be the last.
+
+Gradients stay where autograd accumulates them, and are packed by one call when their bucket is reduced.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -38,8 +39,11 @@ class Level(enum.Enum):
     SHARD = enum.auto()  # in ZeRO's own shards: reduced in each backward
 
 
-class GradientBucket(ABC):
+class GradientBucket:
     """Parameters of one layout whose gradients are reduced together.
+
+    Args:
+        below: the bucket that reduces the first elements of this one, its head, where it has one (``striped.py``).
 
     Attributes:
         params, gradients: in the order of the layout.
@@ -61,11 +65,15 @@ class GradientBucket(ABC):
 
     def __init__(
         self, layout: ShardLayout, params: Sequence[Any], level: Level, placement: Placement, *, chunk_bytes: int,
-        local: LocalGradients, streams: Streams, names: Mapping[Any, str],
+        local: LocalGradients, streams: Streams, names: Mapping[Any, str], below: GradientBucket | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.placement = layout, placement
         self.params = list(params)
         self.gradients = [LocalGradient(param, self) for param in self.params]
+        of_param = dict(zip(self.params, self.gradients, strict=True))
+        self._packs = [of_param[param] for param in placement.order]
+        self._below = below
+        self._from_above: torch.Tensor | None = None  # the head of the bucket above, which this one reduces
         self.level = level
         self.node_shard: dict[Part, torch.Tensor] = {}
         self.local = local
@@ -86,9 +94,24 @@ class GradientBucket(ABC):
         self.label = OfReduction(f"the reduction of the gradients of {self.names}")
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
-    @abstractmethod
     def collect(self, gradient: LocalGradient) -> None:
-        """Autograd has added to ``param.grad``: move it to where the bucket accumulates it."""
+        """Autograd has added to ``param.grad``: add that up in the dtype that is asked for, and count its memory."""
+        param, place = gradient.param, gradient.place
+        found = param.grad
+        if found is place and place is not None:
+            return
+        if found is None:
+            if self.local.converts and place is not None:  # a hook has dropped it
+                self.local.count(-place.nbytes)
+                gradient.place = None
+            return
+        if self.local.converts:
+            more = found.detach().to(self.local.dtype)
+            found = more if place is None else place.add_(more)
+            param.grad = None
+        if place is None:
+            self.local.count(self.local.nbytes(param))
+        gradient.place = found
 
     def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
         """Add ``more``, in full, to a gradient, as autograd does; its memory stays the caller's."""
@@ -99,23 +122,25 @@ class GradientBucket(ABC):
         else:
             param.grad.add_(more)
 
-    def _reads(self, *memory: torch.Tensor | None) -> None:
-        """The reduction stream reads ``memory``, of those gradients that are there."""
-        if self.streams.concurrent:
-            self.read += [each for each in memory if each is not None]
+    def take_head(self, head: torch.Tensor) -> None:
+        """Reduce also ``head``, the first elements of the bucket above, on whose reduction this one follows."""
+        self._from_above = head.clone() if self._from_above is None else self._from_above.add_(head)
+        self.needs_reduce = True
 
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         """Yield every gradient times ``factor``, zeros where there is none; on the reduction stream."""
-        memory = self._packed()
+        gradients = [each.place if self.local.converts else each.param.grad for each in self._packs]
+        if self.streams.concurrent:
+            self.read += [gradient for gradient in gradients if gradient is not None]
+        memory, head = self.placement.pack(gradients, self.dtype, self._from_above), self.placement.head
+        if head and self._below is not None:
+            self._below.take_head(memory[:head])
         if self.placement.is_empty:
             return
+        memory = memory[head:]
         if factor != 1.0:
             memory.mul_(factor)
         yield from self.placement.inputs(memory, self._chunk_width, self.nodes)
-
-    @abstractmethod
-    def _packed(self) -> torch.Tensor:
-        """Return the gradients, flat, as :attr:`placement` has them in order."""
 
     # ---- in two levels ---------------------------------------------------------------------------------------------
 
@@ -139,14 +164,13 @@ class GradientBucket(ABC):
             self.local.count(-sums.nbytes)
         return sums
 
-    @abstractmethod
-    def _drop(self) -> None:
-        """Free the local gradients."""
-
     def free_gradients(self) -> None:
         self.needs_reduce = self.is_fresh = False
         self.grad_ready.clear()
-        self._drop()
+        self._from_above = None
+        self.local.count(-sum(self.local.nbytes(each.param) for each in self.gradients if each.place is not None))
+        for gradient in self.gradients:
+            gradient.place = gradient.param.grad = None
 
 
 def choose_buckets(

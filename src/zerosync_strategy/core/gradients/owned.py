@@ -22,14 +22,13 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import give_from_owners, reduce_to_owners
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.per_param import with_zeros
 from zerosync_strategy.core.gradients.placement import (
-    MemoryPlan,
     Part,
     Placement,
     Read,
     ReduceScatterInput,
     ShardLayout,
+    with_zeros,
 )
 
 
@@ -179,7 +178,6 @@ class OwnedPlacement(Placement):
     Attributes:
         first, last: elements of the flat buffer.
         own: those of ``params`` that this rank owns.
-        memory: where each gradient is in it.
     """
 
     def __init__(self, layout: OwnedLayout, params: Sequence[Any]) -> None:
@@ -190,24 +188,23 @@ class OwnedPlacement(Placement):
         self._rows: _Spans = {}  # by owner
         self._places: _Spans = {}  # by the place of the owner
         self._own_place: _Spans = {}  # by node, those of this rank's place
-        nodes, begins, end = layout.nodes, dict[Any, int](), 0
+        nodes, end = layout.nodes, 0
 
         def lengthen(spans: _Spans, key: int, begin: int) -> None:
             spans[key] = spans.get(key, (begin, 0))[0], end
 
         for param in self.order:
             owner, begin, end = layout.owners[param], end, end + zero3.full_numel(param)
-            begins[param] = begin
             lengthen(self._rows, owner, begin)
             if nodes is not None:
                 node, place = divmod(owner, nodes.size)
                 lengthen(self._places, place, begin)
                 if place == nodes.place:
                     lengthen(self._own_place, node, begin)
-        self.memory = MemoryPlan(end, begins, end)
 
-    def pack(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Return the ``gradients`` of the parameters in their order, zeros where there is none; perhaps in place."""
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
+    ) -> torch.Tensor:
         pieces = with_zeros(self.order, gradients, dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
 

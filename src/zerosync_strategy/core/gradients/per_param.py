@@ -11,7 +11,7 @@ import torch
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.placement import Read, ReduceScatterInput, RowPlacement, ShardLayout
+from zerosync_strategy.core.gradients.placement import Read, ReduceScatterInput, RowPlacement, ShardLayout, with_zeros
 
 
 class PerParamLayout(ShardLayout):
@@ -57,11 +57,10 @@ class ColumnPlacement(RowPlacement):
         # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
         yield from super().inputs(memory, most if len(self.order) == 1 else self.width, nodes)
 
-    def pack(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Return the ``gradients`` of the parameters, zeros where there is none, as the rows of all ranks, flat.
-
-        They have ``dtype``; the result has that of the reduction, or is the memory of the only one, as it lies.
-        """
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As the rows of all ranks, in the dtype of the reduction."""
         to, shape = self._layout.dtype, (self._layout.world_size, self.width)
         dense = gradients[0]
         if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
@@ -74,15 +73,3 @@ class ColumnPlacement(RowPlacement):
             pieces = [piece.to(to) for piece in pieces]
         torch._chunk_cat(pieces, 0, shape[0], out=packed)
         return packed.view(-1)
-
-
-def with_zeros(
-    params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""
-    return [
-        torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
-        if gradient is None
-        else gradient.reshape(-1)
-        for param, gradient in zip(params, gradients, strict=True)
-    ]

@@ -114,25 +114,6 @@ class ReduceScatterInput(NamedTuple):
     part: Part
 
 
-class MemoryPlan(NamedTuple):
-    """How the gradients of a bucket of a flat buffer lie in memory of ``numel`` elements.
-
-    Attributes:
-        begins: by parameter.
-        end: where the last of them ends.
-        blanks: elements between them.
-        first: where what the bucket reduces begins.
-        head: how many elements before that go to the bucket below.
-    """
-
-    numel: int
-    begins: dict[Any, int]
-    end: int
-    blanks: Sequence[tuple[int, int]] = ()
-    first: int = 0
-    head: int = 0
-
-
 class Placement(ABC):
     """Where the gradients of one bucket belong.
 
@@ -140,12 +121,24 @@ class Placement(ABC):
         offset, width: what it has of this rank's shard.
         order: the parameters, as they follow each other where they are packed.
         is_empty: no rank has elements of it, so that it is neither reduced nor gathered.
+        head: elements at the beginning of what is packed that the bucket below reduces, not this one.
     """
 
     is_empty = False
+    head = 0
 
     def __init__(self, offset: int, width: int, order: Sequence[Any]) -> None:
         self.offset, self.width, self.order = offset, width, order
+
+    @abstractmethod
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the ``gradients``, in :attr:`order`, zeros where there is none: flat, for :meth:`inputs`.
+
+        They have ``dtype``. ``above``: the head of the bucket above, where there is one. The result may be the memory
+        of the only gradient.
+        """
 
     @abstractmethod
     def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
@@ -193,3 +186,15 @@ class RowPlacement(Placement):
         self, nodes: Nodes, part: Part, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
         return nodes.reduce_between(sums, self._layout.dtype, how, out)
+
+
+def with_zeros(
+    params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""
+    return [
+        torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
+        if gradient is None
+        else gradient.reshape(-1)
+        for param, gradient in zip(params, gradients, strict=True)
+    ]

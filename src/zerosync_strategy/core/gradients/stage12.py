@@ -9,8 +9,7 @@ import torch
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero12
-from zerosync_strategy.core.gradients.buckets import Level, choose_buckets
-from zerosync_strategy.core.gradients.flat import FlatBucket
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, choose_buckets
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.gradients.striped import StripedLayout
@@ -31,7 +30,7 @@ class FlatShards(GradientShards):
     def _read_layouts(self, config: ZeroSyncConfig) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
         self.groups = zero12.flat_groups(self.optimizer)
-        self.buckets_of: dict[FlatLayout, list[FlatBucket]] = {}
+        self.buckets_of: dict[FlatLayout, list[GradientBucket]] = {}
         divisor = zero12.averaging_divisor(self.optimizer)
         in_order = [
             dict(sorted(zip(group.params, group.offsets, strict=True), key=lambda pair: pair[1]))
@@ -61,7 +60,7 @@ class FlatShards(GradientShards):
             owners |= zip(params_of_group, chosen, strict=True)
         return owners
 
-    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[FlatBucket]:
+    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         self.keeps_stock_layout = _why_stock(self.optimizer)
         if self.keeps_stock_layout and (not config.coalesce or config.gradients.device is not None):
             raise ValueError(
@@ -69,16 +68,16 @@ class FlatShards(GradientShards):
                 f" shards of stages 1 and 2 must be laid out anew, and {self.keeps_stock_layout}. Leave them out, or"
                 " use stage 3."
             )
-        buckets: list[FlatBucket] = []
+        buckets: list[GradientBucket] = []
         layout: Any
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
             if self.keeps_stock_layout and chosen:
                 chosen = [(layout.params, Level.WHOLE)]
-            self.buckets_of[layout] = of_layout = list[FlatBucket]()
+            self.buckets_of[layout] = of_layout = list[GradientBucket]()
             placements = layout.divide([params for params, _ in chosen])
             for (params, level), placement in zip(chosen, placements, strict=True):
                 below = of_layout[-1] if of_layout and not self.whole else None
-                of_layout.append(FlatBucket(layout, params, level, placement, below=below, **common))
+                of_layout.append(GradientBucket(layout, params, level, placement, below=below, **common))
             buckets += of_layout[::-1]
         return buckets
 

@@ -18,11 +18,10 @@ from zerosync_strategy.core.comm.messages import AMONG_GATHERS, Messages
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.gradients.buckets import choose_buckets
+from zerosync_strategy.core.gradients.buckets import GradientBucket, choose_buckets
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.per_param import PerParamLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
-from zerosync_strategy.core.gradients.unpacked import UnpackedBucket
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -65,12 +64,12 @@ class PerParamShards(GradientShards):
         holds_all = config.parameters.device is None and not config.parameters.automatic
         return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
 
-    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[UnpackedBucket]:
-        buckets: list[UnpackedBucket] = []
+    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
+        buckets: list[GradientBucket] = []
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
             placements = layout.divide([params for params, _ in chosen])
             of_layout = zip(chosen, placements, strict=True)
-            made = [UnpackedBucket(layout, params, level, place, **common) for (params, level), place in of_layout]
+            made = [GradientBucket(layout, params, level, place, **common) for (params, level), place in of_layout]
             buckets += made[::-1]
         # With several layouts, those of the later modules first.
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))

@@ -15,7 +15,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.placement import MemoryPlan, Read, RowPlacement, ShardLayout
+from zerosync_strategy.core.gradients.placement import Read, RowPlacement, ShardLayout, with_zeros
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
@@ -64,7 +64,6 @@ class StripePlacement(RowPlacement):
 
     Attributes:
         first, last: elements of the flat buffer.
-        memory: it has the flat buffer's elements up to the stripe's end.
     """
 
     def __init__(self, layout: StripedLayout, stripe: Stripe, params: Sequence[Any], is_lowest: bool) -> None:
@@ -72,15 +71,29 @@ class StripePlacement(RowPlacement):
         self._stripe = stripe
         self.first, self.last, self.is_empty = stripe.first, stripe.last, not stripe.width
         begin = 0 if is_lowest else layout.offsets[params[0]]
-        head = stripe.first - begin
-        origin = begin - -head % _ALIGNMENT
-        begins = {param: layout.offsets[param] - origin for param in params}
-        blanks, end = [], begin - origin
-        for param, offset in begins.items():
-            if offset > end:
-                blanks.append((end, offset))
-            end = offset + param.numel()
-        self.memory = MemoryPlan(stripe.last - origin, begins, end, blanks, stripe.first - origin, head)
+        self.head = stripe.first - begin
+        begins = [layout.offsets[param] for param in params]
+        ends = [offset + param.numel() for offset, param in zip(begins, params, strict=True)]
+        self._blanks = [offset - end for offset, end in zip(begins, [begin, *ends], strict=False)]  # before each
+        self._rest = stripe.last - ends[-1] if ends else stripe.last - begin
+
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As the flat buffer has them, up to the stripe's end; the stripe begins at a multiple of some elements."""
+        pieces = with_zeros(self.order, gradients, dtype)
+        if len(pieces) == 1 and len(pieces[0]) == self.width * self._layout.world_size and not self.head:
+            return pieces[0].to(dtype)
+        device = self._layout.params[0].device
+        unaligned, rest = -self.head % _ALIGNMENT, self._rest - (0 if above is None else len(above))
+        blank = torch.zeros(max(unaligned, rest, *self._blanks), dtype=dtype, device=device)
+        packed = [blank[:unaligned]]
+        for blanks, piece in zip(self._blanks, pieces, strict=True):
+            if blanks:
+                packed.append(blank[:blanks])
+            packed.append(piece.to(dtype))
+        packed += [blank[:rest]] if above is None else [blank[:rest], above]
+        return torch.cat(packed)[unaligned:]
 
     def give(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, label: str) -> InFlight:
         """Begin to give the parameters of this rank's ``shard`` to all ranks, in their flat buffer. Collective."""

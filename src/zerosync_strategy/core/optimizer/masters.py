@@ -13,9 +13,11 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight, phase
 from zerosync_strategy.core.engine import zero3_optimizer, zero12
 from zerosync_strategy.core.engine.zero import MasterShard
-from zerosync_strategy.core.gradients.flat import FlatBucket
+from zerosync_strategy.core.gradients.buckets import GradientBucket
+from zerosync_strategy.core.gradients.owned import OwnedPlacement
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatLayout, FlatShards
+from zerosync_strategy.core.gradients.striped import StripePlacement
 
 STEP_NUMEL = 2**18
 """Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
@@ -97,7 +99,7 @@ class FlatMasters(Masters):
 
     def __init__(self, shards: FlatShards, windows: Callable[[], int]) -> None:
         self._shards, self._optimizer, self._windows = shards, shards.optimizer, windows
-        self._in_flight: dict[FlatBucket, InFlight] = {}  # gathers for which nobody has waited
+        self._in_flight: dict[GradientBucket, InFlight] = {}  # gathers for which nobody has waited
 
     def by_param(self) -> list[MasterShard]:
         masters = []
@@ -123,7 +125,7 @@ class FlatMasters(Masters):
 
     def _by_buckets(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[StepSlice]:
         """Yield slices of a few buckets each, as many as are worth a gather."""
-        buckets: list[FlatBucket] = []
+        buckets: list[GradientBucket] = []
         for bucket in self._buckets(layout):
             buckets.append(bucket)
             begin, end = buckets[0].placement.offset, bucket.placement.offset + bucket.placement.width
@@ -131,20 +133,23 @@ class FlatMasters(Masters):
                 yield from step_slices(master, begin, end, functools.partial(self._gather, layout, buckets))
                 buckets = []
 
-    def _buckets(self, layout: FlatLayout) -> list[FlatBucket]:
+    def _buckets(self, layout: FlatLayout) -> list[GradientBucket]:
         return [bucket for bucket in self._shards.buckets_of[layout] if not bucket.placement.is_empty]
 
     # ---- from masters to the parameters of all ranks -------------------------------------------------------------
 
     @torch.no_grad()
-    def _gather(self, layout: FlatLayout, buckets: list[FlatBucket], shard_of: _ShardOf = zero12.stepped_shard) -> None:
+    def _gather(
+        self, layout: FlatLayout, buckets: list[GradientBucket], shard_of: _ShardOf = zero12.stepped_shard
+    ) -> None:
         """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
         tag = _GATHER_TAG + self._windows() % 2**16
         flat = zero12.flat_parameters(self._optimizer, layout.group_index)
         shard = shard_of(self._optimizer, layout.group_index)
         for bucket in buckets:
-            label = f"the gather of the updated parameters {bucket.names}"
-            self._in_flight[bucket] = bucket.placement.give(flat, shard, tag, label)
+            label, place = f"the gather of the updated parameters {bucket.names}", bucket.placement
+            assert isinstance(place, (StripePlacement, OwnedPlacement))
+            self._in_flight[bucket] = place.give(flat, shard, tag, label)
 
     def forget_gathers(self) -> None:
         """Nobody waits any more for those of a step that raised."""

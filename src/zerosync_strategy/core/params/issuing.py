@@ -157,7 +157,7 @@ class ParameterGather(InFlight):
             self._gather_streams.wait_for_unshard(self.event)  # whoever writes to the values waits for their copy (U2)
 
     def join(self) -> None:
-        """The current stream is one of those that use the parameters, which are there (U2, L3)."""
+        """The current stream is one of those that use the parameters, which are there (U2, L2)."""
         if self.event is not None:
             self._gather_streams.share_unshard(self.event, self.users, self._memory)
 

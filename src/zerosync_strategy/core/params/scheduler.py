@@ -202,7 +202,7 @@ class GatherScheduler:
         self.join(records)
 
     def join(self, records: Iterable[Record]) -> None:
-        """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L3)."""
+        """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L2)."""
         if self._gather_streams:
             for gather in dict.fromkeys([record.gather for record in zero3.gathered(records)]):
                 if gather is not None:
