@@ -44,10 +44,11 @@ MOST = (
     *("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3"),
     *("zerosync-2", "zerosync-2-overlapping", "zerosync-3"),
 )
-GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", "--rounds", "2", "--steps", "2")
+SHORT = ("--rounds", "2", "--steps", "2")
+GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", *SHORT)
 SMALL = (
     *("--model", "gpt", "--layers", "24", "--width", "128", "--context", "32", "--batch", "1"),
-    *("--gbits", "1e9", "--latency", "0"),
+    *("--gbits", "1e9", "--latency", "0", *SHORT),
 )
 
 
@@ -97,29 +98,29 @@ PARTS = (
     Part(
         "exposed",
         "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
-        80,
+        65,
         exposed("--model", "mlp", "--systems", *MOST),
         exposed("--model", "mlp", *TINY),
     ),
     Part(
         "gpt",
         "The same of a GPT of 0.3 G parameters.",
-        80,
+        60,
         exposed(*GPT, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3"),
         exposed("--model", "gpt", *TINY),
     ),
     Part(
         "host",
         "How long does the host take for a step? The same with hardly any arithmetic, and links that take no time.",
-        45,
+        55,
         exposed(*SMALL, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3-resharding"),
         "a CPU has no kernels to launch; benchmarks/host_work.py counts there",
     ),
     Part(
         "deepcompile",
         "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
-        55,
-        tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x"),
+        80,
+        tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x", workers=4),
         tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
     ),
 )
