@@ -42,12 +42,13 @@ CONFIGURATION = (
 ALL_STAGES = (
     *rows("window", "engine", """
         +backward(loss) +step +zero_grad() allreduce_gradients _backward_prologue() +is_gradient_accumulation_boundary()
-        +no_sync() +destroy() zero_ignore_unused_parameters() +get_global_grad_norm()
+        +no_sync() +destroy() +get_global_grad_norm()
     """),
     *rows("window", "engine", "+coalesce_grad_reduction()", since="0.19.1"),
     *rows("window", "optimizer", "+step +optimizer +zero_grad(set_to_none) _backward_active_depth _grad_acc_hooks"),
     *rows("window", "optimizer", "+add_param_group", optional=True),
     *rows("window", "engine config", "timers_config"),
+    *rows("window", "zero config", "+ignore_unused_parameters"),
     *rows("gradient norm", "optimizer", "has_overflow(partition_gradients)"),
     *rows("window", "optimizer", "run_grad_acc_post_hooks()", until="0.18.5"),
     *rows("whole parameters", "optimizer", "torch_autocast_gradscaler"),
@@ -84,7 +85,6 @@ STAGE_1_2 = (
         scaled_global_norm() has_moe_layers _average_expert_grad_norms(norm_groups) model_parallel_rank
         _model_parallel_all_reduce(tensor, op)
     """),
-    *rows("gradient norm", "deepspeed.runtime.utils", "is_model_parallel_parameter(p)"),
     *rows("checkpoints", "optimizer", "+state_dict() +load_state_dict refresh_fp32_params()"),
     *rows("access to shards", "optimizer", "_link_all_hp_params()"),
     *rows("access to shards", "parameter", "get_full_hp_param get_full_hp_grad set_full_hp_grad set_full_hp_param",
@@ -128,7 +128,7 @@ STAGE_3 = (
     *rows("full parameters", "engine", "_zero3_consolidated_16bit_state_dict"),
     *rows("gathers", "optimizer", "parameter_offload _partition_all_parameters()"),
     *rows("gathers", "zero config", """
-        +overlap_comm use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
+        +overlap_comm +use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
     """),
     *rows("report", f"{_COORDINATING}.PartitionedParameterCoordinator", "fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """

@@ -73,7 +73,7 @@ def accumulate_outside(engine: Any) -> None:
 
 def needs_every_gradient(engine: Any) -> bool:
     """Return whether the configuration makes a parameter without a gradient an error."""
-    return not engine.zero_ignore_unused_parameters()
+    return not engine._config.zero_config.ignore_unused_parameters
 
 
 def stepping_optimizer(engine: Any) -> Any:

@@ -159,10 +159,14 @@ def relink_states(optimizer: Any) -> None:
 
 
 def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
-    """Return which of ``params`` this rank counts in a norm: the first tensor-parallel rank counts what all have."""
-    from deepspeed.runtime.utils import is_model_parallel_parameter
+    """Return which of ``params`` this rank counts in a norm: the first tensor-parallel rank counts what all have.
 
-    return params if optimizer.model_parallel_rank == 0 else list(filter(is_model_parallel_parameter, params))
+    What is divided has one of Megatron's marks.
+    """
+    if optimizer.model_parallel_rank == 0:
+        return params
+    marks = ("model_parallel", "tensor_model_parallel")
+    return [param for param in params if any(getattr(param, mark, False) for mark in marks)]
 
 
 def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
