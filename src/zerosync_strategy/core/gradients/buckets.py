@@ -69,7 +69,7 @@ class GradientBucket:
     ) -> None:  # fmt: skip
         self.layout, self.placement = layout, placement
         self.params = list(params)
-        self.gradients = [LocalGradient(param, self) for param in self.params]
+        self.gradients = [LocalGradient(param, self, local.nbytes(param)) for param in self.params]
         of_param = dict(zip(self.params, self.gradients, strict=True))
         self._packs = [of_param[param] for param in placement.order]
         self._below = below
@@ -102,7 +102,7 @@ class GradientBucket:
             return
         if found is None:
             if self.local.converts and place is not None:  # a hook has dropped it
-                self.local.count(-place.nbytes)
+                self.local.count(-gradient.nbytes)
                 gradient.place = None
             return
         if self.local.converts:
@@ -110,7 +110,7 @@ class GradientBucket:
             found = more if place is None else place.add_(more)
             param.grad = None
         if place is None:
-            self.local.count(self.local.nbytes(param))
+            self.local.count(gradient.nbytes)
         gradient.place = found
 
     def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class GradientBucket:
         self.needs_reduce = self.is_fresh = False
         self.grad_ready.clear()
         self._from_above = None
-        self.local.count(-sum(self.local.nbytes(each.param) for each in self.gradients if each.place is not None))
+        self.local.count(-sum(each.nbytes for each in self.gradients if each.place is not None))
         for gradient in self.gradients:
             gradient.place = gradient.param.grad = None
 

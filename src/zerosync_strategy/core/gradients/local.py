@@ -24,16 +24,16 @@ _UNUSED = 2  # references to a storage that is here alone: the kept tensor's, an
 
 
 class LocalGradient:
-    """That of one parameter, until ``bucket`` is reduced.
+    """That of one parameter, until ``bucket`` is reduced; of ``nbytes``, once it is there.
 
     Attributes:
         place: where it is, once this window has collected it: autograd adds to what ``param.grad`` is by itself.
     """
 
-    __slots__ = ("bucket", "param", "place")
+    __slots__ = ("bucket", "nbytes", "param", "place")
 
-    def __init__(self, param: Any, bucket: Any) -> None:
-        self.param, self.bucket = param, bucket
+    def __init__(self, param: Any, bucket: Any, nbytes: int) -> None:
+        self.param, self.bucket, self.nbytes = param, bucket, nbytes
         self.place: torch.Tensor | None = None
 
 

@@ -206,7 +206,7 @@ class OwnedPlacement(Placement):
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
         pieces = with_zeros(self.order, gradients, dtype)
-        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def give(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, label: str) -> InFlight:
         """Begin to give the parameters of this rank's ``shard`` to all ranks, in their flat buffer. Collective."""

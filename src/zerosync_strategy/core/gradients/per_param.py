@@ -66,10 +66,10 @@ class ColumnPlacement(RowPlacement):
         if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
             return dense.view(-1).to(to)
         device = self.order[0].device
-        if all(gradient is None for gradient in gradients):
+        found = {gradient.dtype for gradient in gradients if gradient is not None}
+        if not found:
             return torch.zeros(shape, dtype=to, device=device).view(-1)
-        packed, pieces = torch.empty(shape, dtype=to, device=device), with_zeros(self.order, gradients, dtype)
-        if any(piece.dtype is not dtype for piece in pieces):
-            pieces = [piece.to(to) for piece in pieces]
+        packed = torch.empty(shape, dtype=to, device=device)
+        pieces = with_zeros(self.order, gradients, dtype if found == {dtype} else to)
         torch._chunk_cat(pieces, 0, shape[0], out=packed)
         return packed.view(-1)

@@ -191,10 +191,11 @@ class RowPlacement(Placement):
 def with_zeros(
     params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return the ``gradients`` of ``params``, flat, with zeros where there is none."""
-    return [
+    """Return the ``gradients`` of ``params``, flat and in ``dtype``, with zeros where there is none."""
+    pieces = [
         torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
         if gradient is None
         else gradient.reshape(-1)
         for param, gradient in zip(params, gradients, strict=True)
     ]
+    return pieces if {piece.dtype for piece in pieces} <= {dtype} else [piece.to(dtype) for piece in pieces]

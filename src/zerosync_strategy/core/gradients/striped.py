@@ -83,16 +83,16 @@ class StripePlacement(RowPlacement):
         """As the flat buffer has them, up to the stripe's end; the stripe begins at a multiple of some elements."""
         pieces = with_zeros(self.order, gradients, dtype)
         if len(pieces) == 1 and len(pieces[0]) == self.width * self._layout.world_size and not self.head:
-            return pieces[0].to(dtype)
+            return pieces[0]
         device = self._layout.params[0].device
         unaligned, rest = -self.head % _ALIGNMENT, self._rest - (0 if above is None else len(above))
         blank = torch.zeros(max(unaligned, rest, *self._blanks), dtype=dtype, device=device)
-        packed = [blank[:unaligned]]
-        for blanks, piece in zip(self._blanks, pieces, strict=True):
-            if blanks:
-                packed.append(blank[:blanks])
-            packed.append(piece.to(dtype))
-        packed += [blank[:rest]] if above is None else [blank[:rest], above]
+        packed = [blank[:unaligned], *pieces, blank[:rest]]
+        if any(self._blanks):
+            before = [blank[:blanks] for blanks in self._blanks]
+            packed[1:-1] = [each for pair in zip(before, pieces, strict=True) for each in pair]
+        if above is not None:
+            packed.append(above)
         return torch.cat(packed)[unaligned:]
 
     def give(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, label: str) -> InFlight:
