@@ -134,6 +134,26 @@ def test_what_is_changed_while_it_is_local(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_shared_and_kept(stage: int) -> None:
+    """In bf16 it is scaled before it is sent, and in a bucket of one parameter it is sent as it lies."""
+
+    def run() -> bool:
+        net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+        zero = {**SHARDED, "reduce_bucket_size": 1}
+        engine = make_engine(net, adamw(net), stage, zero, bf16={"enabled": True})
+        zerosync = attach(engine)
+        engine.backward(engine(torch.full((2, 8), 1.0 + rank()).bfloat16()).float().square().mean())
+        first, second = net.parameters()
+        with zerosync.local_gradients():
+            first.grad = second.grad
+        kept, before = second.grad, second.grad.clone()
+        zerosync.reduce()
+        return torch.equal(kept, before) and torch.equal(safe_get_full_grad(first), safe_get_full_grad(second))
+
+    assert run_ranks(run) == [True, True]
+
+
 @pytest.mark.parametrize("zero", [None, SHARDED], ids=["persistent", "sharded"])
 def test_local_gradients_of_stage_3(zero: dict[str, Any] | None) -> None:
     def run() -> float:

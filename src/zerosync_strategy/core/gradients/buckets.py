@@ -138,8 +138,8 @@ class GradientBucket:
         if self.placement.is_empty:
             return
         memory = memory[head:]
-        if factor != 1.0:
-            memory.mul_(factor)
+        if factor != 1.0:  # the only gradient may be sent as it lies, and is the program's, perhaps for others, too
+            memory = memory.mul_(factor) if len(gradients) > 1 else memory.mul(factor)
         yield from self.placement.inputs(memory, self._chunk_width, self.nodes)
 
     # ---- in two levels ---------------------------------------------------------------------------------------------
