@@ -9,6 +9,7 @@ in a row, so that what a step leaves under way can overlap the next one. A step'
 
 - ``step``: seconds until the device has done what the step asks for, on the slowest rank;
 - ``compute``: with links that take no time; with NCCL, with all collectives left out, which computes nonsense;
+- ``host``: until the program goes on after one step then, which waits for nothing but the norm;
 - ``kernels``: the sum of what kernels of one step take then, all streams together; much less says that the host is
   what is slow;
 - ``communication``: the sum of the step's delays; with NCCL, its collectives again, one after the other.
@@ -252,6 +253,14 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
         calls.clear()
     with collectives(unlimited if is_fake else Links(None)):
         found["compute"] = seconds(timed.step)
+        returns = []
+        for _ in range(options.rounds):
+            synchronize()
+            began = time.perf_counter()
+            timed.step()
+            returns.append(time.perf_counter() - began)
+        found["host"] = median(returns)
+        synchronize()
         if not options.cpu:
             with profile(activities=[ProfilerActivity.CUDA]) as kernels:
                 timed.step()

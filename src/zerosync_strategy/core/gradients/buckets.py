@@ -59,8 +59,8 @@ class GradientBucket:
         first_use: in one that reduces it by module, when the forward has used the first of its parameters.
         grad_ready, spare_events: by stream, the event after the last of its gradients that a backward which streams has
             completed there (B1); and the event to record for the next.
-        is_fresh: all its memory was allocated in the running backward, which reduces it.
-        read: gradients, or the memory of them, that the reduction stream is about to read (L1).
+        is_fresh: all its gradients were allocated in the running backward, which reduces it.
+        read: gradients that the reduction stream is about to read (L1).
     """
 
     def __init__(
