@@ -1,10 +1,10 @@
 """The local gradients of one ZeRO optimizer: their dtype and bytes, and memory for what each step makes of them.
 
-On the CPU that is used again. The C library returns large blocks to the system as soon as they are freed; to get as much
-again costs about as much as to fill it, because the system clears every page. Allocators of other devices keep what is
-freed. So blocks that every optimizer step needs are kept here, and given out again once nobody else has a reference to
-their storage: a program may hold on to a gradient that is a view of one, or a collective may still use it. Where the
-CPU has streams, because a test simulates them, that would not tell what they still do.
+On the CPU that is used again. The C library returns large blocks to the system as soon as they are freed; to get as
+much again costs about as much as to fill it, because the system clears every page. Allocators of other devices keep
+what is freed. So blocks that every optimizer step needs are kept here, and given out again once nobody else has a
+reference to their storage: a program may hold on to a gradient that is a view of one, or a collective may still use it.
+Where the CPU has streams, because a test simulates them, that would not tell what they still do.
 """
 
 from __future__ import annotations
