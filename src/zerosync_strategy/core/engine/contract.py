@@ -41,7 +41,7 @@ LIBRARIES = {  # by the package that is imported
     "pytorch_lightning": Library("Lightning (pytorch_lightning)", "2.5.0", "2.6.6"),
     "lightning_fabric": Library("Lightning (lightning_fabric)", "2.5.0", "2.6.6"),
     "accelerate": Library("Accelerate", "1.11.0", "1.15.0"),
-    "transformers": Library("transformers", "4.56.2", "5.23.0"),
+    "transformers": Library("transformers", "4.56.2", "5.24.0"),
 }
 
 
