@@ -11,11 +11,11 @@ to the gradient shards there. The rules, each with its method:
 - **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
   the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
 - **L1** :meth:`Streams.read_by_reduction`: a gradient belongs to its producer's stream and is read by the reduction
-  stream. Of a backward that reduces as it goes it is kept, and its producers wait for the
-  reduction a few buckets later (:meth:`Streams.producers_wait`), so that the next gradients may have it, however far
-  the host runs ahead. Else it is recorded there before it is freed: what is recorded is given out again only once the
-  host sees the reduction complete. What the reduction stream allocates returns to it: packed chunks after the
-  collective, which the backend keeps alive, and gradient shards after the step (S2).
+  stream. Of a backward that reduces as it goes it is kept, and its producers wait for the reduction a few buckets later
+  (:meth:`Streams.producers_wait`), so that the next gradients may have it, however far the host runs ahead. Else it is
+  recorded there before it is freed: what is recorded is given out again only once the host sees the reduction complete.
+  What the reduction stream allocates returns to it: packed chunks after the collective, which the backend keeps alive,
+  and gradient shards after the step (S2).
 - **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
   write records its stream by :meth:`Streams.record_write`. Who reads shards on the caller's stream waits by
   :meth:`Streams.caller_waits_for_writes`.

@@ -62,14 +62,13 @@ class ColumnPlacement(RowPlacement):
     ) -> torch.Tensor:
         """As the rows of all ranks, in the dtype of the reduction."""
         to, shape = self._layout.dtype, (self._layout.world_size, self.width)
-        dense = gradients[0]
-        if len(gradients) == 1 and dense is not None and dense.is_contiguous() and dense.numel() == shape[0] * shape[1]:
-            return dense.view(-1).to(to)
         device = self.order[0].device
         found = {gradient.dtype for gradient in gradients if gradient is not None}
         if not found:
             return torch.zeros(shape, dtype=to, device=device).view(-1)
-        packed = torch.empty(shape, dtype=to, device=device)
         pieces = with_zeros(self.order, gradients, dtype if found == {dtype} else to)
+        if self._is_packed(pieces):
+            return pieces[0].to(to)
+        packed = torch.empty(shape, dtype=to, device=device)
         torch._chunk_cat(pieces, 0, shape[0], out=packed)
         return packed.view(-1)

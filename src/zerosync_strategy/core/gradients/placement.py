@@ -169,6 +169,10 @@ class RowPlacement(Placement):
         super().__init__(offset, width, order)
         self._layout = layout
 
+    def _is_packed(self, pieces: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``pieces``, the flat gradients, are one that is the matrix as it lies."""
+        return len(pieces) == 1 and len(pieces[0]) == self._layout.world_size * self.width
+
     def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
         rows = memory.view(self._layout.world_size, self.width)
         for first in range(0, self.width, most):

@@ -73,16 +73,16 @@ class StripePlacement(RowPlacement):
         begin = 0 if is_lowest else layout.offsets[params[0]]
         self.head = stripe.first - begin
         begins = [layout.offsets[param] for param in params]
-        ends = [offset + param.numel() for offset, param in zip(begins, params, strict=True)]
-        self._blanks = [offset - end for offset, end in zip(begins, [begin, *ends], strict=False)]  # before each
-        self._rest = stripe.last - ends[-1] if ends else stripe.last - begin
+        ends = [begin, *(offset + param.numel() for offset, param in zip(begins, params, strict=True))]
+        self._blanks = [offset - end for offset, end in zip(begins, ends, strict=False)]  # before each
+        self._rest = stripe.last - ends[-1]
 
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
         """As the flat buffer has them, up to the stripe's end; the stripe begins at a multiple of some elements."""
         pieces = with_zeros(self.order, gradients, dtype)
-        if len(pieces) == 1 and len(pieces[0]) == self.width * self._layout.world_size and not self.head:
+        if self._is_packed(pieces) and not self.head:
             return pieces[0]
         device = self._layout.params[0].device
         unaligned, rest = -self.head % _ALIGNMENT, self._rest - (0 if above is None else len(above))
