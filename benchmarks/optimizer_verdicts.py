@@ -87,7 +87,8 @@ def verdict(cls: type) -> tuple[str, str, str]:
 
 def _answer(cls: type, seconds: int, answers: Any) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         answers.send(verdict(cls))
 
 

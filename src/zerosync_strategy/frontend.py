@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
-from zerosync_strategy.core.attached.checkpointing import remedy_for_other_ranks
+from zerosync_strategy.core.attached.checkpointing import source_of
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
@@ -196,9 +196,9 @@ def report_failure(error: BaseException) -> None:
         rank_status().record_failure(f"{type(error).__name__}: {error}", error)
 
 
-def other_ranks(zerosync: ZeroSync) -> str:
-    """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
-    return remedy_for_other_ranks(zerosync._attached)
+def source(zerosync: ZeroSync, directory: Any, tag: str | None, optimizer_states: bool) -> Source:
+    """Return what is to be verified before ``load_checkpoint`` of the engine with these arguments."""
+    return source_of(zerosync._attached, directory, tag, optimizer_states)
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:

@@ -337,6 +337,8 @@ def test_refusals() -> None:
             attach(engine, coalesce=True)
         with pytest.raises(ValueError, match="either config= or single options"):
             attach(engine, ZeroSyncConfig(), coalesce=True)
+        with pytest.raises(ValueError, match="'coalesce' is False in the 'zerosync' block and True"):
+            attach(engine, ZeroSyncConfig())
         zerosync = attach(engine)
         assert zerosync.config.coalesce is False
         with pytest.raises(ValueError, match="attached already"):

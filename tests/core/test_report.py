@@ -31,6 +31,12 @@ def test_memory_of_parameters_stands_where_there_is_some() -> None:
     )
 
 
+def test_a_logger_gets_every_number() -> None:
+    numbers = replace(REPORT, peak_host_bytes=3, loaded_bytes=2, peak_node_bytes=1).numbers()
+    assert numbers["peak_host_bytes"] == 3 and numbers["loaded_bytes"] == 2 and numbers["peak_node_bytes"] == 1
+    assert numbers["bytes_sent"] == 139_911_552 and numbers["isend/calls"] == 18 and "step" not in numbers
+
+
 def test_one_rank_sends_nothing() -> None:
     alone = replace(REPORT, backwards=1, early_reductions=0, floor_bytes=0, peak_unreduced_bytes=0, collectives={})
     assert str(alone).splitlines() == [

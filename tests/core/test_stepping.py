@@ -91,7 +91,8 @@ def test_every_optimizer(optimizer: str, stage: int) -> None:
             oracle.backward(lambda r, k=k: plain(data(k, r)).square().mean())
             engine.step()
             oracle.step()
-            with warnings.catch_warnings(action="error"):  # "lr_scheduler.step() before optimizer.step()"
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
                 for scheduler in schedulers:
                     scheduler.step()
             assert len(engine.optimizer.optimizer.state) <= 2  # one of each group

@@ -13,6 +13,7 @@ from tests.harness.problem import adamw
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, SaveAfter, make_trainer, strategy
 from zerosync_strategy import CheckpointError
+from zerosync_strategy.core.failures.errors import NOTHING_LOADED
 
 
 class Two(Module):
@@ -70,8 +71,8 @@ def test_the_last_checkpoint(stage: int, tmp_path: Path) -> None:
 
 
 def test_several_engines_save_one_checkpoint(tmp_path: Path) -> None:
-    """Interrupted between them, neither is loaded; nor are parts of two checkpoints."""
-    again, other, mixed = (tmp_path / name for name in ("again", "other", "mixed"))
+    """Interrupted between them, neither is loaded; nor are parts of two checkpoints, or one without a shard."""
+    again, other, mixed, plain = (tmp_path / name for name in ("again", "other", "mixed", "plain"))
 
     def save() -> None:
         callbacks = [SaveAfter(0, again), SaveAfter(1, other), Dies(2, "optimizer_1"), SaveAfter(2, again)]
@@ -83,9 +84,14 @@ def test_several_engines_save_one_checkpoint(tmp_path: Path) -> None:
             assert "the save was interrupted: zerosync_rank_" in text, text
             text = error_of(getattr(make_trainer(strategy(2)), call), Two(), Data(4).loader(), ckpt_path=mixed)
             assert "the parts of the checkpoint are of different saves: " in text, text
+        text = error_of(make_trainer(strategy(2)).fit, Two(), Data(4).loader(), ckpt_path=plain)
+        assert "_optim_states.pt is missing." in text and NOTHING_LOADED in text, text
         make_trainer(strategy(2)).fit(Two(), Data(4).loader(), ckpt_path=other)
 
     run_ranks(save, expect="any")
+    shutil.copytree(other, plain)  # as stock DeepSpeed writes it, and a file lost
+    for file in (*plain.rglob("zerosync_*.json"), *plain.glob("optimizer_1/*/*rank_1*_optim_states.pt")):
+        file.unlink()
     shutil.copytree(other, mixed)
     shutil.rmtree(mixed / "optimizer_1")
     run_ranks(lambda: make_trainer(strategy(2), [SaveAfter(0, tmp_path / "first")]).fit(Two(), Data(1).loader()))

@@ -51,7 +51,8 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
 
     Args:
         engine: what ``deepspeed.initialize`` returned, with ZeRO stage 1, 2 or 3 and an optimizer.
-        config: the options; by default those of a ``"zerosync"`` block in the engine's DeepSpeed configuration.
+        config: the options; by default those of a ``"zerosync"`` block in the engine's DeepSpeed configuration, which
+            may not say otherwise.
         **options: single options by name instead of ``config``, merged with the block.
 
     Returns:
@@ -67,8 +68,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     elif isinstance(engine, EngineOverrides):
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
     require_supported(engine)
+    block = zero.user_config(engine).get(BLOCK)
     if config is None:
-        config = ZeroSyncConfig.resolve(zero.user_config(engine).get(BLOCK), options)
+        config = ZeroSyncConfig.resolve(block, options)
     elif options:
         raise ValueError(f"attach() takes either config= or single options, got both: {', '.join(options)}.")
     elif not isinstance(config, ZeroSyncConfig):
@@ -76,6 +78,8 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             f"attach() takes config=ZeroSyncConfig(...), got {config!r}. Or give single options by name, as in"
             " attach(engine, coalesce=False)."
         )
+    else:
+        config = config.resolve(block, {name: getattr(config, name) for name in config.option_names()})
     optimizer = zero.stepping_optimizer(engine)
     kind = kind_of(optimizer, config.elementwise_optimizer)
     if problem := kind.problem or _parameters_problem(engine):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.options.removed import missing_attribute
 from zerosync_strategy.version import __version__
-
-_NUMBERS = (
-    "backwards", "reductions", "early_reductions", "bytes_sent", "bytes_sent_between_nodes", "floor_bytes",
-    "floor_bytes_between_nodes", "ratio", "peak_unreduced_bytes", "peak_held_bytes", "peak_node_bytes",
-    "peak_unsharded_bytes", "seconds",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,9 @@ class StepReport:
 
     def numbers(self) -> dict[str, float]:
         """Return what a logger takes: the numbers by name, with calls and bytes of each collective."""
-        numbers = {name: float(getattr(self, name)) for name in _NUMBERS}
+        own = [each.name for each in fields(self) if each.type in ("int", "float") and each.name != "step"]
+        names = [*own, "bytes_sent", "bytes_sent_between_nodes", "ratio"]
+        numbers = {name: float(getattr(self, name)) for name in names}
         for kind, traffic in self.collectives.items():
             numbers |= {f"{kind}/calls": float(traffic.calls), f"{kind}/bytes": float(traffic.bytes)}
         return numbers

@@ -19,7 +19,7 @@ from zerosync_strategy.frontend import (
     loads_universal,
     one_load,
     one_save,
-    other_ranks,
+    source,
     whole_checkpoint,
 )
 
@@ -173,9 +173,11 @@ def _verified_together(
     sources = []
     for name, model in models.items():
         zerosync = handle_of(model)
-        checksums = zerosync is None or zerosync.config.checkpoint_checksums
-        remedy = other_ranks(zerosync) if zerosync and _is_loaded(model.optimizer, optimizers) else ""
-        sources.append(Source(directories[name], TAG, checksums, shards=True, other_ranks=remedy))
+        sources.append(
+            Source(directories[name], TAG, checksums=True)
+            if zerosync is None
+            else source(zerosync, directories[name], TAG, _is_loaded(model.optimizer, optimizers))
+        )
     return one_load(sources)
 
 

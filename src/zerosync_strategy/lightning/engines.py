@@ -156,10 +156,8 @@ def verified_together(
     is_universal = (config.get("checkpoint") or {}).get("load_universal", False)
     if len(zerosyncs) == 1 or is_universal or not Path(path).is_dir():
         return nullcontext()
-    shards = bool(zerosyncs) or stage == 3
     places = [Path(path), *(directory(path, index) for index in range(1, saved))]
-    other_ranks = [*map(frontend.other_ranks, zerosyncs)] or [""] * saved
-    checksums = options.checkpoint_checksums
-    return frontend.one_load(
-        [Source(place, None, checksums, shards, remedy) for place, remedy in zip(places, other_ranks, strict=True)]
-    )
+    if zerosyncs:
+        pairs = zip(zerosyncs, places, strict=True)
+        return frontend.one_load([frontend.source(zerosync, place, None, True) for zerosync, place in pairs])
+    return frontend.one_load([Source(place, None, options.checkpoint_checksums, stage == 3) for place in places])

@@ -66,25 +66,13 @@ def loading(
 ) -> Iterator[str | None]:
     """Around ``load_checkpoint``; the value: the tag to load."""
     engine = attached.parts.engine
-    is_universal, is_stage_3 = checkpoint_files.loads_universal(engine), zero.stage(engine) == 3
-    if is_universal and attached.parts.reducer.shards.over_groups:
+    if checkpoint_files.loads_universal(engine) and attached.parts.reducer.shards.over_groups:
         raise ValueError(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
             " save_checkpoint() wrote, on as many ranks."
         )
-    weights_in_shards = is_stage_3 and not module_only
-    other_ranks = remedy_for_other_ranks(attached)
-    source = Source(
-        Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
-        shards=optimizer_states or weights_in_shards,
-        other_ranks=other_ranks if optimizer_states else "",
-        latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
-        weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
-        files=lambda directory, tag: checkpoint_files.files_to_load(
-            engine, directory, tag, optimizer_states, None if other_ranks else 0
-        ),
-    )  # fmt: skip
+    source = source_of(attached, path, tag, optimizer_states, module_only)
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
         tag = verify(source)
@@ -116,7 +104,27 @@ def loading(
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
 
 
-def remedy_for_other_ranks(attached: AttachedEngine) -> str:
+def source_of(
+    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool = False
+) -> Source:
+    """Return what ``load_checkpoint`` with these arguments is to verify."""
+    engine = attached.parts.engine
+    is_universal = checkpoint_files.loads_universal(engine)
+    weights_in_shards = zero.stage(engine) == 3 and not module_only
+    other_ranks = _remedy_for_other_ranks(attached)
+    return Source(
+        Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
+        shards=optimizer_states or weights_in_shards,
+        other_ranks=other_ranks if optimizer_states else "",
+        latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
+        weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
+        files=lambda directory, tag: checkpoint_files.files_to_load(
+            engine, directory, tag, optimizer_states, None if other_ranks else 0
+        ),
+    )  # fmt: skip
+
+
+def _remedy_for_other_ranks(attached: AttachedEngine) -> str:
     """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
     if attached.by_name is not None:
         return attached.by_name.other_ranks

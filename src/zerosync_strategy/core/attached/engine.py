@@ -79,6 +79,7 @@ class AttachedEngine:
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
         _check_options(engine, config, whole)
+        reports = PrintedReports(config.report_every, config.report_file)  # on all ranks: it may refuse
         self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
@@ -114,8 +115,8 @@ class AttachedEngine:
             self.by_name = StatesByName(engine, self.stepper, names, shards.over_groups)
         gathering = None if gathers is None else (gathers.scheduler, gathers.cache)
         budgets = automatic_budgets(engine, config, reducer, gathering)
-        reports = PrintedReports(config.report_every, config.report_file) if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, gathers, budgets, reports, lambda: label_of(self, self.all))
+        printed = reports if dist.get_rank() == 0 else None
+        self.meter = StepMeter(parts, gathers, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts, required)
         self._compiled: CompiledGradients | None = None  # once DeepCompile compiles this engine
         self._undo = ExitStack()  # what :meth:`begin` has done, last things first

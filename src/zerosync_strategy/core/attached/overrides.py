@@ -104,12 +104,13 @@ class EngineOverrides(ModeOverrides):
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, **kwargs: Any,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         states = load_optimizer_states and not load_module_only
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with checkpointing.loading(self._zerosync_attached, load_dir, tag, states, load_module_only) as tag:
-            loaded = super().load_checkpoint(load_dir, tag, *options, **kwargs)
+            loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
             if loaded[0] is not None:
                 checkpointing.restore_universal(
                     self._zerosync_attached, loaded[0], load_module_strict, load_optimizer_states

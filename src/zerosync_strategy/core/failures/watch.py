@@ -57,8 +57,9 @@ class HangWatch:
     def is_stuck(self) -> bool:
         """Return whether the main thread waits for others, has not moved for long, and nobody was told."""
         moves = self._moves()
-        if moves != self._last:
-            self._last, self._since, self._told = moves, time.monotonic(), False
+        with self._lock:
+            if moves != self._last:
+                self._last, self._since, self._told = moves, time.monotonic(), False
         return not self._told and time.monotonic() - self._since >= self._patience and self._waits()
 
     def tell(self, found: Report) -> None:

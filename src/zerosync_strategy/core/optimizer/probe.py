@@ -370,10 +370,11 @@ def _unnoticed() -> Iterator[None]:
         torch.enable_grad(),
         torch.device("cpu"),
         torch.compiler.set_stance("force_eager"),  # compiling takes longer than a trial
-        warnings.catch_warnings(action="ignore"),
+        warnings.catch_warnings(),
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
+        warnings.simplefilter("ignore")
         for each in global_hooks:
             each.clear()
         try:

@@ -182,7 +182,7 @@ class ZeroSyncConfig:
 
     @classmethod
     def resolve(cls, block: Any = None, keywords: Mapping[str, Any] | None = None) -> ZeroSyncConfig:
-        """Merge the ``"zerosync"`` block of a DeepSpeed configuration with keyword arguments.
+        """Merge the ``"zerosync"`` block of a DeepSpeed configuration with arguments.
 
         Raises:
             TypeError: the block is not a mapping, or an option has the wrong type.
@@ -202,8 +202,8 @@ class ZeroSyncConfig:
         for name in block.keys() & keywords.keys():
             if block[name] != keywords[name]:
                 raise ValueError(
-                    f"ZeroSync option {name!r} is {block[name]!r} in the {BLOCK!r} block and {keywords[name]!r} as a"
-                    " keyword argument. Give it in one place."
+                    f"ZeroSync option {name!r} is {block[name]!r} in the {BLOCK!r} block and {keywords[name]!r} as an"
+                    " argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
 

@@ -18,7 +18,6 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "bucke
 
 # Who allocates, by a part of the path of its file; the innermost that is in the table decides.
 _BY_FILE = (
-    ("/zerosync_strategy/core/gradients/flat.py", "gradients"),
     ("/zerosync_strategy/core/gradients/", "buckets"),
     ("/zerosync_strategy/core/params/host_cache.py", "host"),
     ("/zerosync_strategy/core/params/", "gathered"),
