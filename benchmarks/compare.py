@@ -34,7 +34,6 @@ SYSTEMS = (
     "stock-2",
     "coalesced-2",
     "zerosync-2",
-    "zerosync-2-overlap",
     "fsdp2-2",
     "lightning-stock-2",
     "lightning-zerosync-2",

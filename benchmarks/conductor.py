@@ -65,8 +65,6 @@ class Team:
             self._tell(rank.Turn.STEP)
             self._steps += 1
             self._wait_ready()
-        self._tell(rank.Turn.SETTLE)
-        self._wait_ready()
         seconds = (time.perf_counter() - began) / in_a_row
         time.sleep(QUIET)
         after = self._sent()

@@ -53,13 +53,10 @@ from gpt import GPT, VOCABULARY
 from zerosync_strategy import attach, prepare_cpu
 
 SYSTEMS = (
-    "ddp", "fsdp2-3", "stock-2", "coalesced-2", "zerosync-2", "zerosync-2-overlapping", "stock-3", "coalesced-3",
+    "ddp", "fsdp2-3", "stock-2", "coalesced-2", "zerosync-2", "stock-3", "coalesced-3",
     "zerosync-3", "zerosync-3-held", "zerosync-3-resharding",
 )  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    "held": {"param_memory_budget": "all"},
-    "overlapping": {"overlap_gather": True},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"held": {"param_memory_budget": "all"}}
 # Reshard after each forward whatever is gathered, as FSDP2 does.
 ZERO: dict[str, dict[str, Any]] = {
     "resharding": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}

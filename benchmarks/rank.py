@@ -34,7 +34,6 @@ class Turn(enum.Enum):
     """What the conductor sends."""
 
     STEP = enum.auto()  # make an optimizer step
-    SETTLE = enum.auto()  # wait for what the last step has left under way
     END = enum.auto()  # send the result
 
 
@@ -116,10 +115,7 @@ def _turns(conductor: Connection, job: Job, rank: int, system: System, watched: 
     while True:
         batches = make_batches(round_, rank, job.accumulate, job.batch)
         conductor.send(system.steps)
-        while (turn := conductor.recv()) is Turn.SETTLE:
-            system.settle()
-            conductor.send(system.steps)
-        if turn is Turn.END:
+        if conductor.recv() is Turn.END:
             return
         with watched.watching():
             yield batches

@@ -114,9 +114,6 @@ class System(ABC):
         The next turn is asked for when the step is complete, and not before.
         """
 
-    def settle(self) -> None:  # noqa: B027
-        """Wait for what a step has left under way."""
-
     def report(self) -> dict[str, Any]:
         """What the system itself says of its last step."""
         return {}
@@ -205,11 +202,6 @@ class ZeroSync(_DeepSpeed):
 
     def report(self) -> dict[str, Any]:
         return report_of(self.zerosync)
-
-    def settle(self) -> None:
-        if self.zerosync.config.overlap_gather:
-            for param in self.module.parameters():
-                param.view(-1)
 
 
 class _Torch(_Direct):
@@ -310,8 +302,6 @@ def make_system(name: str, model: str, accumulate: int) -> System:
         options["grad_memory_budget"] = 0
     if variant.endswith("-flat"):
         options["node_size"] = 1
-    if variant.endswith("-overlap"):
-        options["overlap_gather"] = True
     budget = name.partition("@")[2]
     option = "grad_memory_budget" if stage < 3 else "param_memory_budget"
     if budget.isdigit():

@@ -60,9 +60,6 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        removed = import_module("zerosync_strategy.core.options.removed")
-        if problem := removed.removal(f"{__name__} attribute", name):
-            raise ImportError(problem)  # `from ... import` replaces the text of an AttributeError
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_module_of(name)), name)
     globals()[name] = value  # found at once, and the same, from now on

@@ -52,7 +52,7 @@ from zerosync_strategy.core.optimizer.problems import (
     warn_of_empty_groups,
 )
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.options.removed import refuse_removed, refusing_removed
+from zerosync_strategy.core.options.removed import refuse_removed
 from zerosync_strategy.core.params.full_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.params.state_entries import in_full
@@ -63,7 +63,7 @@ __all__ = [  # beside the functions below, for a frontend's own hooks
     "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "part_of", "readable", "refuse_removed", "refusing_removed", "reload_master_weights",
+    "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights",
     "restore", "restrict",
 ]  # fmt: skip
 

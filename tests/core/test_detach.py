@@ -177,7 +177,7 @@ def test_parameters_are_read_when_the_process_group_is_gone() -> None:
 
     def run() -> bool:
         engine = make_engine(2)
-        zerosync = attach(engine, overlap_gather=True)
+        zerosync = attach(engine)
         train(engine)
         torch.distributed.barrier()
         values = [value.clone() for value in engine.module.state_dict().values()]

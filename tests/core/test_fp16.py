@@ -56,7 +56,6 @@ HELD = {"param_memory_budget": "all"}
         (1, {"coalesce": False}, {}, DYNAMIC, 1.0, True),
         (2, {}, {}, DYNAMIC, 0.0, True),
         (2, {"grad_memory_budget": 2_000}, OFFLOAD, STATIC, 1.0, True),
-        (2, {"overlap_gather": True}, {}, STATIC, 1.0, True),
         (3, {}, {}, STATIC, 1.0, False),
         (3, {"coalesce": False}, {}, DYNAMIC, 0.0, True),
         (3, HELD, {}, DYNAMIC, 1.0, True),

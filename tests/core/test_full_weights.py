@@ -64,7 +64,7 @@ def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:
 
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, {}),
-    (2, {}, {"overlap_gather": True}),
+    (2, {}, {}),
     (3, {}, {}),  # all persistent
     (3, SHARDED, {}),
     (3, SHARDED | {"stage3_prefetch_bucket_size": 1000}, {"param_memory_budget": 2 * 4 * WIDTH * WIDTH}),

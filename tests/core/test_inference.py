@@ -47,7 +47,6 @@ data = noise(4, WIDTH)
     ("stage", "options"),
     [
         (2, {}),
-        (2, {"overlap_gather": True}),
         (3, {}),
         (3, {"param_memory_budget": "all"}),
         (3, {"param_memory_budget": 3 * 4 * WIDTH * WIDTH}),

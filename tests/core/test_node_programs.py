@@ -267,8 +267,7 @@ def other_options(stage: int, budget: Any, _: Path) -> Errors:
     if stage == 3:
         zero["offload_param"] = {"device": "cpu"}
     for given in (
-        {"zero": zero}, {"reduction": "ordered", "overlap_last": False},
-        {"overlap_gather": True} if stage < 3 else {"eager_frames": False},
+        {"zero": zero}, {"reduction": "ordered", "overlap_last": False}, *([{"eager_frames": False}] * (stage == 3)),
     ):  # fmt: skip
         case = Case(stage, budget, **given)
         case.train()

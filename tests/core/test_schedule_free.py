@@ -64,7 +64,7 @@ def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
     ("ranks", "stage", "options", "zero", "make"),
     [
         (2, 1, {}, {}, ScheduleFree),
-        (3, 2, {"overlap_gather": True, "coalesce": False}, SMALL, ScheduleFree),
+        (3, 2, {"coalesce": False}, SMALL, ScheduleFree),
         (2, 2, {"grad_memory_budget": 200}, OFFLOAD, ScheduleFree),
         (2, 3, {}, {}, ScheduleFree),  # all parameters are persistent
         (2, 3, {"param_memory_budget": "all"}, SMALL, ScheduleFree),
@@ -133,7 +133,7 @@ def test_training_and_evaluation(ranks: int, stage: int, options: Any, zero: Any
 @pytest.mark.parametrize(
     ("stage", "options", "zero"),
     [
-        (1, {"overlap_gather": True}, SMALL),
+        (1, {}, SMALL),
         (2, {}, OFFLOAD),
         (3, {"param_memory_budget": "all"}, SMALL),
         (3, {"param_memory_budget": {"device": 100, "host": "all"}}, {**OFFLOAD, **SMALL}),

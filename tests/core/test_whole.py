@@ -67,7 +67,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
     ("muon", 1, {}, {}, 0.0),
     ("muon", 2, {"coalesce": False}, {"reduce_bucket_size": 60}, 0.3),
     ("adafactor", 2, {"grad_memory_budget": 300}, {"reduce_bucket_size": 60, "round_robin_gradients": True}, 0.0),
-    ("mixed", 1, {"reduction": "ordered", "overlap_gather": True}, {"reduce_bucket_size": 100}, 0.3),
+    ("mixed", 1, {"reduction": "ordered"}, {"reduce_bucket_size": 100}, 0.3),
     ("mixed", 2, {"grad_memory_budget": 0}, {"reduce_bucket_size": 10}, 0.0),
     ("muon", 3, {}, {}, 0.0),
     ("adafactor", 3, {"param_memory_budget": "all"}, {"sub_group_size": 40, "reduce_bucket_size": 60}, 0.3),

@@ -21,7 +21,7 @@ from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.core.engine import zero
 
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
-    ("muon", 1, {"overlap_gather": True}, {}, 0.0),
+    ("muon", 1, {}, {}, 0.0),
     ("mixed", 2, {"coalesce": False}, {"reduce_bucket_size": 60}, 0.3),
     ("adafactor", 2, {"grad_memory_budget": NODE}, {"reduce_bucket_size": 100, "round_robin_gradients": True}, 0.0),
     ("mixed", 1, {"grad_memory_budget": {"device": 0, "node": 400}}, {"reduce_bucket_size": 10}, 0.3),

@@ -18,7 +18,6 @@ OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "device": ({}, {}),
     "streamed": ({"coalesce": False}, {}),
-    "gathered after the step": ({"overlap_gather": True}, {}),
     "held": ({"param_memory_budget": "all"}, {}),
     "host": ({"param_memory_budget": {"device": 0, "host": "all"}}, {}),
     "offloaded": ({}, OPTIMIZER),

@@ -137,15 +137,6 @@ def test_what_a_launcher_starts_is_attached_to(launcher: str, tmp_path: Path) ->
     assert done.stderr.count("attached to Linear, ZeRO-2 on 2 ranks") == 1 and NOTHING not in done.stderr
 
 
-def test_what_enable_has_left_says_what_to_do() -> None:
-    """The line of the file that `zerosync enable` wrote, up to 0.2; Python prints the error at its start."""
-    site = str(SOURCE / "zerosync_strategy/hook/site")
-    code = f"import sys; sys.path.insert(0, {site!r}); import zerosync_hook; zerosync_hook.install(False)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "RuntimeError: 'zerosync enable' was removed in ZeroSync 0.3.0" in ended.stderr
-    assert "Delete zerosync-strategy-enabled.pth, and put 'zerosync run' before the command" in ended.stderr
-
-
 def test_lightning_finds_the_strategies_by_name() -> None:
     """As `fabric run --strategy zerosync_stage_2` does, which leaves out names that offload."""
     code = "from lightning.fabric.cli import _get_supported_strategies as names; print(*names())"

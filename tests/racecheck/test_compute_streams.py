@@ -1,4 +1,4 @@
-"""A parameter that is used on several compute streams is there on each of them (U2, U5)."""
+"""A parameter that is used on several compute streams is there on each of them (U2)."""
 
 from typing import Any
 
@@ -80,12 +80,6 @@ HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
 )
 def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
     assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
-
-
-@pytest.mark.extended(but=("1",))
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_that_arrive_while_the_forward_runs(stage: int) -> None:
-    assert run_ranks(lambda: findings(stage, {}, {"overlap_gather": True})) == [[], []]
 
 
 def test_memory_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

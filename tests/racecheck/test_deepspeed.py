@@ -154,17 +154,6 @@ def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest
 
 
 @pytest.mark.extended(but=("2",))
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_forward_waits_for_the_gather_under_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """U5."""
-    scenario: dict[str, Any] = {"ours": {"overlap_gather": True}, "last": True}
-    assert findings(stage, 1, **scenario) == []
-    monkeypatch.setattr(Streams, "wait_for_unshard", lambda *_: None)
-    found = findings(stage, 1, **scenario)
-    assert any(kind is Kind.RACE and "all_gather" in text for kind, text in found), found
-
-
-@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_stock_deepspeed(stage: int) -> None:
     """The control. Stages 1 and 2 overwrite a bucket that is being reduced; stage 3 gathers what is being written."""

@@ -34,7 +34,7 @@ ON_HOST = {"param_memory_budget": {"device": 0, "host": "all"}}
 SCENARIOS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "1, clipped": (1, {}, {}, CLIPS, 1),
     "2": (2, {}, {}, {}, 1),
-    "2, clipped": (2, {"overlap_gather": True}, {}, CLIPS, 1),
+    "2, clipped": (2, {}, {}, CLIPS, 1),
     "2, no norm": (2, {}, {"compute_grad_norm": False}, NO_NORM, 0),
     "2, offloaded": (2, {}, OFFLOAD, BF16, 2),
     "3": (3, {}, {}, {}, 1),

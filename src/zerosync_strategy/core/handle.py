@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,17 +14,8 @@ from zerosync_strategy.core.attached.checkpointing import export_weights, full_w
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
-from zerosync_strategy.core.options.removed import missing_attribute, refusing_removed
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
 from zerosync_strategy.core.report import StepReport
-
-
-def _one() -> float:
-    return 1
-
-
-def _nothing() -> None:
-    pass
 
 
 class ZeroSync:
@@ -47,12 +37,9 @@ class ZeroSync:
         self.engine, self.config, self.window = parts.engine, parts.config, parts.window
         self.parameters, self.counter = parts.reducer.params, parts.traffic
         self.may_be_replaced = False
-        self.norm_is_read: Callable[[], None] = _nothing
-        self.losses_divided_by: Callable[[], float] = _one
+        self.norm_is_read: Callable[[], None] = lambda: None
+        self.losses_divided_by: Callable[[], float] = lambda: 1
         self.engine._zerosync = self.engine.optimizer._zerosync = self
-
-    if not TYPE_CHECKING:  # a type checker would take any name
-        __getattr__ = missing_attribute("ZeroSync handle attribute")
 
     @property
     def _is_attached(self) -> bool:
@@ -207,7 +194,6 @@ class ZeroSync:
         with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
 
-    @refusing_removed("full_weights() argument")
     def full_weights(
         self, module: torch.nn.Module | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.traffic import Traffic
-from zerosync_strategy.core.options.removed import missing_attribute
 from zerosync_strategy.version import __version__
 
 
@@ -61,9 +59,6 @@ class StepReport:
     peak_node_bytes: int = 0
     apart: Mapping[str, int] = field(default_factory=dict)
     version: str = __version__
-
-    if not TYPE_CHECKING:  # a type checker would take any name
-        __getattr__ = missing_attribute("StepReport attribute")
 
     @property
     def bytes_sent_between_nodes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from zerosync_strategy.frontend import StepReport, refusing_removed
+from zerosync_strategy.frontend import StepReport
 
 from .library import Callback, LightningModule, MisconfigurationException, Trainer
 from .strategy import ZeroSyncStrategy
@@ -24,7 +24,6 @@ class ZeroSyncMonitor(Callback):
         MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``.
     """
 
-    @refusing_removed("ZeroSyncMonitor argument")
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._logged: dict[int, StepReport] = {}  # the last one by optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from zerosync_strategy.core.options.removed import removed_command
 from zerosync_strategy.version import __version__
 
 
@@ -23,9 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from zerosync_strategy.tools import run
 
         run.main(arguments[1:])
-    if problem := removed_command(arguments):
-        print(problem, file=sys.stderr)
-        raise SystemExit(2)
     try:
         from zerosync_strategy.tools.commands import app
     except ImportError as missing:

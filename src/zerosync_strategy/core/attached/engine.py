@@ -173,7 +173,6 @@ class AttachedEngine:
     def destroyed(self) -> None:
         """The engine is about to be destroyed: detach, and drop the window."""
         self.parts.window.abort("the engine was destroyed")
-        self.weights.wait()
         self._undo.close()
         self.parameters.detached(destroyed=True)
 
@@ -231,7 +230,6 @@ class AttachedEngine:
         """Around the ZeRO optimizer's own step."""
         parameters, weights, window = self.parameters, self.weights, self.parts.window
         with self.activity(Doing.STEP), weights.as_they_are():
-            weights.wait()
             if window.state is not WindowState.CLOSED:
                 self.guards.required.check()
             with self.activity(Doing.REDUCTION):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
-from zerosync_strategy.core.engine import compilation, zero, zero3, zero12
+from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.masters import FlatMasters
 from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.arriving import ArrivingParameters
 from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters, weights_of_stage_1_2
 from zerosync_strategy.core.report import size_text
 
@@ -24,24 +23,18 @@ class FlatWeights(Weights):
     Attributes:
         masters: what the optimizer steps.
         states: of the optimizer.
-        arriving: gathers in flight, with ``overlap_gather`` alone.
     """
 
     def __init__(self, parts: Parts, shards: FlatShards) -> None:
         self._edits, self._names, self._shards = parts.edits, parts.names, shards
         self.masters = FlatMasters(shards, lambda: parts.reducer.pipeline.windows_closed)
         self.states = StripedStates(shards)
-        self.arriving = ArrivingParameters(shards.streams, parts.activity)
         self._times_written = 0  # by steps and checkpoints
-
-    def wait(self) -> None:
-        self.arriving.wait_for_all()
 
     def written(self, by_step: bool) -> None:
         self._times_written += 1
 
     def version(self) -> int:
-        self.wait()
         return self._times_written
 
     def adopt_edits(self) -> None:
@@ -53,7 +46,6 @@ class FlatWeights(Weights):
         self._edits.stepped(self._stepped())
 
     def change_masters(self, change: Callable[[], None]) -> None:
-        self.wait()
         self.states.to_stripes()
         self.adopt_edits()
         change()
@@ -65,11 +57,7 @@ class FlatWeights(Weights):
         return weights_of_stage_1_2(self._shards.optimizer, zip(self._shards.groups, own, strict=True))
 
     def in_stock_layout(self) -> None:
-        self.wait()
         self.states.to_stock()
-
-    def before_save(self) -> None:
-        self.wait()
 
 
 class FlatParameters(Parameters):
@@ -97,12 +85,8 @@ class FlatParameters(Parameters):
                 f"shard_over() shards parameters of ZeRO stage 3, found stage {stage}. Use stage 3, or leave it out."
             )
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        if self._weights.arriving.is_waiting and compilation.is_compiled(self._parts.engine.module):
-            self._weights.arriving.wait_for_all()  # graphs are guarded by the classes of parameters
-        with self._parts.activity(Doing.FORWARD):
-            yield
+    def forward(self) -> AbstractContextManager[None]:
+        return self._parts.activity(Doing.FORWARD)
 
     def before_update(self) -> None:
         self._weights.masters.forget_gathers()
@@ -115,9 +99,8 @@ class FlatParameters(Parameters):
     @contextmanager
     def gather_after_step(self) -> Iterator[None]:
         """Around the step of DeepSpeed's optimizer, which gathers parameters."""
-        overlap = self._weights.arriving.launched if self._parts.config.overlap_gather else None
         try:
-            with zero12.parameter_gather(self._optimizer, lambda: self._weights.masters.give(overlap)):
+            with zero12.parameter_gather(self._optimizer, self._weights.masters.give):
                 yield
         except BaseException:
             self._weights.masters.join_gathers()
@@ -125,10 +108,7 @@ class FlatParameters(Parameters):
 
     def after_update(self) -> None:
         self._weights.states.check()
-        if self._parts.config.overlap_gather:
-            self._weights.arriving.begin()
-        else:
-            self._weights.have_stepped()
+        self._weights.have_stepped()
 
     def sends(self, nbytes: int) -> str:
         return f"{size_text(nbytes)} of parameters once"

@@ -46,9 +46,6 @@ class Weights(ABC):
 
     scheduler: GatherScheduler | None = None
 
-    def wait(self) -> None:
-        """Wait for gathers in flight, before DeepSpeed reads or writes parameters (U5)."""
-
     def as_they_are(self) -> AbstractContextManager[None]:
         """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
         return nullcontext()

@@ -106,11 +106,6 @@ class ShardedParameters(Parameters):
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
         """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
-        if config.overlap_gather:
-            raise ValueError(
-                "ZeroSync option 'overlap_gather' is for the gather after a step of ZeRO stages 1 and 2, found stage 3,"
-                " which gathers parameters when modules need them. Leave it out."
-            )
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"

@@ -54,13 +54,6 @@ def undo_passive(module: torch.nn.Module) -> None:
         module._parameters.__class__ = passive_parameters().__bases__[0]
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` or ``Module.compile`` has been asked for ``module`` or one in it."""
-    from torch._dynamo import OptimizedModule
-
-    return any(isinstance(of, OptimizedModule) or of._compiled_call_impl is not None for of in module.modules())
-
-
 @contextmanager
 def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.

@@ -51,7 +51,6 @@ TRAINING = (
     *rows("communication", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # by build
 )  # fmt: skip
 COMPILATION = (
-    *rows("compiled models", "torch._dynamo", "+OptimizedModule"),
     *rows("compiled models", "torch._dynamo.OptimizedModule", "_orig_mod +dynamo_ctx", named_in=_DYNAMO),
     *rows("compiled models", _DYNAMO, "+skip_code"),
     *rows("compiled models", _DYNAMO, "_torchdynamo_orig_callable", named_in=_DYNAMO),

@@ -161,7 +161,7 @@ class FlatMasters(Masters):
         What uses the parameters next comes after their gathers (U2).
         """
         self.forget_gathers()
-        self.give(shard_of=zero12.changed_shard)
+        self.give(zero12.changed_shard)
 
     def join_gathers(self) -> None:
         """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
@@ -169,20 +169,15 @@ class FlatMasters(Masters):
             for gather in self._in_flight.values():
                 gather.wait()
 
-    def give(self, overlap: Callable[..., None] | None = None, shard_of: _ShardOf = zero12.stepped_shard) -> None:
+    def give(self, shard_of: _ShardOf = zero12.stepped_shard) -> None:
         """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
 
-        ``overlap`` takes, by group, the parameters' offsets, and the elements of the flat buffer with their gathers in
-        flight, and waits for them. Without it, they are complete on return.
+        They are complete on return.
         """
-        by_layout = [(layout, self._buckets(layout)) for layout in self._shards.layouts]
-        for layout, buckets in by_layout:
-            self._gather(layout, [bucket for bucket in buckets if bucket not in self._in_flight], shard_of)
-        for layout, buckets in by_layout:
-            gathers = [(bucket.placement, self._in_flight.pop(bucket)) for bucket in buckets]
-            if overlap is not None:
-                overlap(layout.offsets, gathers)
-                continue
-            with phase("wait_gather"):
-                for _, gather in gathers:
-                    gather.wait()
+        for layout in self._shards.layouts:
+            buckets = [bucket for bucket in self._buckets(layout) if bucket not in self._in_flight]
+            self._gather(layout, buckets, shard_of)
+        with phase("wait_gather"):
+            for layout in self._shards.layouts:
+                for bucket in self._buckets(layout):
+                    self._in_flight.pop(bucket).wait()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
-from zerosync_strategy.core.options.removed import refuse_removed, refusing_removed
+from zerosync_strategy.core.options.removed import refuse_removed
 
 StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """What the step of a parameter of this shape costs, whose group in the optimizer has these options."""
@@ -20,7 +20,6 @@ WHOLE = "whole"
 """The value of ``elementwise_optimizer`` for an optimizer that needs whole parameters."""
 
 
-@refusing_removed("ZeroSync option")
 @dataclasses.dataclass(frozen=True)
 class ZeroSyncConfig:
     """Options of ZeroSync.
@@ -47,8 +46,6 @@ class ZeroSyncConfig:
         loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
             which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all of them.
         overlap_last: reduce during the backward that is known to be the last of its window.
-        overlap_gather: ZeRO-1 and 2: gather the updated parameters while the program goes on after the step. Each use
-            of one waits for it alone (rule U5).
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
@@ -83,7 +80,6 @@ class ZeroSyncConfig:
     reduction: str = "native"
     loss_reduction: str = "mean"
     overlap_last: bool = True
-    overlap_gather: bool = False
     unshard_streams: str = "per_group"
     eager_frames: bool = True
     unit_modules: Sequence[str] | None = None
@@ -94,8 +90,12 @@ class ZeroSyncConfig:
     elementwise_optimizer: bool | str = False
     step_cost: StepCost | str | None = None
 
+    def __new__(cls, *_: Any, **options: Any) -> ZeroSyncConfig:
+        refuse_removed(options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "overlap_gather", "eager_frames", "checkpoint_checksums"):
+        for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:

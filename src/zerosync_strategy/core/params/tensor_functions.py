@@ -33,8 +33,6 @@ def _functions_of(names: str) -> set[Any]:
 OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
 OF_THE_BYTES = _functions_of(_BYTES)
 """They find where the values lie."""
-OF_ANY_VALUES = _functions_of(_OBJECT) | OF_THE_SHAPE
-"""Functions of a parameter whose result does not depend on its values."""
 # What is asked of a parameter without its values, and is the same where they are not.
 OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),

@@ -43,11 +43,6 @@ class _Finder:
         loaded.loaded(name)
 
 
-def install(*enabled):
-    """Begin to wait. The file that ``zerosync enable`` left, up to 0.2, gives an argument."""
-    if enabled:
-        raise RuntimeError(
-            "'zerosync enable' was removed in ZeroSync 0.3.0, so ZeroSync is off here. Delete"
-            " zerosync-strategy-enabled.pth, and put 'zerosync run' before the command."
-        )
+def install():
+    """Begin to wait."""
     sys.meta_path.insert(0, _Finder())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from zerosync_strategy.core.options.removed import PLANNING, missing_attribute, refusing_removed
+from typing import Any
 
 STOCK, ZEROSYNC = "stock", "zerosync"
 NODE_SHARDS = {"device": 0, "node": "all"}
@@ -41,7 +39,6 @@ class Workload:
             raise ValueError(f"batch takes a shape of positive sizes, such as 1x2048, got {self.batch}.")
 
 
-@refusing_removed("Cluster argument", PLANNING)
 @dataclass(frozen=True)
 class Cluster:
     """Where it is to run.
@@ -65,9 +62,6 @@ class Cluster:
             raise ValueError(f"ranks takes 2 or more, got {self.ranks}: one rank sends nothing.")
         if self.ranks_per_node < 1 or self.ranks % self.per_node:
             raise ValueError(f"ranks_per_node takes a divisor of {self.ranks} ranks, got {self.ranks_per_node}.")
-
-    if not TYPE_CHECKING:  # a type checker would take any name
-        __getattr__ = missing_attribute("Cluster attribute", PLANNING)
 
     @property
     def per_node(self) -> int:
@@ -103,7 +97,6 @@ def _short(value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-@refusing_removed("usual_sets() argument", PLANNING)
 def usual_sets(
     stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
 ) -> list[OptionSet]:

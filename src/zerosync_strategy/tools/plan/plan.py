@@ -13,11 +13,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.options.config import BLOCK
-from zerosync_strategy.core.options.removed import PLANNING, missing_attribute, refusing_removed
 from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.version import __version__
 
@@ -39,9 +38,6 @@ class Outcome:
     options: OptionSet
     collectives: dict[str, Traffic]
     peak: dict[str, int]
-
-    if not TYPE_CHECKING:  # a type checker would take any name
-        __getattr__ = missing_attribute("Outcome attribute", PLANNING)
 
     @property
     def sent(self) -> Traffic:
@@ -92,9 +88,6 @@ class Plan:
             return outcome.sent.between / self.floor_between
         return outcome.sent.bytes / self.floor if self.floor else 1.0
 
-    if not TYPE_CHECKING:  # a type checker would take any name
-        __getattr__ = missing_attribute("Plan attribute", PLANNING)
-
     @property
     def recommended(self) -> Outcome | None:
         """Of ZeroSync's that fit, the one that sends least between nodes, then in all; ``None`` where none fits."""
@@ -114,7 +107,6 @@ class Plan:
         return json.dumps(found, indent=1)
 
 
-@refusing_removed("plan() argument", PLANNING)
 def plan(
     workload: Workload,
     cluster: Cluster,
