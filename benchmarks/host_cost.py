@@ -56,7 +56,7 @@ def measure(
     from torch import nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zerosync_strategy.core.budgets.gauges import ProcessGauge
+    from zerosync_strategy.core.budgets.automatic import ProcessGauge
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -80,9 +80,10 @@ def verdict(cls: type) -> tuple[str, str, str]:
     scope, detail = once(optimizer)
     found = f"{scope.value}: {detail}" if detail else scope.value
     with patch.object(problems, "probe", once):
-        if problem := problems.kind_problem(optimizer):
+        kind = problems.kind_of(optimizer)
+        if problem := kind.problem:
             return "refused", found, problem
-        return ("whole parameters" if problems.needs_whole_parameters(optimizer) else "flat shards"), found, ""
+        return ("whole parameters" if kind.needs_whole else "flat shards"), found, ""
 
 
 def _answer(cls: type, seconds: int, answers: Any) -> None:

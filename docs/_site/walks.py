@@ -48,14 +48,14 @@ GRADIENT = (
     Station("gradients/stage12.py", "FlatShards.hand_over", "the optimizer gets the shards", "the step"),
     Station("gradients/reducer.py", "Reducer.norm", "norm of the shards, for clipping", "the step"),
     Station("optimizer/stepper.py", "Stepper._parts", "the shard is stepped slice by slice (H3)", "the step"),
-    Station("gradients/striped.py", "StripePlacement.give", "while the next is stepped, a slice is gathered",
+    Station("gradients/stage12.py", "StripePlacement.give", "while the next is stepped, a slice is gathered",
             "each bucket"),
 )  # fmt: skip
 """Of a gradient on stage 2, in a window of two backwards and a step."""
 
 ON_STAGE_3 = {
     ("gradients/stage12.py", "FlatShards.hand_over"): ("gradients/stage3.py", "PerParamShards.hand_over"),
-    ("gradients/striped.py", "StripePlacement.give"): None,
+    ("gradients/stage12.py", "StripePlacement.give"): None,
 }
 """What stands in the place of a station on stage 3; ``None``: nothing, modules gather parameters when they run."""
 

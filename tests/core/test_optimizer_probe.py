@@ -15,7 +15,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.optimizer import problems
 from zerosync_strategy.core.optimizer.probe import Scope, probe
-from zerosync_strategy.core.optimizer.problems import kind_problem, needs_whole_parameters
+from zerosync_strategy.core.optimizer.problems import kind_of
 
 
 class Plain(torch.optim.Optimizer):
@@ -221,19 +221,19 @@ def test_a_trial_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
 def test_errors_say_what_was_found() -> None:
     params = list(network().parameters())
     for cls in (Centralized, MatricesOnly):
-        assert kind_problem(cls(params, 2)) == "" and needs_whole_parameters(cls(params, 2))
+        assert kind_of(cls(params, 2)).problem == "" and kind_of(cls(params, 2)).needs_whole
     assert "raises AssertionError: takes matrices" in probe(MatricesOnly(params, 2)).detail
-    problem = kind_problem(GlobalNorm(params, 2))
+    problem = kind_of(GlobalNorm(params, 2)).problem
     assert "the optimizer GlobalNorm computes with all parameters at once, but ZeRO" in problem
     assert "times the largest update of a parameter of shape (8, 10)" in problem
     assert "Use AdamW, SGD" in problem and "elementwise_optimizer=True" in problem
-    assert "Noisy draws random numbers" in kind_problem(Noisy(params, 2))
-    assert "KeyError: 'sum'" in kind_problem(MadeWithStates(params, 2))
-    assert "Lookahead could not step a copy of itself" in kind_problem(Lookahead(torch.optim.SGD(params, lr=0.1)))
-    assert "SAM could not step" in kind_problem(SAM(params, torch.optim.SGD))
-    assert "SAM requires a closure" in kind_problem(SAM(params, torch.optim.SGD))
+    assert "Noisy draws random numbers" in kind_of(Noisy(params, 2)).problem
+    assert "KeyError: 'sum'" in kind_of(MadeWithStates(params, 2)).problem
+    assert "Lookahead could not step a copy of itself" in kind_of(Lookahead(torch.optim.SGD(params, lr=0.1))).problem
+    assert "SAM could not step" in kind_of(SAM(params, torch.optim.SGD)).problem
+    assert "SAM requires a closure" in kind_of(SAM(params, torch.optim.SGD)).problem
     for cls in (Centralized, Noisy, MadeWithStates):
-        assert kind_problem(cls(params, 2), elementwise=True) == ""
+        assert kind_of(cls(params, 2), elementwise=True).problem == ""
 
 
 def test_attach_tries_it() -> None:

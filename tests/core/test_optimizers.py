@@ -12,7 +12,7 @@ from tests.core.test_attach import loss_of, make_engine, network, rank
 from tests.harness.optimizers import ScheduleFree
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.optimizer.problems import kind_problem, needs_whole_parameters, optimizer_problem
+from zerosync_strategy.core.optimizer.problems import kind_of, optimizer_problem
 
 
 def made(name: str, base: type = torch.optim.SGD) -> Any:
@@ -28,29 +28,29 @@ class NeedsClosure(torch.optim.AdamW):
 
 def test_classes_that_need_whole_parameters() -> None:
     matrices = [torch.nn.Parameter(torch.ones(4, 3))]
-    assert not needs_whole_parameters(ScheduleFree(matrices))
-    assert needs_whole_parameters(ScheduleFree(matrices, whole=True))
+    assert not kind_of(ScheduleFree(matrices)).needs_whole
+    assert kind_of(ScheduleFree(matrices, whole=True)).needs_whole
     for cls in (torch.optim.Adafactor, optimization.Adafactor, torch.optim.Muon):
-        assert kind_problem(cls(matrices)) == "" and needs_whole_parameters(cls(matrices))
-        assert not needs_whole_parameters(cls(matrices), elementwise=True)
-    assert not needs_whole_parameters(torch.optim.AdamW(matrices))
-    assert needs_whole_parameters(torch.optim.AdamW(matrices), elementwise="whole")
+        assert kind_of(cls(matrices)).problem == "" and kind_of(cls(matrices)).needs_whole
+        assert not kind_of(cls(matrices), elementwise=True).needs_whole
+    assert not kind_of(torch.optim.AdamW(matrices)).needs_whole
+    assert kind_of(torch.optim.AdamW(matrices), elementwise="whole").needs_whole
 
     class Soap(torch.optim.AdamW):  # by its name: no trial shows what may begin with larger parameters
         pass
 
-    assert kind_problem(Soap(matrices)) == "" and needs_whole_parameters(Soap(matrices))
+    assert kind_of(Soap(matrices)).problem == "" and kind_of(Soap(matrices)).needs_whole
 
 
 def test_what_no_rank_can_step() -> None:
-    problem = kind_problem(torch.optim.LBFGS.__new__(torch.optim.LBFGS))
+    problem = kind_of(torch.optim.LBFGS.__new__(torch.optim.LBFGS)).problem
     assert "the optimizer LBFGS computes with all parameters" in problem and "Use AdamW, SGD" in problem
-    assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_problem(made("Mine", torch.optim.Adagrad))
-    problem = kind_problem(NeedsClosure.__new__(NeedsClosure))
+    assert "Mine, a kind of Adagrad, is replaced by DeepSpeed" in kind_of(made("Mine", torch.optim.Adagrad)).problem
+    problem = kind_of(NeedsClosure.__new__(NeedsClosure)).problem
     assert "the optimizer NeedsClosure takes a closure in step(), but ZeRO steps it without" in problem
     for name in ("AdamW", "LambdaSGD", "Lion", "DeepSpeedCPUAdam", "PagedAdamW8bit", "AdaBelief"):
-        assert kind_problem(made(name)) == ""
-    assert kind_problem(DummyOptim([])) == ""  # stands for one that DeepSpeed makes, and has no step()
+        assert kind_of(made(name)).problem == ""
+    assert kind_of(DummyOptim([])).problem == ""  # stands for one that DeepSpeed makes, and has no step()
 
 
 def initialize(stage: int, module: Any, optimizer: Any) -> Any:

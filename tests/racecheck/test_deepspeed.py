@@ -130,7 +130,7 @@ RULES = {
     ),
     "B1, experts": ("record_grad_ready", 2, {"ours": {"coalesce": False}, "experts": True}, "race", "reduce_scatter"),
     "B3": ("wait_for_reductions", 2, SCENARIOS["coalesced"], "race", "step"),
-    "L1, gradients": ("producers_wait", 2, SCENARIOS["bf16"], "reuse", "striped.py"),
+    "L1, gradients": ("producers_wait", 2, SCENARIOS["bf16"], "reuse", "stage12.py"),
     "L1, earlier backwards": ("record_stream_for_reduction", 2, SCENARIOS["ordered"], "reuse", "reduce_scatter"),
     "S2": ("reductions_wait_for_caller", 2, SCENARIOS["a bucket without a gradient"], "reuse", "pack"),
     "S1": ("gathers_wait_for_writes", 3, SCENARIOS["coalesced"], "race", "read by _foreach_copy_"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +22,6 @@ from zerosync_strategy.core.attached.overrides import (
     WholeStage12Overrides,
     ZeroSwitchOverrides,
 )
-from zerosync_strategy.core.attached.untrained import watch_end
-from zerosync_strategy.core.attached.zeroing import let_modules_zero
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -145,3 +147,41 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     if zero.stage(engine) == 3:  # gathers are in the order of these
         facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
     return facts | model_facts(engine.module)
+
+
+def let_modules_zero() -> None:
+    """Let ``zero_grad()`` of any module reach the engines that train its parameters."""
+    patches.replace(patches.ZERO_GRAD, _zero_grad)
+
+
+def _zero_grad(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def zero_grad(module: Any, *args: Any, **kwargs: Any) -> None:
+        with zero3.as_it_is():
+            stock(module, *args, **kwargs)
+        params = set(map(id, module.parameters()))
+        for attached in list(AttachedEngine.all):
+            attached.module_zeroed(params)
+
+    return zero_grad
+
+
+@functools.cache
+def watch_end() -> None:
+    """Look at the end of this process. Once is enough."""
+    atexit.register(_check)
+
+
+def _check() -> None:
+    if getattr(sys, "last_type", None) is not None:  # an exception ends it, and has said why
+        return
+    if not dist.is_initialized() or dist.get_rank() != 0:
+        return
+    for attached in AttachedEngine.all:
+        made, name = attached.parts.window.unused, type(attached.parts.engine.module).__name__
+        if attached.meter.steps == 0 and made > 1:  # one may have been all that was wanted
+            say(
+                f"{made} backwards were made of {name}, and no optimizer step: nothing was trained. Call engine.step(),"
+                " or optimizer.step() under a framework; under Accelerate, a program that relies on the step in"
+                " accelerator.backward() needs the option step_on='backward'."
+            )

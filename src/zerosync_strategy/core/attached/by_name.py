@@ -116,3 +116,25 @@ class StatesByName:
         of_name = saved.masters([self._names[param] for param in self._stepper.masters])
         for param, master in self._stepper.masters.items():
             master.data.view(-1).copy_(of_name[self._names[param]])
+
+
+def refuse_states_by_name(engine: Any, directory: Path, tag: str) -> None:
+    """Raise where the verified checkpoint, of as many ranks, has states of whole parameters. Collective.
+
+    A ``CheckpointError`` on every rank.
+    """
+    if checkpoint_files.loads_universal(engine) or not checkpoint_files.is_readable(engine):
+        return
+
+    def look() -> tuple[str, None]:
+        own = checkpoint_files.files_to_load(engine, directory, tag, shards=True)[-1]
+        if saved_shards.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
+            raise DamageError(
+                "it has states of an optimizer that steps whole parameters, and"
+                f" {type(zero.stepping_optimizer(engine)).__name__} steps flat shards. Load it with the optimizer and"
+                " the option elementwise_optimizer with which it was saved, or its weights alone, with"
+                " load_optimizer_states=False"
+            )
+        return "", None
+
+    together(f"read the checkpoint in {directory}", look, lambda: NOTHING_LOADED)

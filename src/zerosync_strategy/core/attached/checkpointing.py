@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attached.by_name import refuse_states_by_name
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.by_element import refuse_states_by_name
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save

@@ -16,8 +16,7 @@ from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.by_name import StatesByName
 from zerosync_strategy.core.attached.flat import FlatParameters, FlatWeights
 from zerosync_strategy.core.attached.guards import Guards
-from zerosync_strategy.core.attached.labels import label_of
-from zerosync_strategy.core.attached.meter import GatherMeter, StepMeter
+from zerosync_strategy.core.attached.meter import StepMeter, label_of
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
@@ -28,12 +27,12 @@ from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import compilation, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.gradients.checks import LocalChanges, RequiredGradients
+from zerosync_strategy.core.gradients.buckets import keep_freed_memory
+from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
-from zerosync_strategy.core.gradients.local import keep_freed_memory
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
@@ -42,7 +41,7 @@ from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
 from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
-from zerosync_strategy.core.optimizer.whole import OwnedStates, OwnedStepper, WholeStepper
+from zerosync_strategy.core.optimizer.whole import OwnedStepper, WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.full_parameters import let_average
@@ -90,34 +89,31 @@ class AttachedEngine:
         reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
         traffic, changes = EngineCounter(topology), LocalChanges(reducer.params, names)
         window = Window(reducer, config.overlap_last, traffic, self.activity, self._backward_begins, changes)
-        required = RequiredGradients(reducer.params, names, window.gradient_ready, zero.needs_every_gradient(engine))
         compilation.keep_out_of_graphs(window.added)
         edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
         self.parts = parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
-        gathers = None
+        of_module = None
         if isinstance(shards, PerParamShards):
             masters = ShardMasters(shards)  # the stepper comes first: it may refuse, with the module as it was
-            owned = (reducer, shards, masters, edits.digest)
-            self.stepper = ExchangedStepper(*owned) if whole else Stepper(shards, masters)
+            of_whole = (reducer, shards, masters, edits.digest)
+            self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, masters)
             of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
             self.weights = sharded = ShardedWeights(parts, of_module)
             self.parameters = ShardedParameters(parts, sharded, of_module)
             self.pending = PendingGradients(*pending)
-            gathers = GatherMeter(of_module.scheduler, of_module.cache)
         else:
             self.weights = flat = FlatWeights(parts, shards)
             self.parameters = FlatParameters(parts, flat, shards.optimizer)
-            self.stepper = stepper = OwnedStepper(shards, flat.masters) if whole else Stepper(shards, flat.masters)
-            states = OwnedStates(shards, stepper) if isinstance(stepper, OwnedStepper) else flat.states
-            self.pending = FlatPendingGradients(*pending, states=states)
+            owned = OwnedStepper(shards, flat.masters) if whole else None
+            self.stepper = owned or Stepper(shards, flat.masters)
+            self.pending = FlatPendingGradients(*pending, states=flat.states, whole=owned)
         self.by_name = None
         if isinstance(self.stepper, WholeStepper):
             self.by_name = StatesByName(engine, self.stepper, names, shards.over_groups)
-        gathering = None if gathers is None else (gathers.scheduler, gathers.cache)
-        budgets = automatic_budgets(engine, config, reducer, gathering)
+        budgets = automatic_budgets(engine, config, reducer, of_module)
         printed = reports if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, gathers, budgets, printed, lambda: label_of(self, self.all))
-        self.guards = Guards(parts, required)
+        self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
+        self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # once DeepCompile compiles this engine
         self._undo = ExitStack()  # what :meth:`begin` has done, last things first
 
@@ -140,8 +136,7 @@ class AttachedEngine:
                 undo(_restore, target, layer)
             self.fragments_linked()
             undo(fragments.release, parts.reducer.params)
-            ready = self.guards.required.gradient_ready
-            parts.reducer.attach(lambda gradient: partial(parts.window.added, ready, gradient))
+            parts.reducer.attach(lambda gradient: partial(parts.window.added, gradient))
             undo(parts.reducer.detach)
             undo(self.parameters.detach)
             undo(zero.time_by_the_host(engine))
@@ -180,7 +175,7 @@ class AttachedEngine:
         """Return what a step will send by these options, and what is held, in one line."""
         gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
         once = "once" if self.parts.config.coalesce else "after each backward (coalesce=False)"
-        parameters = self.parameters.sends(self.meter.all_parameters_bytes)
+        parameters = self.parameters.sends(self.meter.all_once.nbytes)
         return f"each step, a rank sends {gradients} of gradients {once}, and {parameters}"
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -197,8 +192,6 @@ class AttachedEngine:
     def graph_begins(self) -> None:
         """From inside an autograd graph, before the first gradient."""
         self.guards.check_inference("backward()")
-        if self.parts.window.state is WindowState.CLOSED:
-            self.guards.required.reset()  # what a dropped window had
         with self.weights.as_they_are():
             trains = self.guards.trains(
                 param for attached in AttachedEngine.all for param in attached.parts.reducer.params
@@ -215,7 +208,6 @@ class AttachedEngine:
     def zero_grad(self) -> None:
         self.pending.dropped()
         self.stepper.reset()
-        self.guards.required.reset()
         self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
@@ -231,7 +223,7 @@ class AttachedEngine:
         parameters, weights, window = self.parameters, self.weights, self.parts.window
         with self.activity(Doing.STEP), weights.as_they_are():
             if window.state is not WindowState.CLOSED:
-                self.guards.required.check()
+                self.guards.check_every_gradient()
             with self.activity(Doing.REDUCTION):
                 parameters.before_reduction()
                 window.begin_step()
@@ -271,12 +263,12 @@ class AttachedEngine:
         if self.guards.infers:
             yield
             return
-        with self.guards.inferring(), self.parameters.gathered():
+        with replaced(self.guards, "infers", True), self.parameters.gathered():
             yield
 
     def compiling(self) -> AbstractContextManager[None]:
         """Around what DeepCompile compiles."""
-        if self.guards.required.is_required:
+        if self.guards.needs_every_gradient:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
                 " 'zero_optimization.ignore_unused_parameters' = false cannot be kept. Leave it out."

@@ -10,8 +10,7 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
-from zerosync_strategy.core.optimizer.masters import FlatMasters
-from zerosync_strategy.core.optimizer.states import StripedStates
+from zerosync_strategy.core.optimizer.masters import FlatMasters, StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters, weights_of_stage_1_2
 from zerosync_strategy.core.report import size_text

@@ -8,23 +8,22 @@ from typing import Any
 
 from zerosync_strategy.core.attached.parameters import Parts
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.gradients.checks import RequiredGradients
 
 
 class Guards:
     """The contexts that one engine is in, and what it trained when it was attached.
 
     Attributes:
-        required: the gradients that a step must have.
+        needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false.
         trained: what the optimizer trains.
         infers: the program is in ``gathered_for_inference()``.
         is_preparing: DeepSpeed is, a forward.
     """
 
-    def __init__(self, parts: Parts, required: RequiredGradients) -> None:
-        self.required, self.trained = required, frozenset(parts.reducer.params)
+    def __init__(self, parts: Parts) -> None:
+        self.trained, self._gradients = frozenset(parts.reducer.params), parts.reducer.gradients
         engine = parts.engine
+        self.needs_every_gradient = zero.needs_every_gradient(engine)
         self._optimizer, self._names, self._window = engine.optimizer, parts.names, parts.window
         # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
@@ -40,11 +39,6 @@ class Guards:
             yield
         finally:
             self._postponing.pop()
-
-    @contextmanager
-    def inferring(self) -> Iterator[None]:
-        with replaced(self, "infers", True):
-            yield
 
     def check_inference(self, call: str) -> None:
         if self.infers:
@@ -63,6 +57,20 @@ class Guards:
             )
         if len(self._optimizer.optimizer.param_groups) != self._param_groups:
             self.refuse_param_group()
+
+    def check_every_gradient(self) -> None:
+        """Before a step, which ends the window: a ``RuntimeError`` where a trainable parameter has had no gradient."""
+        if not self.needs_every_gradient:
+            return
+        missing = {each.param for each in self._gradients if each.param.requires_grad and not each.came}
+        for gradient in self._gradients:
+            gradient.came = False
+        if names := [repr(name) for param, name in self._names.items() if param in missing]:
+            raise RuntimeError(
+                f"step() found no gradient of {zero.listed(names)} since the last step, and the configuration"
+                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
+                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
+            )
 
     def refuse_param_group(self) -> None:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,66 +13,32 @@ from zerosync_strategy.core.attached.parameters import Parts
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.doing import Cause, Departure
-from zerosync_strategy.core.params.cache import ParameterCache
-from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.held import HoldPlan
+from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.report import StepReport
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
 
 
-class GatherMeter:
-    """Of the units of ZeRO-3: what they had to gather, and the peaks of its memory."""
-
-    def __init__(self, scheduler: GatherScheduler, cache: ParameterCache) -> None:
-        self.scheduler, self.cache = scheduler, cache
-
-    def floor(self, parameter_bytes: Mapping[Any, Sent]) -> Sent:
-        """Return what this rank had to send to gather parameters, for a window and its step, and count from zero."""
-        nbytes = between = 0
-        for param, sent in parameter_bytes.items():
-            gathers, crossings = self.cache.plan.gathers_in(param._zerosync_record)
-            param._zerosync_record.gathers = 0
-            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
-            between += crossings * sent.between
-        return Sent(nbytes, between)
-
-    def peaks(self) -> dict[str, Any]:
-        """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
-        plan = self.cache.plan
-        host, shards = plan.host, plan.node_shards
-        of_host = (0, 0) if host is None else (host.peak_bytes, host.loaded_bytes)
-        node = 0 if shards is None else shards.peak_bytes
-        return dict(zip(_PEAKS, (self.scheduler.issuing.unsharded.peak, plan.peak_bytes, node, *of_host), strict=True))
-
-    def end_window(self, parameter_bytes: Mapping[Any, Sent]) -> None:
-        self.cache.end_window(parameter_bytes)  # all that the step has released
-        self.scheduler.issuing.unsharded.reset_peak()
-
-
 class StepMeter:
     """Makes a report of each optimizer step of one engine, prints it, and lets budgets choose by it.
 
-    It also says how far the engine has come: it implements :class:`~failures.rank_state.Progress`.
+    It also says how far the engine has come, also to another thread (``failures/rank_state.py``).
 
     Attributes:
-        parameter_bytes: by parameter, what one rank must send to give it to all ranks once.
+        parameter_bytes: by parameter, what one rank must send to give it to all ranks once; ``all_once``: all of them.
     """
 
     def __init__(
-        self, parts: Parts, gathers: GatherMeter | None, budgets: AutomaticBudgets | None,
+        self, parts: Parts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None,
         reports: PrintedReports | None, label: Callable[[], str],
     ) -> None:  # fmt: skip
-        self._parts, self._gathers, self._counts_gathers = parts, gathers, True
+        self._parts, self._of_module, self._counts_gathers = parts, of_module, True
         self._budgets, self._reports, self._label = budgets, reports, label
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = parts.reducer.shards.parameters_floor()
-        self._all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
-
-    @property
-    def all_parameters_bytes(self) -> int:
-        """What one rank must send to give all parameters to all ranks once."""
-        return self._all_once.nbytes
+        self.all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
     def forward_ended(self) -> None:
         if self._budgets is not None:
@@ -86,10 +53,10 @@ class StepMeter:
         window, traffic, reducer = self._parts.window, self._parts.traffic, self._parts.reducer
         self.steps += 1
         traffic.enter(None)
-        gathers = self._gathers
-        needed = self._all_once
-        if gathers is not None:
-            needed = gathers.floor(self.parameter_bytes) if self._counts_gathers else Sent()
+        of_module = self._of_module
+        needed = self.all_once
+        if of_module is not None:
+            needed = self._gathered(of_module.cache.plan) if self._counts_gathers else Sent()
         floor = reducer.pipeline.sent_floor.plus(needed)
         self.report = report = StepReport(
             step=self.steps,
@@ -103,15 +70,26 @@ class StepMeter:
             collectives=traffic.take(),
             apart=traffic.take_apart(),
             budgets=None if self._budgets is None else self._budgets.choice,
-            **(dict.fromkeys(_PEAKS, 0) if gathers is None else gathers.peaks()),
+            **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),
         )
         window.end_step()
-        if gathers is not None:
-            gathers.end_window(self.parameter_bytes)
+        if of_module is not None:
+            of_module.cache.end_window(self.parameter_bytes)  # all that the step has released
+            of_module.scheduler.issuing.unsharded.reset_peak()
         if self._reports is not None:
             self._reports.note(report.step, lambda: report.line(self._label()))
         if self._budgets is not None:
             self._budgets.step_ended()
+
+    def _gathered(self, plan: HoldPlan) -> Sent:
+        """Return what this rank had to send to gather parameters, for a window and its step, and count from zero."""
+        nbytes = between = 0
+        for param, sent in self.parameter_bytes.items():
+            gathers, crossings = plan.gathers_in(param._zerosync_record)
+            param._zerosync_record.gathers = 0
+            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
+            between += crossings * sent.between
+        return Sent(nbytes, between)
 
     def compiling(self) -> None:
         """DeepCompile's graphs count no gathers."""
@@ -134,10 +112,42 @@ class StepMeter:
             text = f"goes on to backward {made + 1}, and stepped after {before} in the window before"
         if text:
             return Departure(Cause.OTHER_BACKWARDS, text)
-        return None if self._gathers is None else self._gathers.scheduler.departure()
+        return None if self._of_module is None else self._of_module.scheduler.departure()
 
     def name_of(self, module: torch.nn.Module) -> str:
         own = self._parts.engine.module
         if module is own:
             return type(module).__name__
         return next((name for name, each in own.named_modules() if each is module), "")
+
+
+def _peaks(of_module: ModuleParameters) -> dict[str, Any]:
+    """Return bytes of gathered parameters, by attribute of :class:`StepReport`."""
+    plan = of_module.cache.plan
+    host, shards = plan.host, plan.node_shards
+    of_host = (0, 0) if host is None else (host.peak_bytes, host.loaded_bytes)
+    node = 0 if shards is None else shards.peak_bytes
+    return dict(zip(_PEAKS, (of_module.scheduler.issuing.unsharded.peak, plan.peak_bytes, node, *of_host), strict=True))
+
+
+def label_of(engine: Any, attached: Iterable[Any]) -> str:
+    """Return the class of the module of ``engine``, one of those ``attached``; empty where it is the only one.
+
+    Of several over one module, the attributes that hold what it trains; where names are the same, with a number.
+    """
+    engines = sorted(attached, key=lambda each: each.number)
+    if len(engines) < 2:
+        return ""
+    labels = [_label(each, engines) for each in engines]
+    own = labels[engines.index(engine)]
+    if Counter(labels)[own] == 1:
+        return own
+    return f"{own} {1 + [each for each, label in zip(engines, labels, strict=True) if label == own].index(engine)}"
+
+
+def _label(engine: Any, engines: Iterable[Any]) -> str:
+    if all(each is engine or each.parts.names.keys().isdisjoint(engine.parts.names) for each in engines):
+        return type(engine.parts.engine.module).__name__
+    return ", ".join(
+        dict.fromkeys(engine.parts.names[param].partition(".")[0] for param in engine.parts.reducer.params)
+    )

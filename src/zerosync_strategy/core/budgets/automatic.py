@@ -16,17 +16,69 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.budgets.gauges import DeviceGauge, Gauge, gauge_of
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.cache import ParameterCache
-from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.of_module import ModuleParameters
+
+_STATUS = Path("/proc/self/status")
+_TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics
+
+
+class DeviceGauge:
+    """What torch's allocator has taken of a GPU and cannot give back, or give out again whatever is asked for.
+
+    Of its reserved memory that is: the blocks in use, those that wait for a stream, and the free parts of segments that
+    are in use elsewhere. Segments that are free as a whole are not counted: they serve the next request, or go back to
+    the device before the allocator gives up. A peak is the most at once, ever, or since others have reset it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def used(self) -> int:
+        stats = torch.cuda.memory_stats(self._device)
+        return sum(stats.get(f"{kind}.all.current", 0) for kind in _TAKEN)
+
+    def peak(self) -> int:
+        # The two have had their peaks at different moments, perhaps; all that was reserved is more than both at any.
+        stats = torch.cuda.memory_stats(self._device)
+        return min(sum(stats.get(f"{kind}.all.peak", 0) for kind in _TAKEN), stats.get("reserved_bytes.all.peak", 0))
+
+    def limit(self) -> int:
+        """Return what the process may use in all: what is free, and what its allocator has."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+class ProcessGauge:
+    """The resident memory of this process. Linux."""
+
+    def used(self) -> int:
+        return self._read("VmRSS:")
+
+    def peak(self) -> int:
+        return self._read("VmHWM:")
+
+    @staticmethod
+    def _read(field: str) -> int:
+        (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+
+Gauge = DeviceGauge | ProcessGauge
+
+
+def gauge_of(device: torch.device) -> Gauge:
+    """Return the gauge of the memory of ``device``."""
+    return DeviceGauge(device) if device.type == "cuda" else ProcessGauge()
+
 
 MEASURED = 3
 """Windows before anything is held. Of the first, which makes the optimizer's states, only the peak counts."""
@@ -201,7 +253,7 @@ def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
 
 
 def automatic_budgets(
-    engine: Any, config: ZeroSyncConfig, reducer: Reducer, gathers: tuple[GatherScheduler, ParameterCache] | None = None
+    engine: Any, config: ZeroSyncConfig, reducer: Reducer, of_module: ModuleParameters | None
 ) -> AutomaticBudgets | None:
     """Return the budgets that set themselves, as :func:`check_limit` has let pass; ``None``: none does."""
     if not (config.parameters.automatic or config.gradients.automatic):
@@ -214,8 +266,10 @@ def automatic_budgets(
         assert isinstance(gauge, DeviceGauge)
         return gauge.limit()
 
-    cache = gathers[1] if gathers is not None and config.parameters.automatic else None
-    watched: list[Any] = [reducer.local] if gathers is None else [reducer.local, gathers[0].issuing.unsharded]
+    cache = of_module.cache if of_module is not None and config.parameters.automatic else None
+    watched: list[Any] = [reducer.local]
+    if of_module is not None:
+        watched.append(of_module.scheduler.issuing.unsharded)
 
     def hold(memory: Memory) -> Choice:
         for each in watched:
@@ -236,7 +290,7 @@ def automatic_budgets(
         )
 
     budgets = AutomaticBudgets(
-        gauge, limit, lambda: 0 if cache is None or gathers is None else gathers[0].issuing.unsharded.now,
+        gauge, limit, lambda: 0 if cache is None else watched[1].now,
         0 if cache is None else cache.plan.everything, hold, zero.data_parallel_group(engine.optimizer),
     )  # fmt: skip
     for each in watched:

@@ -48,8 +48,8 @@ class Sent(NamedTuple):
     nbytes: int = 0
     between: int = 0
 
-    def plus(self, other: Sent, times: int = 1) -> Sent:
-        return Sent(self.nbytes + times * other.nbytes, self.between + times * other.between)
+    def plus(self, other: Sent) -> Sent:
+        return Sent(self.nbytes + other.nbytes, self.between + other.between)
 
 
 class Topology:
@@ -138,16 +138,7 @@ class Topology:
 
 
 class Nodes:
-    """The nodes of one process group, with as many of its ranks on each.
-
-    Args:
-        process_group: as given.
-        size: ranks on a node.
-        count: of nodes.
-
-    Attributes:
-        node, place: of this rank.
-    """
+    """The ``count`` nodes of one process group, each with ``size`` of its ranks. This one has ``place`` on ``node``."""
 
     def __init__(self, process_group: Any, size: int, count: int) -> None:
         self.process_group, self.size, self.count = process_group, size, count

@@ -19,21 +19,13 @@ _Launch = Callable[[], Sequence[Any]]
 
 
 class RelayedWork:
-    """The works of a second level, as one.
-
-    Args:
-        works: of the second level, once they are launched.
-    """
+    """The works of a second level, once they are launched, as one."""
 
     def __init__(self, works: Future[Sequence[Any]]) -> None:
         self._works = works
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until both levels have arrived.
-
-        Raises:
-            RuntimeError: one has not within its timeout, or a rank has ended.
-        """
+        """Wait until both levels have arrived. A ``RuntimeError``: one has not in time, or a rank has ended."""
         for work in self._works.result():  # the relay's own waits have the timeout
             work.wait(timeout)
 

@@ -1,35 +1,8 @@
 """The one place where a stream waits for another, or memory is kept for a stream that did not allocate it.
 
 Reductions run on a stream of their own, beside the backward: they pack local gradients, wait for the collective and add
-to the gradient shards there. The rules, each with its method:
-
-- **B1** :meth:`Streams.on_reduction_stream`: a reduction starts after every producer of the gradients that it packs. A
-  gradient's producer is the stream on which autograd completed it; :meth:`Streams.record_grad_ready` records an event
-  where the backward reduces as it goes; else the reduction starts after the caller's stream, which has waited for all.
-- **B2** has no method: producers overwrite nothing that a reduction uses. What autograd accumulates after a bucket was
-  sent is in other memory.
-- **B3** :meth:`Streams.wait_for_reductions`: before the optimizer step, and only there, the caller's stream waits for
-  the reductions; for an offloaded optimizer so does the host, once (:meth:`Streams.host_waits_for_reductions`).
-- **L1** :meth:`Streams.read_by_reduction`: a gradient belongs to its producer's stream and is read by the reduction
-  stream. Of a backward that reduces as it goes it is kept, and its producers wait for the reduction a few buckets later
-  (:meth:`Streams.producers_wait`), so that the next gradients may have it, however far the host runs ahead. Else it is
-  recorded there before it is freed: what is recorded is given out again only once the host sees the reduction complete.
-  What the reduction stream allocates returns to it: packed chunks after the collective, which the backend keeps alive,
-  and gradient shards after the step (S2).
-- **S1** :meth:`Streams.gathers_wait_for_writes`: ZeRO-3's gathers start after whatever wrote the shards they read. Each
-  write records its stream by :meth:`Streams.record_write`. Who reads shards on the caller's stream waits by
-  :meth:`Streams.caller_waits_for_writes`.
-- **S2** :meth:`Streams.reductions_wait_for_caller`: at the start of a backward that reduces as it goes, reductions wait
-  for what the caller's stream has: earlier backwards, and the step that read the last window's gradient shards, whose
-  memory they may be given.
-- **S3** :meth:`Streams.caller_waits_for`: what modules have found out of their parameters on several streams is read by
-  the caller's after each of these.
-- **L2** :meth:`Streams.share_unshard`: the memory of a parameter belongs to the stream that first waits for its gather.
-  Where several streams use it, it is kept for each. :meth:`Streams.record_landing`: what a gather receives belongs to
-  its own stream, and returns to it after it was taken out.
-- **U2** :meth:`Streams.wait_for_unshard`: what uses a gathered parameter, on whatever stream, starts after its gather,
-  and waits for no other.
-- **W4** :class:`HostCopy`: the host reads an answer after its copy, and waits for nothing else.
+to the gradient shards there. Each rule (``docs/streams.md``) is a method, but for B2: what autograd accumulates after a
+bucket was sent is in other memory, so that producers overwrite nothing that a reduction uses.
 
 On a device without streams, such as the CPU, none of them waits for anything.
 """
@@ -110,12 +83,7 @@ class Streams:
             )
 
     def record_grad_ready(self, ready: dict[Any, Any], spare: dict[Any, Any]) -> None:
-        """Record in ``ready``, by stream, that the current stream has completed a gradient.
-
-        Args:
-            ready: the events of this backward.
-            spare: by stream, the event that is recorded anew.
-        """
+        """Record that the current stream has completed a gradient: in ``ready``, by stream, the ``spare`` event."""
         if self._reduction is None:
             return
         stream = self._current()
@@ -151,9 +119,7 @@ class Streams:
 
     def read_by_reduction(self) -> Any:
         """Return the event after what the reduction stream, which is current, has read by now (L1)."""
-        event = self._accelerator.Event()
-        event.record(self._reduction)
-        return event
+        return self._reduction.record_event()
 
     def producers_wait(self, event: Any, producers: Iterable[Any]) -> None:
         """Let the streams that have produced gradients wait until these are read; their memory is theirs again (L1)."""
@@ -176,9 +142,7 @@ class Streams:
             self._host_waits_for(self._current())
 
     def _host_waits_for(self, stream: Any) -> None:
-        event = self._accelerator.Event()
-        event.record(stream)
-        event.synchronize()
+        stream.record_event().synchronize()
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
@@ -197,17 +161,14 @@ class Streams:
 
     def record_unshard(self, gather_stream: Any) -> Any:
         """Return the event of a gather that was unpacked just now."""
-        event = self._accelerator.Event()
-        event.record(gather_stream)
-        return event
+        return gather_stream.record_event()
 
     def record_landing(self, gather_stream: Any) -> Any:
         """Return the event after the current stream has taken a gather's values out of the memory of ``gather_stream``.
 
         That memory goes back to where it comes from, after the event (L2).
         """
-        event = self._accelerator.Event()
-        event.record(self._current())
+        event = self._current().record_event()
         gather_stream.wait_event(event)
         return event
 
@@ -246,8 +207,7 @@ class Streams:
             writer = self._writers.pop()
             for stream in gather_streams:
                 stream.wait_stream(writer)
-        self._written = self._accelerator.Event()
-        self._written.record(gather_streams[0])
+        self._written = gather_streams[0].record_event()
 
     def caller_waits_for_writes(self, gather_streams: Sequence[Any]) -> None:
         """Let the caller's stream, which reads shards itself, wait for their writes, and not for gathers (S1)."""
@@ -283,16 +243,11 @@ class Streams:
 class HostCopy:
     """A copy on the host of a small tensor, in pinned memory that is used again and again.
 
-    Reading it waits for the copy alone (W4), and not where that has ended.
-
-    Args:
-        streams: of the engine.
-        numel: elements of ``dtype``, at most.
+    It has ``numel`` elements at most. Reading it waits for the copy alone (W4), and not where that has ended.
     """
 
     def __init__(self, streams: Streams, numel: int, dtype: torch.dtype = torch.int64) -> None:
         self._streams = streams
-        self.numel = numel
         self._copy = torch.empty(numel, dtype=dtype)
         self._filled = self._copy
         self._event: Any = None

@@ -51,13 +51,10 @@ class Stripes:
         starts: where each stripe is to begin, ascending from 0. It begins up to ``ALIGNMENT * world_size`` elements
             later, so that its rows are even; the last one may have no element then.
         numel: of the buffer, a multiple of ``world_size``.
-        rank: of this process in the process group.
-        world_size: of the process group.
 
     Attributes:
         all: the stripes, those without elements too.
         is_stock: a shard has the same elements as DeepSpeed's, in the same order.
-        shard_numel: elements of one rank's shard.
     """
 
     def __init__(self, starts: Sequence[int], numel: int, rank: int, world_size: int) -> None:
@@ -69,7 +66,6 @@ class Stripes:
             width = (last - first) // world_size
             self.all.append(Stripe(first, last, width, offset))
             offset += width
-        self.shard_numel = offset
         self._rank, self._world_size = rank, world_size
         self._stock = [Stripe(0, numel, numel // world_size, 0)]
         self._own = {stock: _slices(self._stock if stock else self.all, rank) for stock in (False, True)}
@@ -97,13 +93,7 @@ class Stripes:
     def exchange(self, shard: torch.Tensor, to_stripes: bool, process_group: Any, device: torch.device) -> torch.Tensor:
         """Return this rank's shard by stripes of what all ranks have in DeepSpeed's layout, or the other way round.
 
-        Collective. For what is rare: its host work grows with the number of ranks.
-
-        Args:
-            shard: this rank's, flat.
-            to_stripes: it is in DeepSpeed's layout.
-            process_group: of the ranks.
-            device: of which the process group can send tensors.
+        Collective, over ``device``. For what is rare: its host work grows with the number of ranks.
         """
         from deepspeed import comm
 

@@ -79,13 +79,10 @@ def recorded() -> tuple[Recorded, ...]:
     Takes some 20 ms, and the first time up to a second.
     """
     bindings: Any = torch._C._distributed_c10d
-    entries = [entry for name in _RECORDERS if hasattr(bindings, name) for entry in _read(getattr(bindings, name)())]
+    found = [pickle.loads(getattr(bindings, name)()) for name in _RECORDERS if hasattr(bindings, name)]
+    entries = [entry for each in found for entry in each.get("entries", ())]
     entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: of one backend they stay in their order
     return _of_interest(entries, waits.labels_of_launched())
-
-
-def _read(pickled: bytes) -> list[Mapping[str, Any]]:
-    return list(pickle.loads(pickled).get("entries", ()))
 
 
 def _of_interest(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,6 +53,7 @@ class RankState:
         seconds: since the activity began, or -1.
         call: of ``torch.distributed``, that its main thread runs.
         position: how far it has come, in words.
+        progress: the ``StepMeter`` of its engine, which is read from another thread, too; or ``None``.
         waits_for: what it waits for, or has waited for in vain; empty if it does not wait for other ranks.
         reduces: that is a reduction of gradients.
         steps: optimizer steps done, or -1 where that is not known.
@@ -119,27 +120,9 @@ class RankState:
         return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records)
 
 
-class Progress(Protocol):
-    """How far an engine has come. Read from another thread too."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps done."""
-
-    @property
-    def backwards(self) -> int:
-        """Backwards of the window, the running one included."""
-
-    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
-        """Return how the engine does otherwise in this window than in the last one; ``None`` if it does not."""
-
-    def name_of(self, module: torch.nn.Module) -> str:
-        """Return the name of a module of the engine; empty for others."""
-
-
 def observe(
     rank: int, activities: Sequence[tuple[object, float]], frame: FrameType | None, position: str,
-    progress: Progress | None, *, failed: bool = False, with_recorder: bool = True,
+    progress: Any, *, failed: bool = False, with_recorder: bool = True,
 ) -> RankState:  # fmt: skip
     """Return the state of this process.
 
@@ -147,6 +130,7 @@ def observe(
         activities: of its main thread, the innermost last, each with the time when it began.
         frame: of the main thread, the innermost, or the one that has raised.
         position: how far it has come, in words.
+        progress: the ``StepMeter`` of its engine, which is read from another thread, too; or ``None``.
         failed: the main thread has waited, in vain.
         with_recorder: look into torch's flight recorder, which takes some 20 ms.
     """

@@ -25,7 +25,7 @@ from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures import watch
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
-from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
+from zerosync_strategy.core.failures.rank_state import Phase, RankState, frame_of, observe
 from zerosync_strategy.core.failures.watch import HangWatch
 from zerosync_strategy.core.failures.words import Report, error_text, report
 
@@ -40,7 +40,7 @@ class RankStatus:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
         self._position = "before its first optimizer step"
-        self._progress: Callable[[], Progress | None] = lambda: None
+        self._progress: Callable[[], Any] = lambda: None
         self._moves = 0  # of the main thread, from activity to activity
         self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
         self._main = threading.main_thread().ident or 0
@@ -53,7 +53,7 @@ class RankStatus:
         atexit.register(self._exit)
 
     def activity(
-        self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
+        self, what: object, position: Callable[[], str] | None = None, progress: Any = None
     ) -> AbstractContextManager[None]:
         """Around what may communicate; a ``RankError`` in place of an error of the communication.
 
@@ -64,7 +64,7 @@ class RankStatus:
         """
         return _Activity(self, what, position, progress)
 
-    def _begin(self, what: object, position: Callable[[], str] | None, progress: Progress | None) -> None:
+    def _begin(self, what: object, position: Callable[[], str] | None, progress: Any) -> None:
         if position is not None:
             self._position = position()
         if progress is not None:
@@ -157,9 +157,7 @@ class RankStatus:
 class _Activity(AbstractContextManager[None]):
     """What :meth:`RankStatus.activity` returns; a generator would cost each gather more."""
 
-    def __init__(
-        self, status: RankStatus, what: object, position: Callable[[], str] | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, status: RankStatus, what: object, position: Callable[[], str] | None, progress: Any) -> None:
         self._status, self._what, self._position, self._progress = status, what, position, progress
 
     def __enter__(self) -> None:

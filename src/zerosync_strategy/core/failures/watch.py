@@ -27,13 +27,9 @@ _LOOKS = 10
 
 
 class HangWatch:
-    """Watches the main thread of this process.
+    """Watches the main thread of this process, which has not moved where ``moves`` returns the same number.
 
-    Args:
-        patience: in seconds.
-        moves: returns a number that grows as the main thread comes on.
-        waits: whether it waits for other ranks now. Asked only where it has not moved, because it may take a second.
-        ask: returns what all ranks do.
+    ``waits`` says whether it waits for other ranks now, which may take a second, and ``ask`` what all ranks do.
     """
 
     def __init__(

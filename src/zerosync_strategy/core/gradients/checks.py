@@ -1,16 +1,14 @@
-"""What is checked of a window's gradients: that a program changes none by mistake (N1), and that none is missing."""
+"""What is checked of a window's gradients: that a program changes none by mistake (N1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.errors import HANDLE
-from zerosync_strategy.core.gradients.local import LocalGradient
 
 
 class LocalChanges:
@@ -52,40 +50,3 @@ class LocalChanges:
     def reset(self) -> None:
         """The gradients are dropped."""
         self._seen = []
-
-
-class RequiredGradients:
-    """DeepSpeed's ``"ignore_unused_parameters": false``: a step without the gradient of some parameter is an error.
-
-    Where nothing is checked, :attr:`gradient_ready` is the window's own: a gradient costs no call more.
-    """
-
-    def __init__(
-        self, params: Sequence[Any], names: Mapping[Any, str], gradient_ready: Callable[[LocalGradient], None],
-        is_required: bool,
-    ) -> None:  # fmt: skip
-        self._params, self._names, self._window_ready = params, names, gradient_ready
-        self.is_required = is_required
-        self.gradient_ready = self._note if is_required else gradient_ready
-        self._found: set[Any] = set()
-
-    def _note(self, gradient: LocalGradient) -> None:
-        self._found.add(gradient.param)
-        self._window_ready(gradient)
-
-    def reset(self) -> None:
-        """The gradients of this window are dropped."""
-        self._found = set()
-
-    def check(self) -> None:
-        """Before a step, which ends the window: a ``RuntimeError`` where a trainable parameter has had no gradient."""
-        if not self.is_required:
-            return
-        found, self._found = self._found, set()
-        names = [repr(self._names[param]) for param in self._params if param.requires_grad and param not in found]
-        if names:
-            raise RuntimeError(
-                f"step() found no gradient of {listed(names)} since the last step, and the configuration"
-                " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
-                " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
-            )

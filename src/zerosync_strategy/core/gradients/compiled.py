@@ -9,15 +9,15 @@ gives a gradient to the window, in the place of each reduction. Gradients of eag
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import compilation
-from zerosync_strategy.core.gradients.local import LocalGradient
+from zerosync_strategy.core.gradients.buckets import LocalGradient
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _numbers = count()
@@ -50,10 +50,8 @@ class CompiledGradients:
                     f"engine.compile() with DeepCompile cannot be combined with {what}. Leave out one of them."
                 )
 
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        with compilation.deepcompile_last_pass(self._collect_gradients):
-            yield
+    def compiling(self) -> AbstractContextManager[None]:
+        return compilation.deepcompile_last_pass(self._collect_gradients)
 
     def receive(self, param: int, gradient: torch.Tensor) -> None:
         if param in self._gradients:  # else the optimizer does not train it

@@ -122,7 +122,7 @@ class ReductionPipeline:
             bucket.is_reduced = True
         self._keep(bucket)
         bucket.free_gradients()
-        sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
+        sent = self._shards.sent(bucket)
         if bucket.level is Level.NODE and not self.closes:
             sent = Sent(sent.nbytes - sent.between)
         self.sent_floor = self.sent_floor.plus(sent)
@@ -135,8 +135,7 @@ class ReductionPipeline:
             self.wait(self._messages.in_flight - 1)
             self._reduce_between(bucket, nodes, part, *self._into_shard(bucket, part), sums)
         bucket.is_reduced = True
-        layout = bucket.layout
-        sent = self._shards.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
+        sent = self._shards.sent(bucket)
         self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
 
     def wait(self, allowed: int = 0) -> None:

@@ -20,9 +20,8 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
 from zerosync_strategy.core.gradients.items import ItemCount
-from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -45,7 +44,6 @@ class Reducer:
             the backward gathers parameters between its gradients; ``None``: it does not.
         items: that the coming gradients are the mean over.
         bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
-        deferred_bytes: of the gradients that :meth:`defer` lets stay unreduced.
         only_adds: the running backward reduces nothing, so that who has its ``place`` has nothing to do.
     """
 
@@ -66,7 +64,6 @@ class Reducer:
             if layout.params and layout.nodes is not None and config.gradients.device is not None:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
-        self.deferred_bytes = 0
         self._norm: torch.Tensor | None = None  # once it has been computed
         self._host_norm = HostCopy(self.streams, 1, torch.float32)
         self._may_stream = config.gradients.automatic  # sooner or later
@@ -84,9 +81,7 @@ class Reducer:
         """Return what one rank must send to reduce all gradients once."""
         floor = Sent()
         for bucket in self.buckets:
-            floor = floor.plus(
-                self.shards.topology.sent(bucket.numel * bucket.layout.dtype.itemsize, bucket.layout.process_group)
-            )
+            floor = floor.plus(self.shards.sent(bucket))
         return floor
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -140,6 +135,7 @@ class Reducer:
 
     def gradient_ready(self, gradient: LocalGradient) -> bool:
         """Autograd has added to it. Return whether :meth:`reduce_complete` has something to do."""
+        gradient.came = True
         if gradient is self._late:
             return False
         bucket = gradient.bucket
@@ -209,8 +205,7 @@ class Reducer:
                 left = -1  # and no other of the later ones
         self.local.free_blocks()
         kept = {Level.WHOLE: nbytes, Level.NODE: in_shards}
-        self.deferred_bytes = sum(kept[bucket.level][bucket] for bucket in self.buckets if bucket.level in kept)
-        return self.deferred_bytes
+        return sum(kept[bucket.level][bucket] for bucket in self.buckets if bucket.level in kept)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -306,6 +301,8 @@ class Reducer:
         self._has_streamed = self.only_adds = False
         self._late = None
         self.pipeline.drop()
+        for gradient in self.gradients:
+            gradient.came = False
         for bucket in self.buckets:
             bucket.free_gradients()
             for part in list(bucket.node_shard):

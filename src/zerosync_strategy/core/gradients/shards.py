@@ -14,8 +14,7 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.local import LocalGradients
+from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, choose_buckets
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -30,6 +29,7 @@ class GradientShards(ABC):
         local: the gradients that are not reduced yet.
         on_device: else in host memory, of an offloaded optimizer.
         over_groups: some parameters are sharded over fewer ranks than all; the same on every rank.
+        buckets_of: by layout, in its order.
     """
 
     on_device = True
@@ -39,6 +39,7 @@ class GradientShards(ABC):
         self.optimizer, self.topology, self.whole = engine.optimizer, topology, whole
         self.dtype = zero.reduction_dtype(engine)
         self.streams = Streams()
+        self.buckets_of: dict[Any, list[GradientBucket]] = {}
         self.layouts = self._read_layouts(config)
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(self.optimizer, self.streams)
@@ -51,9 +52,23 @@ class GradientShards(ABC):
         """Return the bytes of a bucket at most, for what else is sent."""
         return messages.nbytes
 
-    @abstractmethod
-    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> Sequence[GradientBucket]:
+    def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
+        buckets: list[GradientBucket] = []
+        layout: Any
+        for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
+            self.buckets_of[layout] = of_layout = list[GradientBucket]()
+            placements = layout.divide([params for params, _ in chosen])
+            for (params, level), placement in zip(chosen, placements, strict=True):
+                below = of_layout[-1] if of_layout else None
+                of_layout.append(GradientBucket(layout, params, level, placement, below=below, **common))
+            buckets += of_layout[::-1]
+        return buckets
+
+    def sent(self, bucket: GradientBucket) -> Sent:
+        """Return what one rank must send to reduce ``bucket`` once."""
+        layout = bucket.layout
+        return self.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
 
     @abstractmethod
     def allocate(self) -> None:

@@ -2,35 +2,119 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
-from zerosync_strategy.core.engine import zero, zero12
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, choose_buckets
+from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
+from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.owned import OwnedLayout
+from zerosync_strategy.core.gradients.placement import Read, RowPlacement, ShardLayout, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
-from zerosync_strategy.core.gradients.striped import StripedLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
+
+_ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
+
+
+class StripedLayout(ShardLayout):
+    """Parameters of which each begins at its offset of the flat buffer; ascending.
+
+    Attributes:
+        stripes: how the buffer is divided among the ranks, one for each bucket; since :meth:`divide`.
+    """
+
+    stripes: Stripes
+
+    def __init__(self, offsets: dict[Any, int], stock_numel: int, process_group: Any, *common: Any) -> None:
+        super().__init__(process_group, list(offsets), *common)
+        self.offsets, self.shard_numel = offsets, stock_numel
+
+    def divide(self, buckets: Sequence[Sequence[Any]]) -> list[StripePlacement]:
+        starts = [0, *(self.offsets[params[0]] for params in buckets[1:])]
+        self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
+        stripes = zip(self.stripes.all, buckets, strict=bool(buckets))
+        return [StripePlacement(self, stripe, params, number == 0) for number, (stripe, params) in enumerate(stripes)]
+
+    def slices(self, stock: bool = False) -> list[ShardSlice]:
+        """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
+        return self.stripes.slices(stock)
+
+    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+        begin = self.offsets[param]
+        return self.stripes.slices_of(begin, begin + param.numel(), stock)
+
+    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
+        memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
+        for stripe in self.stripes:
+            rows = stripe.rows(memory)
+            read(rows[self.rank], stripe.offset)
+            self.all_gather(rows).wait()
+        return memory
+
+    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+        return memory.narrow(0, self.offsets[param], zero3.full_numel(param))
+
+
+class StripePlacement(RowPlacement):
+    """Of the bucket that reduces ``stripe``.
+
+    Attributes:
+        first, last: elements of the flat buffer.
+    """
+
+    def __init__(self, layout: StripedLayout, stripe: Stripe, params: Sequence[Any], is_lowest: bool) -> None:
+        super().__init__(layout, stripe.offset, stripe.width, params)
+        self._stripe = stripe
+        self.first, self.last, self.is_empty = stripe.first, stripe.last, not stripe.width
+        begin = 0 if is_lowest else layout.offsets[params[0]]
+        self.head = stripe.first - begin
+        begins = [layout.offsets[param] for param in params]
+        ends = [begin, *(offset + param.numel() for offset, param in zip(begins, params, strict=True))]
+        self._blanks = [offset - end for offset, end in zip(begins, ends, strict=False)]  # before each
+        self._rest = stripe.last - ends[-1]
+
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As the flat buffer has them, up to the stripe's end; the stripe begins at a multiple of some elements."""
+        pieces = with_zeros(self.order, gradients, dtype)
+        if self._is_packed(pieces) and not self.head:
+            return pieces[0]
+        device = self._layout.params[0].device
+        unaligned, rest = -self.head % _ALIGNMENT, self._rest - (0 if above is None else len(above))
+        blank = torch.zeros(max(unaligned, rest, *self._blanks), dtype=dtype, device=device)
+        packed = [blank[:unaligned], *pieces, blank[:rest]]
+        if any(self._blanks):
+            before = [blank[:blanks] for blanks in self._blanks]
+            packed[1:-1] = [each for pair in zip(before, pieces, strict=True) for each in pair]
+        if above is not None:
+            packed.append(above)
+        return torch.cat(packed)[unaligned:]
+
+    def give(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, label: str) -> InFlight:
+        """Begin to give the parameters of this rank's ``shard`` to all ranks, in their flat buffer. Collective."""
+        rows = self._stripe.rows(flat)
+        rows[self._layout.rank].copy_(shard[self.offset : self.offset + self.width], non_blocking=True)
+        return self._layout.all_gather(rows, tag, label)
+
 
 FlatLayout = StripedLayout | OwnedLayout
 
 
 class FlatShards(GradientShards):
-    """In DeepSpeed's ``averaged_gradients``.
-
-    Attributes:
-        keeps_stock_layout: why the shards have the elements that DeepSpeed gives them, each in one piece; else empty.
-    """
+    """In DeepSpeed's ``averaged_gradients``."""
 
     layouts: list[FlatLayout]
 
     def _read_layouts(self, config: ZeroSyncConfig) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
         self.groups = zero12.flat_groups(self.optimizer)
-        self.buckets_of: dict[FlatLayout, list[GradientBucket]] = {}
         divisor = zero12.averaging_divisor(self.optimizer)
         in_order = [
             dict(sorted(zip(group.params, group.offsets, strict=True), key=lambda pair: pair[1]))
@@ -61,25 +145,14 @@ class FlatShards(GradientShards):
         return owners
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
-        self.keeps_stock_layout = _why_stock(self.optimizer)
-        if self.keeps_stock_layout and (not config.coalesce or config.gradients.device is not None):
-            raise ValueError(
-                "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which the"
-                f" shards of stages 1 and 2 must be laid out anew, and {self.keeps_stock_layout}. Leave them out, or"
-                " use stage 3."
-            )
-        buckets: list[GradientBucket] = []
-        layout: Any
-        for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
-            if self.keeps_stock_layout and chosen:
-                chosen = [(layout.params, Level.WHOLE)]
-            self.buckets_of[layout] = of_layout = list[GradientBucket]()
-            placements = layout.divide([params for params, _ in chosen])
-            for (params, level), placement in zip(chosen, placements, strict=True):
-                below = of_layout[-1] if of_layout and not self.whole else None
-                of_layout.append(GradientBucket(layout, params, level, placement, below=below, **common))
-            buckets += of_layout[::-1]
-        return buckets
+        if why := _why_stock(self.optimizer):
+            if not config.coalesce or config.gradients.device is not None:
+                raise ValueError(
+                    "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which"
+                    f" the shards of stages 1 and 2 must be laid out anew, and {why}. Leave them out, or use stage 3."
+                )
+            limit = sys.maxsize  # one bucket, and so one stripe, which is DeepSpeed's own layout
+        return super().make_buckets(config, limit, common)
 
     def allocate(self) -> None:
         dtype = zero.accumulation_dtype(self.optimizer)
@@ -118,6 +191,7 @@ class FlatShards(GradientShards):
 
 
 def _why_stock(optimizer: Any) -> str:
+    """Return why the shards must have the elements that DeepSpeed gives them, each in one piece; else nothing."""
     module = type(optimizer.optimizer).__module__.partition(".")[0]
     if module in _BLOCKWISE:
         return f"the optimizer {type(optimizer.optimizer).__name__} keeps its states by blocks of elements"

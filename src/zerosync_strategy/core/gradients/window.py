@@ -27,9 +27,10 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.gradients.buckets import LocalGradient
 from zerosync_strategy.core.gradients.checks import LocalChanges
-from zerosync_strategy.core.gradients.local import LocalGradient
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 
@@ -165,11 +166,11 @@ class Window:
         else:
             self._leave_backward()
 
-    def added(self, ready: Callable[[LocalGradient], None], gradient: LocalGradient, param: Any) -> None:
-        """Autograd has added to ``param.grad``; ``ready`` is :meth:`gradient_ready`, or calls it."""
+    def added(self, gradient: LocalGradient, param: Any) -> None:
+        """Autograd has added to ``param.grad``."""
         # Called for every gradient of every backward: where there is nothing to do, it calls nothing.
         if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.traffic):
-            ready(gradient)
+            self.gradient_ready(gradient)
 
     def gradient_ready(self, gradient: LocalGradient) -> None:
         """There is more in a gradient."""
@@ -192,7 +193,12 @@ class Window:
 
     def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
         """Add ``more``, in full, that a compiled graph has computed; its memory stays the graph's."""
-        gradient.bucket.add(gradient, more)
+        param = gradient.param
+        if param.grad is None:
+            with zero3.in_full_shape(param):
+                param.grad = more.to(param.dtype, copy=True)
+        else:
+            param.grad.add_(more)
         self.gradient_ready(gradient)
 
     def _graph_done(self, graph: int) -> None:

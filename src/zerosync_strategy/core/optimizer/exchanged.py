@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -156,15 +155,6 @@ class ExchangedStepper(WholeStepper):
         self._adopt_edits()
         change()
         self.give()
-
-    def masters_in_stock_layout(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the shards are
-
-    def own_masters(self, stock: list[torch.Tensor]) -> None:
-        return None
-
-    def present_masters(self) -> list[torch.Tensor]:
-        return zero3_optimizer.flat_master_weights(self._zero)
 
     def read_gradient(self, param: Any) -> torch.Tensor:
         """Return the averaged gradient of ``param``, in fp32. Collective."""

@@ -18,7 +18,8 @@ from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.placement import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.optimizer.states import StripedStates
+from zerosync_strategy.core.optimizer.masters import StripedStates
+from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 FULL_GRADIENTS = "full gradients"
 """The section of what programs that read gradients gather."""
@@ -216,11 +217,14 @@ class PendingGradients:
 
 
 class FlatPendingGradients(PendingGradients):
-    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout."""
+    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
 
-    def __init__(self, *common: Any, states: StripedStates) -> None:
+    ``whole`` has the states of an optimizer that needs whole parameters, each on its owner.
+    """
+
+    def __init__(self, *common: Any, states: StripedStates, whole: WholeStepper | None) -> None:
         super().__init__(*common)
-        self._states = states
+        self._states, self._whole = states, whole
 
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
         return super().full_gradient(param, lambda: self._states.layout_of(param).read(self._shard(param), param))
@@ -233,11 +237,16 @@ class FlatPendingGradients(PendingGradients):
     def full_master(self, param: Any, key: str | None) -> torch.Tensor:
         """Return the master weights of ``param``, or its state ``key``. Collective."""
         with self._activity("safe_get_full_fp32_param()"):
+            if key is not None and self._whole is not None:
+                return self._whole.read_state(param, key)
             return self._states.read(param, key)
 
     def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
         """Set this rank's part of what :meth:`full_master` returns."""
-        self._states.write(param, value, key)
+        if key is not None and self._whole is not None:
+            self._whole.write_state(param, value, key)
+        else:
+            self._states.write(param, value, key)
 
     def _shard(self, param: Any) -> torch.Tensor:
         return zero12.gradient_shard(self._reducer.optimizer, self._states.layout_of(param).group_index)

@@ -56,8 +56,8 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool
             f"the optimizer {type(optimizer).__name__} has been given to an engine before, and has ZeRO's flat shards"
             " in place of its parameters. Make a new optimizer for each engine."
         )
-    kind = kind_problem(optimizer, elementwise)
-    return kind or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
+    kind = kind_of(optimizer, elementwise)
+    return kind.problem or foreign_problem(module, list(_groups(optimizer))) or dtype_problem(module)
 
 
 class Kind(NamedTuple):
@@ -83,16 +83,6 @@ def kind_of(optimizer: Any, elementwise: bool | str = False) -> Kind:
     # Small parameters do not show all that a class may do to large ones.
     needs_whole = found.scope is Scope.PARAMETER or _is_known(optimizer, _WHOLE_TENSORS) is not None
     return Kind(_found_problem(optimizer, found), needs_whole)
-
-
-def kind_problem(optimizer: Any, elementwise: bool | str = False) -> str:
-    """Return the problem of its :func:`kind_of`."""
-    return kind_of(optimizer, elementwise).problem
-
-
-def needs_whole_parameters(optimizer: Any, elementwise: bool | str = False) -> bool:
-    """Return whether this optimizer, which has no problem, needs them by its :func:`kind_of`."""
-    return kind_of(optimizer, elementwise).needs_whole
 
 
 def _known_problem(optimizer: Any, elementwise: bool | str) -> str:

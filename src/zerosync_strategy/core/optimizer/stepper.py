@@ -177,11 +177,12 @@ class Stepper:
             work = list(parts())
             by_tensor = counts_by_tensor(optimizer)
             calls = [[part] for part in work] if by_tensor else [work]
-            last = max((number for number, of_call in enumerate(calls) if _has_runs(of_call)), default=-1)
+            has_runs = [any(part.runs for part in of_call) for of_call in calls]
+            last = max((number for number, has in enumerate(has_runs) if has), default=-1)
             with self._without_params():
                 for number, of_call in enumerate(calls):
                     # What counts steps by group counts those in which all is frozen, too.
-                    if _has_runs(of_call) or not by_tensor:
+                    if has_runs[number] or not by_tensor:
                         self._call(of_call, stock if number == last else again)
                     for part in of_call:
                         if part.stepped is not None:
@@ -271,10 +272,6 @@ def _can_step_by_part(optimizer: Any) -> bool:
 
 def _whole(masters: Sequence[MasterShard]) -> StepSlices:
     return [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters]
-
-
-def _has_runs(parts: Sequence[_Part]) -> bool:
-    return any(part.runs for part in parts)
 
 
 def _runs(master: MasterShard, params: set[Any]) -> Runs:

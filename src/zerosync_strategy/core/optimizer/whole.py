@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.masters import FlatMasters, Masters
-from zerosync_strategy.core.optimizer.states import StripedStates
 from zerosync_strategy.core.optimizer.stepper import Stepper
 
 
@@ -117,17 +116,17 @@ class WholeStepper(Stepper):
     def give(self) -> None:
         """Give all ranks what owners have in their :attr:`masters`. Collective."""
 
-    @abstractmethod
     def masters_in_stock_layout(self) -> AbstractContextManager[None]:
         """While active, DeepSpeed finds this rank's master weights in its own layout. Collective."""
+        return nullcontext()
 
-    @abstractmethod
     def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return what DeepSpeed is to load in place of what it has saved so; ``None``: that. Collective."""
+        return None
 
-    @abstractmethod
     def present_masters(self) -> list[torch.Tensor]:
         """Return the master weights that DeepSpeed has of this rank."""
+        return [each.flat for each in self._masters.by_param()]
 
 
 def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
@@ -183,29 +182,9 @@ class OwnedStepper(WholeStepper):
             masters.append(layout.to_stock(master.data, flat.numel(), flat.device))
         return zero12.masters_replaced(self._zero, masters)
 
-    def present_masters(self) -> list[torch.Tensor]:
-        return [zero12.master(self._zero, layout.group_index) for layout in self._layouts]
-
     def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor]:
         masters = []
         for layout, saved in zip(self._layouts, stock, strict=True):
             flat = zero12.flat_parameters(self._zero, layout.group_index)
             masters.append(layout.from_stock(saved, flat.numel(), flat.device))
         return masters
-
-
-class OwnedStates(StripedStates):
-    """Master weights and states of an optimizer that needs whole parameters, each on its owner."""
-
-    def __init__(self, shards: FlatShards, step: OwnedStepper) -> None:
-        super().__init__(shards)
-        self._step = step
-
-    def read(self, param: Any, key: str | None) -> torch.Tensor:
-        return super().read(param, key) if key is None else self._step.read_state(param, key)
-
-    def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
-        if key is None:
-            super().write(param, value, key)
-        else:
-            self._step.write_state(param, value, key)

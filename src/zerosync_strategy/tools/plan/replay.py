@@ -27,7 +27,7 @@ from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.inspection import resident
 from zerosync_strategy.core.handle import ZeroSync
-from zerosync_strategy.core.optimizer.problems import needs_whole_parameters
+from zerosync_strategy.core.optimizer.problems import kind_of
 from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload
 from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
@@ -74,7 +74,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         module, batch = build(workload)
         name = workload.optimizer
         made: Any = imported(name)(module) if ":" in name else getattr(torch.optim, name)(module.parameters(), lr=1e-4)
-        if options.system == STOCK and needs_whole_parameters(made, False):
+        if options.system == STOCK and kind_of(made).needs_whole:
             return {}
         params = [(param.numel(), param.nbytes, param.requires_grad) for param in module.parameters()]  # in full
         in_force = _in_bytes(options.options, sum(nbytes for _, nbytes, _ in params))
