@@ -18,6 +18,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.params import unit_order
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 LEAVES = {"stage3_max_reuse_distance": 0}  # nothing stays for what comes next
@@ -242,6 +243,31 @@ def test_what_comes_otherwise_than_before() -> None:
             with torch.no_grad():
                 engine(words(0, rank()), order, False)
             assert {param.ds_status.name for param in net.parameters()} == {"NOT_AVAILABLE"}, order
+
+    run_ranks(run)
+
+
+def test_parts_that_are_called_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, in a loop over blocks: each time they are a pass, whatever has come before the loop."""
+    monkeypatch.setattr(unit_order, "LONGEST", 8)
+
+    def run() -> None:
+        ahead = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 0}
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | ahead)
+        attach(engine)
+        passes = engine._zerosync_parameters.hooks._forwards
+        for prologue in (False, True):
+            x, is_ahead = torch.ones(2, WIDTH), False
+            with torch.no_grad():
+                if prologue:
+                    net.words(words(0, 0))
+                for _ in range(6):
+                    for block in net.blocks:
+                        x = block(x)
+                        assert len(passes._now) <= 8
+                        if block is net.blocks[0]:
+                            is_ahead = net.blocks[1].scale.ds_status.name != "NOT_AVAILABLE"
+            assert is_ahead
 
     run_ranks(run)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import torch
+
+from zerosync_strategy.core.params import unit_order
 from zerosync_strategy.core.params.units import Unit
 
 INFINITE = float("inf")
@@ -71,6 +74,15 @@ class Passes:
         if expected is None or place >= len(expected.units) or expected.units[place] is not unit:
             likely = () if self._following is None else (self._following, *self._known)
             self._expected = next((known for known in likely if known.units[: place + 1] == self._now), None)
+
+    def begins_again(self, unit: Unit) -> bool:
+        """Return whether a part that begins with ``unit``, and is called itself, is to begin a new pass.
+
+        No forward of the model ends this one. Without gradients no backward does either: the unit with which it began
+        comes again, as in a loop over an encoder or over layers. In any case it ends at :data:`LONGEST`.
+        """
+        repeats = not torch.is_grad_enabled() and self._now[:1] == [unit]
+        return repeats or len(self._now) >= unit_order.LONGEST
 
     def ahead(self) -> Iterator[Unit]:
         """Yield what is expected to follow."""

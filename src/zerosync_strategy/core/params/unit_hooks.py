@@ -120,6 +120,8 @@ class UnitHooks:
         if unit.held is not None or self._cache.infers:
             self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
+            if len(self._calls) == 1 and not in_backward() and self._forwards.begins_again(unit):
+                self._over(self._forwards)
             self._fetch(unit)
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
