@@ -133,7 +133,7 @@ class ModuleParameters:
             record.writes += record not in unchanged
         self.times_written += 1
         self.scheduler.shards_written()
-        self.values.stepped()
+        self.values.written(by_step)
 
 
 def _require_ungathered(engine: Any) -> None:

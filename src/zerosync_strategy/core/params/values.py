@@ -61,14 +61,14 @@ class ParameterValues:
         self._records = []
 
     def begin_step(self, params: Iterable[Any]) -> None:
-        """The shards of ``params`` have the values of what is gathered of them, until :meth:`stepped`."""
+        """The shards of ``params`` have the values of what is gathered of them, until :meth:`written`."""
         self._in_shards = frozenset(map(record_of, params))
 
-    def stepped(self) -> None:
+    def written(self, by_step: bool) -> None:
         """An optimizer step or a checkpoint has written the shards."""
-        self._steps += 1
+        self._steps += by_step
         self._in_shards = frozenset()
-        if self._steps == WATCHED_STEPS:
+        if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
             if self.scheduler.copies:
                 self._tell_ranks()
