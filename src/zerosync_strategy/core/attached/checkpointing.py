@@ -72,6 +72,13 @@ def loading(
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
             " save_checkpoint() wrote, on as many ranks."
         )
+    if checkpoint_files.loads_universal(engine) and (name := checkpoint_files.not_restored(engine.module, _trained())):
+        raise ValueError(
+            f"load_checkpoint() was to load a universal checkpoint, which would leave {name!r} as it was built: no"
+            " optimizer has it, and ZeRO-3 keeps its shard on NVMe, quantized or twice (hpZ). Build the engine for it"
+            " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
+            " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
+        )
     source = source_of(attached, path, tag, optimizer_states, module_only)
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
@@ -151,9 +158,13 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
     if checkpoint_files.loads_universal(attached.parts.engine):
-        trained = [param for each in AttachedEngine.all for param in each.parts.reducer.params]
         is_universal = optimizer_state and not reads_by_name(attached)
-        checkpoint_files.restore_rest(attached.parts.engine, trained, model_file, strict, is_universal)
+        checkpoint_files.restore_rest(attached.parts.engine, _trained(), model_file, strict, is_universal)
+
+
+def _trained() -> set[torch.nn.Parameter]:
+    """Return the parameters of all optimizers, also of several over one module."""
+    return {param for each in AttachedEngine.all for param in each.parts.reducer.params}
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:

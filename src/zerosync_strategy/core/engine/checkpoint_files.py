@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import record_of
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -46,11 +47,8 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
         with around(None):
             copy_script(save_path)
 
-    writer.save, engine._copy_recovery_script = save_around, copy_script_around
-    try:
+    with replaced(writer, "save", save_around), replaced(engine, "_copy_recovery_script", copy_script_around):
         yield
-    finally:
-        del writer.save, engine._copy_recovery_script
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
@@ -83,6 +81,17 @@ def loads_universal(engine: Any) -> bool:
     return bool(engine.load_universal_checkpoint())
 
 
+def _untrained(module: torch.nn.Module, trained: Collection[Any]) -> Iterator[tuple[str, Any]]:
+    ids = {id(param) for param in trained}
+    return ((name, param) for name, param in module.named_parameters() if id(param) not in ids)
+
+
+def not_restored(module: torch.nn.Module, trained: Collection[Any]) -> str:
+    """Return the name of a parameter that :func:`restore_rest` could give no values; empty if there is none."""
+    untrained = ((name, param) for name, param in _untrained(module, trained) if zero3.is_sharded(param))
+    return next((name for name, param in untrained if param.ds_numel and not zero3.has_plain_shard(param)), "")
+
+
 @torch.no_grad()
 def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict: bool, optimizer_state: bool) -> None:
     """After DeepSpeed has loaded a universal checkpoint: restore what it has left out. Sends nothing.
@@ -103,8 +112,7 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
         state |= _untrained_of_stage_3(file, saved)
         if optimizer_state:
             _separate_groups(zero.stepping_optimizer(engine), file.parent)
-    ids = {id(param) for param in trained}
-    untrained = {name: param for name, param in module.named_parameters() if id(param) not in ids}
+    untrained = dict(_untrained(module, trained))
     others = module.state_dict().keys() - names
     if strict and (missing := sorted((untrained.keys() | others) - state.keys())):
         raise RuntimeError(f"the universal checkpoint lacks {', '.join(map(repr, missing))} of the module")

@@ -42,13 +42,16 @@ class _Layered(type):
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """While active, ``target`` has another ``value`` of its attribute ``name``."""
-    before = getattr(target, name)
+    """While active, ``target`` has another ``value`` of its attribute ``name``; it need not be an own one."""
+    before, is_own = getattr(target, name), name in getattr(target, "__dict__", ())
     setattr(target, name, value)
     try:
         yield
     finally:
-        setattr(target, name, before)
+        if not is_own and name in getattr(target, "__dict__", ()):
+            delattr(target, name)  # its class has it
+        else:
+            setattr(target, name, before)
 
 
 def restore(target: Any, layer: type) -> None:

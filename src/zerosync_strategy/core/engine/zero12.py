@@ -211,9 +211,6 @@ def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[Non
     with (
         replaced(stage_1_and_2, "all_gather_dp_groups", lambda **_: gather()),
         replaced(optimizer, "parallel_partitioned_bit16_groups", _Elsewhere()),
+        replaced(optimizer, "_update_model_bit16_weights", lambda _: None),
     ):
-        optimizer._update_model_bit16_weights = lambda _: None
-        try:
-            yield
-        finally:
-            del optimizer._update_model_bit16_weights
+        yield
