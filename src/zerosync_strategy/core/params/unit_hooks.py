@@ -34,7 +34,7 @@ from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.params.cache import ParameterCache
-from zerosync_strategy.core.params.gathers import arrived
+from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.passes import INFINITE, Passes
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END
