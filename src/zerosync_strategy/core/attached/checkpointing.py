@@ -27,8 +27,7 @@ from zerosync_strategy.core.failures.errors import (
     NothingReplaced,
     RankError,
 )
-from zerosync_strategy.core.params.export import export
-from zerosync_strategy.core.params.full_weights import FullWeights
+from zerosync_strategy.core.params.export import FullWeights, export
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zerosync_strategy.core.checkpoints.manifests import DamageError
-from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero
+from zerosync_strategy.core.engine import checkpoint_files, zero
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import NOTHING_LOADED
 
@@ -21,7 +21,7 @@ def refuse_states_by_name(engine: Any, directory: Path, tag: str) -> None:
 
     def look() -> tuple[str, None]:
         own = checkpoint_files.files_to_load(engine, directory, tag, shards=True)[-1]
-        if saved_shards.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
+        if checkpoint_files.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
             raise DamageError(
                 "it has states of an optimizer that steps whole parameters, and"
                 f" {type(zero.stepping_optimizer(engine)).__name__} steps flat shards. Load it with the optimizer and"

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
-from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
-from zerosync_strategy.core.engine.overrides import InferenceOverrides
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
 
@@ -212,13 +211,13 @@ def leave_sharded(engine: Any) -> None:
 
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`."""
+    """Around ``load_checkpoint`` of an engine without an optimizer; DeepSpeed 0.19.8 asks for what only one has."""
     contract.require(deepspeed_internals.EVALUATION)
-    interpose(engine.optimizer, InferenceOverrides)
+    engine.optimizer._restore_from_bit16_weights = lambda: None
     try:
         yield
     finally:
-        restore(engine.optimizer, InferenceOverrides)
+        del engine.optimizer._restore_from_bit16_weights
 
 
 def release_for_checkpoint(optimizer: Any) -> None:

@@ -18,7 +18,7 @@ So nothing is put into the graph. A backward that makes a graph (``create_graph`
 another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
 of torch.func runs in. A unit that is held until the step waits for its runs, once (``cache.py``).
 
-What is gathered ahead is what has followed before (``passes.py``), so on all ranks the same.
+What is gathered ahead is what has followed before (``unit_order.py``), so on all ranks the same.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
-from zerosync_strategy.core.params.passes import INFINITE, Passes
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_order import END
+from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes
 from zerosync_strategy.core.params.units import Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
