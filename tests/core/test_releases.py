@@ -19,11 +19,10 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
         internals.CONFIGURATION, internals.ALL_STAGES, internals.ACCUMULATION, internals.STAGE_1_2,
-        internals.STAGE_1_2_OFFLOAD, internals.ANY_MODEL, internals.DEEPCOMPILE,
+        internals.ANY_MODEL, internals.DEEPCOMPILE,
     ),
     3: (
-        internals.STAGE_3, internals.STAGE_3_OFFLOAD, internals.UNSHARD_ON_READ, internals.SEVERAL_ENGINES,
-        internals.NESTED_ZERO_INIT,
+        internals.STAGE_3, internals.UNSHARD_ON_READ, internals.SEVERAL_ENGINES, internals.NESTED_ZERO_INIT,
     ),
 }  # fmt: skip
 
