@@ -408,7 +408,8 @@ class Says(Net):
 def named(net: nn.Module, options: dict[str, Any], zero: dict[str, Any]) -> list[str]:
     engine = make_engine(net, sgd(net), 3, SHARDED | zero)
     units = attached_of(attach(engine, **options)).parameters.units
-    found = [name for name, module in net.named_modules() if module in units.wholes]
+    wholes = [each.module for each in units.every if each.params and type(each.module).__name__ in units.counts]
+    found = [name for name, module in net.named_modules() if module in wholes]
     assert units.counts.total() == len(found)
     engine.destroy()
     return found

@@ -17,7 +17,7 @@ from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.engine import checkpoint_files, zero
-from zerosync_strategy.core.engine.several import as_trained
+from zerosync_strategy.core.engine.several import requiring_grad
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
     AS_MANY,
@@ -197,8 +197,8 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 @contextmanager
 def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
     # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
-    apart = attached.parts.traffic.apart("checkpoints")
-    with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.parts.reducer.params):
+    apart, trained = attached.parts.traffic.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
+    with apart, attached.activity(f"the attempt to {what}"), trained:
         attached.weights.in_stock_layout()
         with attached.weights.as_they_are():
             attached.weights.release_held()

@@ -184,11 +184,6 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
     return replaced(partition_parameters, "_dist_allgather_fn", all_gather)
 
 
-def gathers_by_all_reduce(engine: Any) -> bool:
-    """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
-    return bool(config_of(engine).use_all_reduce_for_fetch_params)
-
-
 def is_leaf(module: Any) -> bool:
     """Return whether a program has made ``module`` one that DeepSpeed gathers as a whole."""
     from deepspeed.utils import z3_leaf_module
@@ -218,8 +213,3 @@ def loading_without_optimizer(engine: Any) -> Iterator[None]:
         yield
     finally:
         del engine.optimizer._restore_from_bit16_weights
-
-
-def release_for_checkpoint(optimizer: Any) -> None:
-    """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
-    optimizer._partition_all_parameters()

@@ -170,11 +170,6 @@ def process_groups(engine: Any) -> list[Any]:
     return list(dict.fromkeys([data_parallel_group(optimizer), *groups]))
 
 
-def param_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of the parameters and of the gradients that autograd accumulates."""
-    return optimizer.dtype
-
-
 def accumulation_dtype(optimizer: Any) -> torch.dtype:
     """Return the dtype in which gradients are summed over the backwards of a step."""
     return optimizer.gradient_accumulation_dtype
@@ -187,11 +182,6 @@ def reduction_dtype(engine: Any) -> torch.dtype:
     if user_config(engine).get("communication_data_type") is not None:
         return dtype
     return torch.promote_types(dtype, accumulation_dtype(optimizer))
-
-
-def reduce_bucket_numel(optimizer: Any) -> int:
-    """Return DeepSpeed's ``reduce_bucket_size``, the elements of a bucket."""
-    return int(optimizer.reduce_bucket_size)
 
 
 def expect_backward(optimizer: Any) -> None:
@@ -229,11 +219,6 @@ def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
 def offloads(optimizer: Any) -> bool:
     """Return whether the optimizer's states are on the host, or on disk."""
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
-
-
-def loss_scale(optimizer: Any) -> float:
-    """Return the factor that fp16 losses are multiplied with; 1 in other dtypes."""
-    return optimizer.loss_scale
 
 
 def swap_clip_norm(optimizer: Any, norm: float) -> float:

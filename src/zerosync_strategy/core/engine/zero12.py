@@ -76,23 +76,15 @@ class _GradientShard(list[torch.Tensor]):
         super().__init__([flat])
         self.flat_partition = flat
 
-    def move_flat_partition(self, device: Any, non_blocking: bool = False) -> None:
-        self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
 
-
-def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor) -> None:
-    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group."""
-    optimizer.averaged_gradients[index] = _GradientShard(flat)
+def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor | None) -> None:
+    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group; ``None``: none."""
+    optimizer.averaged_gradients[index] = None if flat is None else _GradientShard(flat)
 
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
     """Return this rank's gradient shard of one group, flat."""
     return optimizer.averaged_gradients[index].flat_partition
-
-
-def discard_gradient_shard(optimizer: Any, index: int) -> None:
-    """Remove the gradient shard of one group from the optimizer."""
-    optimizer.averaged_gradients[index] = None
 
 
 def hand_over_gradients(optimizer: Any) -> None:

@@ -24,20 +24,12 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    try:
-        return param.ds_id
-    except AttributeError:
-        return 0
+    return getattr(param, "ds_id", 0)
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
     """Return the shape of ``param`` when it is gathered."""
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
-
-
-def has_full_shape(param: Any) -> bool:
-    """Return whether a gathered ``param``, of ZeRO-3, has the shape with which it was built."""
-    return bool(param.shape == param.ds_shape)
 
 
 def full_numel(param: Any) -> int:
@@ -58,18 +50,12 @@ def full_bytes(param: Any) -> int:
 
 def process_group(param: Any) -> Any:
     """Return the process group whose ranks shard ``param``; ``None`` without ZeRO-3."""
-    try:
-        return param.ds_process_group
-    except AttributeError:
-        return None
+    return getattr(param, "ds_process_group", None)
 
 
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
-    try:
-        return param.ds_persist
-    except AttributeError:
-        return False
+    return getattr(param, "ds_persist", False)
 
 
 def is_gathered(param: Any) -> bool:
@@ -98,14 +84,6 @@ def is_released(param: Any) -> bool:
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def any_released(params: Iterable[Any]) -> bool:
-    """Return whether some of ``params``, of ZeRO-3, are neither gathered nor on their way."""
-    for param in params:  # noqa: SIM110  # no calls
-        if param.ds_status._name_ == "NOT_AVAILABLE":
-            return True
-    return False
-
-
 def released(params: Iterable[Any]) -> list[Any]:
     """Return those of ``params`` that are neither gathered nor on their way."""
     return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
@@ -122,29 +100,16 @@ def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
 
 
 @contextmanager
-def in_full_shape(param: Any) -> Iterator[None]:
-    """While active, a parameter has its shape, released or not: autograd wants it so when it is given a gradient."""
-    with as_it_is():
-        if param.numel() > 0 or not hasattr(param, "ds_shape"):
-            yield
-            return
-        data, param.data = param.data, param.data.new_empty(()).expand(param.ds_shape)
-        try:
-            yield
-        finally:
-            param.data = data
-
-
-@contextmanager
 def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
     """While active, those of ``params`` that are released have their shapes, and read as NaN.
 
-    A program may choose by the shapes what an optimizer does with each, and set and change gradients.
+    A program may choose by the shapes what an optimizer does with each, and set and change gradients; and autograd
+    wants a parameter so when it is given one.
     """
     placeholders = []
     with as_it_is():
         for param in params:
-            if param.numel() == 0 and full_numel(param) > 0:
+            if param.numel() == 0 and is_sharded(param):
                 data = param.data
                 param.data = data.new_full((), torch.nan).expand(full_shape(param))  # torch refuses to add to it
                 placeholders.append((param, data, param.data.data_ptr()))
@@ -214,12 +179,6 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
 def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the full shape of ``param``, of ``dtype``, without memory."""
     return torch.empty(full_shape(param), dtype=dtype, device="meta")
-
-
-def is_empty(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, of which a shape may say otherwise, has no memory."""
-    with as_it_is():
-        return tensor.numel() == 0
 
 
 def own_shard(param: Any) -> torch.Tensor:

@@ -117,7 +117,7 @@ class GradientBucket:
         """Add ``more``, in full, to a gradient, as autograd does; its memory stays the caller's."""
         param = gradient.param
         if param.grad is None:
-            with zero3.in_full_shape(param):
+            with zero3.as_it_is(), zero3.in_full_shapes((param,)):
                 param.grad = more.to(param.dtype, copy=True)
         else:
             param.grad.add_(more)

@@ -10,13 +10,12 @@ shard, for which the host waits once per step, is another than after the last st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3, zero12
 from zerosync_strategy.core.failures.errors import HANDLE
 
@@ -24,16 +23,6 @@ PIECE_NUMEL = 2**22
 """Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 """A flat part of this rank's shard of the parameters, and its master weights."""
-
-
-def weights_of_stage_1_2(
-    optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
-) -> Iterator[WeightPair]:
-    """Yield this rank's weights of ZeRO-1 or ZeRO-2: of each group, the elements that this rank has of it."""
-    for group, slices in groups:
-        flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
-        for own in slices:
-            yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
 
 
 @torch.no_grad()
@@ -62,8 +51,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
     gathered = []
     for param in params:
         if zero3.is_gathered(param):
-            if not zero3.has_full_shape(param):
-                _check_shape(param, zero3.full_shape(param), names)
+            _check_shape(param, zero3.full_shape(param), names)
             gathered.append(param)
         elif param.numel() > 0 and zero3.is_released(param):  # one in flight has its memory already
             raise ValueError(

@@ -142,7 +142,7 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
 
     ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one.
     """
-    by_all_reduce = gathering.gathers_by_all_reduce(engine)
+    by_all_reduce = gathering.config_of(engine).use_all_reduce_for_fetch_params  # sums each rank's shard and zeros
     # Two groups of the same ranks stay in the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
     count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)

@@ -1,9 +1,7 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-DeepSpeed gathers the parameters of a module, and those it prefetches, by process group in the order in which a Python
-set yields them: another one on each rank, which on NCCL can be a deadlock. Here the parameters of one such turn are
-gathered in the order of (ranks of the process group, id), each group by itself (U1; ``docs/rules.md`` has the proof).
-A parameter that is read where no hook gathers it (E1) is a turn of its own.
+The parameters of one turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
+``docs/rules.md`` has the proof). A parameter that is read where no hook gathers it (E1) is a turn of its own.
 
 Whoever waits for a gather is ordered after that gather alone (U2), and its error says what each rank was gathering.
 """
@@ -177,10 +175,7 @@ class GatherScheduler:
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
-            if unit_of is None:
-                yield group.place, in_runs(of_group, limit, zero3.full_bytes)
-                continue
-            of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__)]
+            of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__ if unit_of else id)]
             pieces = [each for piece in of_units for each in in_runs(piece, self._messages.nbytes, zero3.full_bytes)]
             runs = in_runs(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
             yield group.place, [list(chain.from_iterable(run)) for run in runs]

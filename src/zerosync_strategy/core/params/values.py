@@ -1,7 +1,6 @@
 """ZeRO-3: the values of a parameter for whoever reads or writes it while it is at rest (N1).
 
-A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. Gathers are
-collective: a program reads and writes alike on all ranks, as in plain data parallelism.
+What comes here is in ``intercepted.py``.
 """
 
 from __future__ import annotations
@@ -198,18 +197,15 @@ class ParameterValues:
         placeholders, trains = record_of(param).placeholders, param.requires_grad
         if trains not in placeholders:
             blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
-            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
+            placeholder: torch.Tensor = blank
+            if trains:  # autograd makes the parameter's node, which takes gradients of the shape that it sees
+                with zero3.as_it_is(), zero3.in_full_shapes((param,)), torch.enable_grad():
+                    placeholder = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+                placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # once it has its gradients
             torch._dynamo.mark_static(placeholder)
             placeholders[trains] = placeholder
             _by_address[placeholder.data_ptr()] = (self, param)
         return placeholders[trains]
-
-    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
-        with zero3.in_full_shape(param), torch.enable_grad():
-            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
-        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
-        return placeholder
 
     def expect_gradient(self, param: Any) -> None:
         """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
