@@ -186,7 +186,6 @@ State = dict[str, Any]
 
 
 def torch_state_of(state: State) -> dict[str, Any]:
-    """Return the state of the torch optimizer in a rank's ``state``."""
     return state[_keys(state)[0]]
 
 

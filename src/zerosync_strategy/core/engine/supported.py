@@ -36,7 +36,6 @@ def internals_of(engine: Any) -> tuple[Internal, ...]:
 
 
 def trains(engine: Any) -> bool:
-    """Return whether ``engine`` has an optimizer."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals
+from zerosync_strategy.core.engine.interpose import replaced
 
 _Item = TypeVar("_Item")
 
@@ -29,7 +30,6 @@ class MasterShard:
 
 
 def stage(engine: Any) -> int:
-    """Return the ZeRO stage of ``engine``."""
     return int(engine.zero_optimization_stage())
 
 
@@ -47,17 +47,15 @@ def offloads_optimizer(configured: dict[str, Any]) -> bool:
     return bool(asked.get("device", "none") != "none")
 
 
-def time_by_the_host(engine: Any) -> Callable[[], None]:
-    """Let DeepSpeed's throughput be one by the host's clock, unless its configuration says otherwise; return the undo.
+def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
+    """While active, DeepSpeed's throughput is one by the host's clock, unless its configuration says otherwise.
 
     The host would wait for the device before every forward and after every step, for what overlaps, too. The option is
     ``"timers": {"throughput": {"synchronized": true}}``.
     """
     timers = engine._config.timers_config
     asked = user_config(engine).get("timers", {}).get("throughput", {}).get("synchronized", False)
-    undo = functools.partial(setattr, timers, "synchronized", timers.synchronized)
-    timers.synchronized = asked
-    return undo
+    return replaced(timers, "synchronized", asked)
 
 
 def accumulate_outside(engine: Any) -> None:
@@ -156,7 +154,6 @@ def messenger() -> Any:
 
 
 def data_parallel_group(optimizer: Any) -> Any:
-    """Return the process group of all data-parallel ranks."""
     return optimizer.dp_process_group
 
 
@@ -235,7 +232,6 @@ def swap_clip_norm(optimizer: Any, norm: float) -> float:
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

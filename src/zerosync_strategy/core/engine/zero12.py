@@ -83,7 +83,6 @@ def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor | None) -
 
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
-    """Return this rank's gradient shard of one group, flat."""
     return optimizer.averaged_gradients[index].flat_partition
 
 
@@ -96,7 +95,6 @@ def hand_over_gradients(optimizer: Any) -> None:
 
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
-    """Return the flat buffer of one group's parameters."""
     return optimizer.bit16_groups_flat[index]
 
 

@@ -28,12 +28,10 @@ def param_id(param: Any) -> int:
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
-    """Return the shape of ``param`` when it is gathered."""
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
 def full_numel(param: Any) -> int:
-    """Return the elements of ``param`` when it is gathered."""
     try:
         return param.ds_numel
     except AttributeError:
@@ -41,7 +39,6 @@ def full_numel(param: Any) -> int:
 
 
 def full_bytes(param: Any) -> int:
-    """Return the bytes of ``param`` when it is gathered."""
     try:
         return int(param.ds_numel * param.ds_tensor.element_size())
     except AttributeError:
@@ -72,7 +69,6 @@ def is_left_sharded(param: Any) -> bool:
 
 
 def all_gathered(params: Iterable[Any]) -> bool:
-    """Return whether all ``params``, of ZeRO-3, have their values."""
     for param in params:  # noqa: SIM110  # no calls: this runs for every module
         if param.ds_status._name_ != "AVAILABLE":
             return False
@@ -85,17 +81,14 @@ def is_released(param: Any) -> bool:
 
 
 def released(params: Iterable[Any]) -> list[Any]:
-    """Return those of ``params`` that are neither gathered nor on their way."""
     return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
 
 
 def gathered(records: Iterable[Any]) -> list[Any]:
-    """Return those of ``records`` whose parameters have their values."""
     return [record for record in records if record.param.ds_status._name_ == "AVAILABLE"]
 
 
 def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
-    """Return the numbers of ``params``, of ZeRO-3."""
     return tuple([param.ds_id for param in params])
 
 
@@ -198,7 +191,6 @@ def has_secondary_shard(param: Any) -> bool:
 
 
 def is_quantized(param: Any) -> bool:
-    """Return whether DeepSpeed keeps the shards of ``param`` quantized."""
     return hasattr(param.ds_tensor, "ds_quant_scale")
 
 

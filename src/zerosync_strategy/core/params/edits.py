@@ -1,9 +1,8 @@
 """Parameters that a program changes outside of the optimizer: the coming step starts from what it finds in them (N1).
 
 ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
-So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
-shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
-edit must be made alike on all ranks. Memory does not grow with the shard: it is done piece by piece. Where the device
+So before each step, a rank compares its shard of the parameters with the master weights, as the last step has written
+them there, and adopts what differs. Memory does not grow with the shard: it is done piece by piece. Where the device
 has the shard and the host the master weights (an offloaded optimizer), the two are compared only if a digest of the
 shard, for which the host waits once per step, is another than after the last step.
 """
