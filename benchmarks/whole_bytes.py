@@ -72,7 +72,7 @@ def measure(optimizer: str, stage: int, matrices: int, world_size: int, rank: in
     for name in ("reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
         setattr(backend, name, noted(name))
     for _ in range(3):
-        engine.backward(engine(torch.ones(1, WIDTH, dtype=zero.param_dtype(engine.optimizer))).float().square().mean())
+        engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.optimizer.dtype)).float().square().mean())
         engine.step()
     assert not engine.skipped_steps
     itemsize = 2 if dtype == "bf16" else 4

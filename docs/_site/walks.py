@@ -66,7 +66,7 @@ UNIT = (
     Station("params/scheduler.py", "GatherScheduler.issue", "what is sharded is gathered in one order (U1)", "gather"),
     Station("params/sources.py", "AllShards.issue", "the shards are sent, in one message", "gather"),
     Station("engine/parameter.py", "unshard", "SHARDED -> IN_FLIGHT", "gather"),
-    Station("params/gathers.py", "arrived", "this stream waits for this gather (U2)", "gather"),
+    Station("params/issuing.py", "arrived", "this stream waits for this gather (U2)", "gather"),
     Station("engine/parameter.py", "arrive", "IN_FLIGHT -> UNSHARDED", "gather"),
     Station("params/unit_hooks.py", "UnitHooks._gather_ahead", "what followed before is gathered ahead", "gather"),
     Station("params/unit_hooks.py", "UnitHooks._forward_ends", "the forward of the unit ends", "forward"),

@@ -27,15 +27,14 @@ from zerosync_strategy.core.attached.checkpointing import source_of
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
-from zerosync_strategy.core.engine import cpu, gathering, patches, zero
-from zerosync_strategy.core.engine.checkpoint_files import loads_universal
+from zerosync_strategy.core.engine import cpu, patches, zero
+from zerosync_strategy.core.engine.checkpoint_files import FrozenStay, loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
-from zerosync_strategy.core.engine.interpose import Stock, interpose, replaced, restore
+from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.module_hooks import drop_functions
-from zerosync_strategy.core.engine.overrides import FrozenStay, ModeOverrides
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
-from zerosync_strategy.core.engine.several import as_frozen, as_trained, part_of, restrict, show_parameters
+from zerosync_strategy.core.engine.several import part_of, requiring_grad, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
@@ -60,10 +59,10 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # beside the functions below, for a frontend's own hooks
     "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "as_it_is", "as_trained", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
+    "accumulate_outside", "as_it_is", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights",
+    "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
     "restore", "restrict",
 ]  # fmt: skip
 
@@ -208,6 +207,7 @@ def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> 
     """
     if zero.stage(zerosyncs[0].engine) == 3:
         for zerosync in zerosyncs[1:]:
-            gathering.release_for_checkpoint(zerosync.engine.optimizer)  # as the first does with its own
+            of_stage_3: Any = zerosync._attached.parameters
+            of_stage_3.release()  # as DeepSpeed lets the first do
     trained = {param for zerosync in zerosyncs for param in zerosync.parameters}
-    return as_frozen([param for param in module.parameters() if param not in trained])
+    return requiring_grad([param for param in module.parameters() if param not in trained], False)

@@ -40,6 +40,18 @@ def error_of(load: Any, *args: Any, **options: Any) -> str:
     return str(error.value)
 
 
+def test_what_a_program_has_put_in_place_of_what_saves_stays(tmp_path: Path) -> None:
+    def run() -> None:
+        attach(engine := make_engine(2))
+        writer, saved = engine.checkpoint_engine, []
+        save = writer.save
+        writer.save = own = lambda state, path: (saved.append(path), save(state, path))
+        engine.save_checkpoint(tmp_path)
+        assert saved and writer.save is own and "_copy_recovery_script" not in vars(engine)
+
+    run_ranks(run)
+
+
 @pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_damaged_shard_of_one_rank_is_loaded_by_none(stage: int, tmp_path: Path) -> None:

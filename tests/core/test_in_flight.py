@@ -1,7 +1,4 @@
-"""The type of a collective in flight: waited for once, by one stream, with any number of streams ordered after it."""
-
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+"""The type of a collective in flight: waited for once, whoever uses its result."""
 
 import pytest
 import torch
@@ -25,51 +22,14 @@ class Work:
         return self.waits > self.fails
 
 
-class Event:
-    def __init__(self) -> None:
-        self.is_past = False
-
-    def query(self) -> bool:
-        return self.is_past
-
-
-class RecordingStreams:
-    """Stands in for the streams of an engine, and writes down which waits for what."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def on_gather_stream(self, stream: Any) -> AbstractContextManager[None]:
-        self.calls.append(stream)
-        return nullcontext()
-
-    def record_unshard(self, stream: Any) -> Event:
-        self.calls.append(f"record {stream}")
-        return Event()
-
-    def wait_for_unshard(self, event: Event) -> None:
-        self.calls.append("wait for the event")
-
-
 def test_it_is_waited_for_once_and_its_result_goes_through_whoever_uses_it() -> None:
     work, finished = Work(), []
     flight = InFlight([work], lambda: finished.append(1) or torch.ones(2), alive=object())
     flight.then(lambda result: result * 3)
-    assert not flight.is_complete and not flight.is_over
+    assert not flight.is_done and not flight.is_over
     assert flight.wait().tolist() == flight.wait(handle_dependency=False).tolist() == [3.0, 3.0]
     assert (work.waits, finished) == (1, [1])
-    assert flight.is_complete and flight.is_over and flight.event is None
-
-
-def test_others_wait_for_the_event_after_it() -> None:
-    streams, work = RecordingStreams(), Work()
-    flight = InFlight([work], lambda: "there")
-    flight.wait_on(streams, "the gather's")  # type: ignore[arg-type]
-    assert [flight.wait(), flight.wait()] == ["there", "there"]
-    assert streams.calls == ["the gather's", "record the gather's", "wait for the event", "wait for the event"]
-    assert work.waits == 1 and not flight.is_complete
-    flight.event.is_past = True
-    assert flight.is_complete
+    assert flight.is_done and flight.is_over
 
 
 def test_what_failed_is_not_taken_for_complete_and_fails_again() -> None:
@@ -83,8 +43,8 @@ def test_what_failed_is_not_taken_for_complete_and_fails_again() -> None:
     for flight in (InFlight([Work(fails=1)], lambda: "there"), InFlight([work], finish)):
         with pytest.raises(RuntimeError) as first:
             flight.wait()
-        assert not flight.is_complete
+        assert not flight.is_done
         with pytest.raises(RuntimeError) as again:
             flight.wait()
-        assert again.value is first.value and not flight.is_complete
+        assert again.value is first.value and not flight.is_done
     assert (work.waits, finished) == (1, [1])

@@ -20,7 +20,7 @@ from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_para
 from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.params.host_cache import pinned_blocks
+from zerosync_strategy.core.params.copies import pinned_blocks
 
 WIDTH, RANKS, STEPS = 16, 4, 3
 NODES = {"LOCAL_WORLD_SIZE": "2"}

@@ -1,5 +1,7 @@
 """The tables of DeepSpeed's internals against the installed release (rule C1), and errors for what a release lacks."""
 
+from types import SimpleNamespace
+
 import deepspeed
 import pytest
 import torch
@@ -10,17 +12,17 @@ from zerosync_strategy import ContractError, attach, shard_over
 from zerosync_strategy.core.engine import contract
 from zerosync_strategy.core.engine import deepspeed_internals as internals
 from zerosync_strategy.core.engine.contract import Internal
+from zerosync_strategy.core.engine.param_functions import gather_at_once
 from zerosync_strategy.core.engine.supported import check_release
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {
     2: (
         internals.CONFIGURATION, internals.ALL_STAGES, internals.ACCUMULATION, internals.STAGE_1_2,
-        internals.STAGE_1_2_OFFLOAD, internals.ANY_MODEL, internals.DEEPCOMPILE,
+        internals.ANY_MODEL, internals.DEEPCOMPILE,
     ),
     3: (
-        internals.STAGE_3, internals.STAGE_3_OFFLOAD, internals.UNSHARD_ON_READ, internals.SEVERAL_ENGINES,
-        internals.NESTED_ZERO_INIT,
+        internals.STAGE_3, internals.UNSHARD_ON_READ, internals.SEVERAL_ENGINES, internals.NESTED_ZERO_INIT,
     ),
 }  # fmt: skip
 
@@ -53,6 +55,18 @@ def test_an_internal_is_not_asked_for_before_its_release() -> None:
                 attach(engine)
 
     run_ranks(run)
+
+
+def test_functions_of_parameters_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every engine that evaluates a module with DeepSpeed before 0.19.8."""
+    monkeypatch.setattr(contract, "has", lambda internal: False)
+    calls: list[list[int]] = []
+    param = SimpleNamespace(ds_id=0, device=torch.device("cpu"), all_gather=lambda params, *_: calls.append(params))
+    for _ in range(3):
+        gather_at_once([param])
+    assert param.all_gather.args[1].__name__ == "<lambda>"
+    param.all_gather()
+    assert calls == [[param]]
 
 
 @pytest.mark.parametrize(("release", "accepted"), [("0.17.6", False), ("0.18.3", False), ("0.18.4+unknown", True)])

@@ -18,6 +18,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.params import unit_order
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 LEAVES = {"stage3_max_reuse_distance": 0}  # nothing stays for what comes next
@@ -246,6 +247,31 @@ def test_what_comes_otherwise_than_before() -> None:
     run_ranks(run)
 
 
+def test_parts_that_are_called_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, in a loop over blocks: each time they are a pass, whatever has come before the loop."""
+    monkeypatch.setattr(unit_order, "LONGEST", 8)
+
+    def run() -> None:
+        ahead = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 0}
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | ahead)
+        attach(engine)
+        passes = engine._zerosync_parameters.hooks._forwards
+        for prologue in (False, True):
+            x, is_ahead = torch.ones(2, WIDTH), False
+            with torch.no_grad():
+                if prologue:
+                    net.words(words(0, 0))
+                for _ in range(6):
+                    for block in net.blocks:
+                        x = block(x)
+                        assert len(passes._now) <= 8
+                        if block is net.blocks[0]:
+                            is_ahead = net.blocks[1].scale.ds_status.name != "NOT_AVAILABLE"
+            assert is_ahead
+
+    run_ranks(run)
+
+
 def test_forwards_without_gradients_gather_what_is_not_there() -> None:
     """Within the distance of a reuse, once, whatever a program writes in between; and a step begins anew."""
 
@@ -382,7 +408,8 @@ class Says(Net):
 def named(net: nn.Module, options: dict[str, Any], zero: dict[str, Any]) -> list[str]:
     engine = make_engine(net, sgd(net), 3, SHARDED | zero)
     units = attached_of(attach(engine, **options)).parameters.units
-    found = [name for name, module in net.named_modules() if module in units.wholes]
+    wholes = [each.module for each in units.every if each.params and type(each.module).__name__ in units.counts]
+    found = [name for name, module in net.named_modules() if module in wholes]
     assert units.counts.total() == len(found)
     engine.destroy()
     return found

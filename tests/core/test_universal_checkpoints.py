@@ -76,6 +76,17 @@ def test_what_is_not_there_is_named(stage: int, tmp_path: Path) -> None:
     assert "the universal checkpoint lacks 'still.bias', 'still.weight' of the module" in text
 
 
+def test_frozen_parameters_that_would_keep_their_values_are_refused(tmp_path: Path) -> None:
+    def load() -> None:
+        hpz = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+        engine = make_engine(net := Net(), net.optimizer(), 3, hpz, checkpoint={"load_universal": True})
+        attach(engine)
+        with pytest.raises(ValueError, match=r"would leave 'still\.weight' .* Build the engine for it without"):
+            engine.load_checkpoint(tmp_path)
+
+    run_ranks(load)
+
+
 def test_parameters_over_groups_of_ranks_are_refused(tmp_path: Path) -> None:
     def load() -> None:
         start()

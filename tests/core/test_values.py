@@ -258,6 +258,24 @@ def test_what_a_module_writes_to_its_own_parameters_lasts(
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_what_is_looked_for_in_the_first_steps_is_found_after_loads(tmp_path: Path) -> None:
+    def run() -> list[bool]:
+        net = nn.Sequential(Writer(scale, 0))
+        attach(engine := make_engine(net, torch.optim.SGD(net.parameters(), lr=0.0), 3, SHARDED))
+        engine.save_checkpoint(tmp_path, tag="saved")
+        for _ in range(WATCHED_STEPS):
+            engine.load_checkpoint(tmp_path, tag="saved")
+        lasts = []
+        for _ in range(WATCHED_STEPS):
+            before = full_parameters(net)
+            engine.backward(engine(torch.ones(2, 6)).sum())
+            engine.step()
+            lasts.append(bool(torch.equal(full_parameters(net)["0.weight"], 0.9 * before["0.weight"])))
+        return lasts
+
+    assert run_ranks(run) == [[True] * WATCHED_STEPS] * 2
+
+
 @pytest.mark.extended(but=("budget2",))
 @pytest.mark.parametrize("budget", [0, HOST, {"device": 0, "node": "all"}])
 def test_what_one_rank_alone_finds_in_its_shard_is_in_the_copies_of_all(budget: Any) -> None:

@@ -21,6 +21,7 @@ from tests.harness import optimizers
 from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
 from zerosync_strategy.tools.commands import app
 from zerosync_strategy.tools.plan import models, replay
@@ -142,6 +143,13 @@ def test_memory_counts_what_lives() -> None:
         del view, one
     assert sum(ledger.live.values()) == 0
     assert sum(ledger.peak.values()) == 2 * (4 << 20)
+
+
+def test_what_lies_in_host_memory_does_not_count() -> None:
+    ledger = Ledger()
+    with SkippedCompute(ledger.see):
+        kept = Streams().host_memory(1 << 20, torch.float32)
+    assert kept.numel() == 1 << 20 and sum(ledger.peak.values()) == 0
 
 
 def not_finite() -> tuple[nn.Module, Any]:

@@ -15,7 +15,7 @@ from tests.harness.ranks import run_ranks
 from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.params.host_cache import HostCache
+from zerosync_strategy.core.params.copies import HostCache
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 SCENARIOS: dict[str, dict[str, Any]] = {

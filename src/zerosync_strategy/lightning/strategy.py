@@ -205,7 +205,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             with frontend.in_full_shapes(model.parameters()):
                 optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-            with frontend.as_trained(held if callbacks.thaws(self.lightning_module.trainer) else []):
+            with frontend.requiring_grad(held if callbacks.thaws(self.lightning_module.trainer) else [], True):
                 self._parts = divide(model, optimizers, self.zerosync_config.elementwise_optimizer)
                 self._check_precision()
                 for module, optimizer in zip([model, *self._parts[1:]], optimizers, strict=True):

@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.comm.collectives import largest
-from zerosync_strategy.core.engine import checkpoint_files, saved_shards, zero
-from zerosync_strategy.core.engine.saved_shards import SavedShards
+from zerosync_strategy.core.engine import checkpoint_files, zero
+from zerosync_strategy.core.engine.checkpoint_files import (
+    SavedShards,
+    State,
+    masters_of,
+    torch_state_of,
+    with_torch_state,
+)
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import AS_MANY, NOTHING_LOADED
 from zerosync_strategy.core.optimizer.whole import WholeStepper
@@ -83,11 +89,11 @@ class StatesByName:
             )
         return saved
 
-    def save(self, stock: Callable[[], saved_shards.State]) -> saved_shards.State:
+    def save(self, stock: Callable[[], State]) -> State:
         """Return the state of the optimizer for a checkpoint; ``stock`` returns DeepSpeed's."""
         with self._stepper.masters_in_stock_layout():
             state = stock()
-        return saved_shards.replaced(state, self._stepper.by_name(saved_shards.torch_state(state), self._names))
+        return with_torch_state(state, self._stepper.by_name(torch_state_of(state), self._names))
 
     def load(self, of_ranks: Sequence[Any], optimizer_states: bool, stock: Callable[..., Any]) -> Any:
         """Load what ranks have saved, ``of_ranks``, of which this rank's own is read. ``stock`` loads DeepSpeed's."""
@@ -96,7 +102,7 @@ class StatesByName:
         masters: list[torch.Tensor] | None
         if self.saved is None:
             state = of_ranks[rank]
-            states, masters = saved_shards.torch_state(state), stepper.own_masters(saved_shards.masters(state))
+            states, masters = torch_state_of(state), stepper.own_masters(masters_of(state))
         else:
             state, states = self.saved.state(0), self.saved.torch_state(stepper.names(self._names))
             self._read_masters(self.saved)
@@ -104,7 +110,7 @@ class StatesByName:
         if optimizer_states:
             states = stepper.by_number(states, self._names)
         loaded: list[Any] = [None] * dist.get_world_size(self._group)
-        loaded[rank] = saved_shards.replaced(state, states, masters)
+        loaded[rank] = with_torch_state(state, states, masters)
         result = stock(loaded, by_name)
         if by_name:
             stepper.give()
@@ -128,7 +134,7 @@ def refuse_states_by_name(engine: Any, directory: Path, tag: str) -> None:
 
     def look() -> tuple[str, None]:
         own = checkpoint_files.files_to_load(engine, directory, tag, shards=True)[-1]
-        if saved_shards.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
+        if checkpoint_files.is_by_name(checkpoint_files.read(own)["optimizer_state_dict"]):
             raise DamageError(
                 "it has states of an optimizer that steps whole parameters, and"
                 f" {type(zero.stepping_optimizer(engine)).__name__} steps flat shards. Load it with the optimizer and"

@@ -17,7 +17,7 @@ from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.engine import checkpoint_files, zero
-from zerosync_strategy.core.engine.several import as_trained
+from zerosync_strategy.core.engine.several import requiring_grad
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
     AS_MANY,
@@ -27,8 +27,7 @@ from zerosync_strategy.core.failures.errors import (
     NothingReplaced,
     RankError,
 )
-from zerosync_strategy.core.params.export import export
-from zerosync_strategy.core.params.full_weights import FullWeights
+from zerosync_strategy.core.params.export import FullWeights, export
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of what saved a checkpoint
@@ -71,6 +70,13 @@ def loading(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
             " save_checkpoint() wrote, on as many ranks."
+        )
+    if checkpoint_files.loads_universal(engine) and (name := checkpoint_files.not_restored(engine.module, _trained())):
+        raise ValueError(
+            f"load_checkpoint() was to load a universal checkpoint, which would leave {name!r} as it was built: no"
+            " optimizer has it, and ZeRO-3 keeps its shard on NVMe, quantized or twice (hpZ). Build the engine for it"
+            " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
+            " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
         )
     source = source_of(attached, path, tag, optimizer_states, module_only)
     what = f"read the checkpoint in {path}"
@@ -151,9 +157,13 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
     """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
     if checkpoint_files.loads_universal(attached.parts.engine):
-        trained = [param for each in AttachedEngine.all for param in each.parts.reducer.params]
         is_universal = optimizer_state and not reads_by_name(attached)
-        checkpoint_files.restore_rest(attached.parts.engine, trained, model_file, strict, is_universal)
+        checkpoint_files.restore_rest(attached.parts.engine, _trained(), model_file, strict, is_universal)
+
+
+def _trained() -> set[torch.nn.Parameter]:
+    """Return the parameters of all optimizers, also of several over one module."""
+    return {param for each in AttachedEngine.all for param in each.parts.reducer.params}
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
@@ -187,8 +197,8 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 @contextmanager
 def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
     # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
-    apart = attached.parts.traffic.apart("checkpoints")
-    with apart, attached.activity(f"the attempt to {what}"), as_trained(attached.parts.reducer.params):
+    apart, trained = attached.parts.traffic.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
+    with apart, attached.activity(f"the attempt to {what}"), trained:
         attached.weights.in_stock_layout()
         with attached.weights.as_they_are():
             attached.weights.release_held()

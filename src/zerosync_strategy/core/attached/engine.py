@@ -139,7 +139,7 @@ class AttachedEngine:
             parts.reducer.attach(lambda gradient: partial(parts.window.added, gradient))
             undo(parts.reducer.detach)
             undo(self.parameters.detach)
-            undo(zero.time_by_the_host(engine))
+            stack.enter_context(zero.time_by_the_host(engine))
             undo(self.pending.restore_clip_norm)
             AttachedEngine.all.add(self)
             undo(AttachedEngine.all.discard, self)

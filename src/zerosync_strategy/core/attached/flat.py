@@ -12,7 +12,7 @@ from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.masters import FlatMasters, StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters, weights_of_stage_1_2
+from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters
 from zerosync_strategy.core.report import size_text
 
 
@@ -52,8 +52,12 @@ class FlatWeights(Weights):
         self.have_stepped()
 
     def _stepped(self) -> Iterator[WeightPair]:
-        own = map(self.states.slices, self._shards.layouts)
-        return weights_of_stage_1_2(self._shards.optimizer, zip(self._shards.groups, own, strict=True))
+        """Yield what this rank has of each group."""
+        optimizer = self._shards.optimizer
+        for group, layout in zip(self._shards.groups, self._shards.layouts, strict=True):
+            flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
+            for own in self.states.slices(layout):
+                yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
 
     def in_stock_layout(self) -> None:
         self.states.to_stock()

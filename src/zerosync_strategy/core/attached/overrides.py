@@ -15,8 +15,8 @@ import torch
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.interpose import Stock, replaced
-from zerosync_strategy.core.engine.overrides import FrozenStay, ModeOverrides
+from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
+from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, replaced
 
 
 class EngineOverrides(ModeOverrides):

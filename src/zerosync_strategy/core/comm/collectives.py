@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import launched, waiting
 from zerosync_strategy.core.engine import zero
 
@@ -32,7 +31,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 class InFlight:
-    """A collective in flight. Its works are waited for once; any number of streams may be ordered after it.
+    """A collective in flight. Its works are waited for once.
 
     Args:
         finish: called once, on the stream that has waited for the works; returns the result.
@@ -42,7 +41,6 @@ class InFlight:
         label: names it in errors while it is waited for.
 
     Attributes:
-        event: after it, on the stream of :meth:`wait_on`; ``None`` before, and on a device without streams.
         is_done: it was waited for.
     """
 
@@ -52,21 +50,9 @@ class InFlight:
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
         self._timeout, self._label = timeout, label
-        self._streams: Streams | None = None
-        self._stream: Any = None
         self._result: Any = None
         self._error: Exception | None = None
-        self.event: Any = None
         self.is_done = False
-
-    def wait_on(self, streams: Streams, stream: Any) -> None:
-        """Let ``stream`` wait for the works, and others for the event after that; ``None``: whichever waits first.
-
-        Called on a stream that comes after it, if it was waited for already.
-        """
-        self._streams, self._stream = streams, stream
-        if self.is_done and stream is not None:
-            self.event = streams.record_unshard(streams.caller)
 
     def then(self, use: Callable[[Any], Any]) -> None:
         """Let ``use`` have the result where it is waited for, in whose place the result is what that returns."""
@@ -83,19 +69,12 @@ class InFlight:
             raise self._error
         if not self.is_done:
             try:
-                if self._streams is None or self._stream is None:
-                    self._wait()
-                else:
-                    with self._streams.on_gather_stream(self._stream):
-                        self._wait()
-                    self.event = self._streams.record_unshard(self._stream)
+                self._wait()
             except Exception as error:
                 self._error = error
                 raise
             self.is_done = True
             self._works, self._finish, self._alive = (), lambda: None, None
-        if self.event is not None and self._streams is not None:
-            self._streams.wait_for_unshard(self.event)
         return self._result
 
     def _wait(self) -> None:
@@ -103,11 +82,6 @@ class InFlight:
             for work in self._works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         self._result = self._finish()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the host sees that it was waited for and is complete, so that no further stream need wait."""
-        return self.is_done and (self.event is None or bool(self.event.query()))
 
     @property
     def is_over(self) -> bool:

@@ -1,14 +1,19 @@
-"""The files of DeepSpeed's checkpoints: those that a rank writes and reads, and what is missing of universal ones.
+"""The files of DeepSpeed's checkpoints: who writes and reads them, what they have, and what universal ones lack.
 
 From a universal checkpoint, DeepSpeed restores what the optimizer trains and its state. It leaves the rest of the
 module as the engine was built: buffers, and parameters that are not trained. Under ZeRO-3 it gives the options of the
 first group of parameters to all groups, and one count of steps to all shards, which each of them advances.
+
+Of an optimizer that needs whole parameters, the state is by their names, each in the file of the rank that owned it. So
+:class:`SavedShards` reads a checkpoint by names, whatever number of ranks has written it.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine.interpose import Stock, replaced
 from zerosync_strategy.core.engine.parameter import record_of
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -46,11 +52,8 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
         with around(None):
             copy_script(save_path)
 
-    writer.save, engine._copy_recovery_script = save_around, copy_script_around
-    try:
+    with replaced(writer, "save", save_around), replaced(engine, "_copy_recovery_script", copy_script_around):
         yield
-    finally:
-        del writer.save, engine._copy_recovery_script
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
@@ -73,6 +76,23 @@ def frozen_missing(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[st
     return {name: param.data for name, param in params if not param.requires_grad and name not in state}
 
 
+class FrozenStay(Stock):
+    """Overrides of ``DeepSpeedEngine``: frozen parameters stay as they are where a checkpoint has none."""
+
+    module: torch.nn.Module
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
+            custom_load_fn(src=src | frozen_missing(dst, src), dst=dst)
+
+        if custom_load_fn is None:
+            checkpoint["module"].update(frozen_missing(self.module, checkpoint["module"]))
+        load_fn = None if custom_load_fn is None else load
+        super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)
+
+
 def is_readable(engine: Any) -> bool:
     """Return whether other files than a rank's own can be read by it: no model-parallel ranks, and torch's format."""
     return bool(engine.mp_world_size == 1 and writes_at_once(engine))
@@ -81,6 +101,17 @@ def is_readable(engine: Any) -> bool:
 def loads_universal(engine: Any) -> bool:
     """Return whether ``"checkpoint": {"load_universal": true}`` is in the configuration of ``engine``."""
     return bool(engine.load_universal_checkpoint())
+
+
+def _untrained(module: torch.nn.Module, trained: Collection[Any]) -> Iterator[tuple[str, Any]]:
+    ids = {id(param) for param in trained}
+    return ((name, param) for name, param in module.named_parameters() if id(param) not in ids)
+
+
+def not_restored(module: torch.nn.Module, trained: Collection[Any]) -> str:
+    """Return the name of a parameter that :func:`restore_rest` could give no values; empty if there is none."""
+    untrained = ((name, param) for name, param in _untrained(module, trained) if zero3.is_sharded(param))
+    return next((name for name, param in untrained if param.ds_numel and not zero3.has_plain_shard(param)), "")
 
 
 @torch.no_grad()
@@ -103,8 +134,7 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
         state |= _untrained_of_stage_3(file, saved)
         if optimizer_state:
             _separate_groups(zero.stepping_optimizer(engine), file.parent)
-    ids = {id(param) for param in trained}
-    untrained = {name: param for name, param in module.named_parameters() if id(param) not in ids}
+    untrained = dict(_untrained(module, trained))
     others = module.state_dict().keys() - names
     if strict and (missing := sorted((untrained.keys() | others) - state.keys())):
         raise RuntimeError(f"the universal checkpoint lacks {', '.join(map(repr, missing))} of the module")
@@ -147,3 +177,106 @@ def read(file: Path) -> dict[str, Any]:
     """Return what ``file`` has; tensors on the host, read where they are asked for, but for torch's old format."""
     lazily = zipfile.is_zipfile(file)
     return torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)
+
+
+# ---- what they have of the optimizer -----------------------------------------------------------------------------
+
+State = dict[str, Any]
+"""What a rank's ZeRO optimizer saves and loads."""
+
+
+def torch_state_of(state: State) -> dict[str, Any]:
+    return state[_keys(state)[0]]
+
+
+def is_by_name(state: State) -> bool:
+    """Return whether the state of the torch optimizer in a rank's ``state`` is by names, each parameter's whole."""
+    found = torch_state_of(state)
+    groups = found["param_groups"] if isinstance(found, dict) else []  # a list: DeepSpeed's elastic checkpoints
+    return any(isinstance(param, str) for group in groups for param in group["params"])
+
+
+def masters_of(state: State) -> list[torch.Tensor]:
+    """Return the master weights in a rank's ``state``, by DeepSpeed's groups; on stages 1 and 2 without padding."""
+    return state[_keys(state)[1]]
+
+
+def with_torch_state(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None) -> State:
+    """Return ``state`` with another one of the torch optimizer, and with other master weights, where they are given."""
+    torch_key, masters_key = _keys(state)
+    return state | {torch_key: of_torch} | ({} if masters is None else {masters_key: masters})
+
+
+def _keys(state: State) -> tuple[str, str]:
+    if _is_of_flat(state):
+        return "base_optimizer_state", "single_partition_of_fp32_groups"
+    return "optimizer_state_dict", "fp32_flat_groups"
+
+
+def _is_of_flat(state: State) -> bool:
+    """Return whether it was saved on stage 1 or 2, where ranks have parts of flat groups, not of each parameter."""
+    return "base_optimizer_state" in state
+
+
+class SavedShards:
+    """The optimizer's part of a checkpoint of the engine's ZeRO stage. Values are read where they are asked for."""
+
+    def __init__(self, engine: Any, directory: Path, tag: str) -> None:
+        self._files = functools.partial(files_to_load, engine, directory, tag, True)
+        self._of_first = read(self._files(0)[0])
+        self.ranks: int = self._of_first["dp_world_size"]
+        self._states: dict[int, State] = {}
+
+    def state(self, rank: int) -> State:
+        if rank not in self._states:
+            self._states[rank] = read(self._files(rank)[1])["optimizer_state_dict"]
+        return self._states[rank]
+
+    def names(self, rank: int) -> list[list[Any]]:
+        """Return the names of the parameters that ``rank`` owned, by groups; numbers where it stepped flat shards."""
+        return [group["params"] for group in torch_state_of(self.state(rank))["param_groups"]]
+
+    def groups(self) -> list[set[Any]]:
+        """Return :meth:`names` of all ranks."""
+        of_ranks = zip(*map(self.names, range(self.ranks)), strict=True)
+        return [{name for names in of_group for name in names} for of_group in of_ranks]
+
+    def torch_state(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """Return the state of a torch optimizer that steps the parameters of these names, by its groups."""
+        wanted = {name for names in groups for name in names}
+        found: dict[str, Any] = {}
+        for rank in range(self.ranks):
+            of_rank = torch_state_of(self.state(rank))["state"]
+            found |= {name: of_rank[name] for name in of_rank.keys() & wanted}
+        options = torch_state_of(self.state(0))["param_groups"]
+        return {
+            "state": copy.deepcopy(found),  # the files may be written again
+            "param_groups": [group | {"params": list(names)} for group, names in zip(options, groups, strict=True)],
+        }
+
+    def masters(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return the master weights of the parameters of these ``names``, flat, on the host."""
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        if _is_of_flat(self.state(0)):
+            self._add_of_flat(parts)
+        else:
+            self._add_of_each(parts)
+        return {name: torch.cat(of_param) for name, of_param in parts.items()}
+
+    def _add_of_flat(self, parts: dict[str, list[torch.Tensor]]) -> None:
+        for rank in range(self.ranks):
+            state = self.state(rank)
+            for places, flat in zip(state["param_slice_mappings"], masters_of(state), strict=True):
+                for name in places.keys() & parts.keys():
+                    parts[name].append(flat.data.narrow(0, places[name].start, places[name].numel))
+
+    def _add_of_each(self, parts: dict[str, list[torch.Tensor]]) -> None:
+        flats = [masters_of(self.state(rank)) for rank in range(self.ranks)]
+        for index, shapes in enumerate(self._of_first["param_shapes"]):
+            begin = 0
+            for name, shape in shapes.items():
+                width = -(-shape.numel() // self.ranks)
+                if name in parts:
+                    full = torch.cat([of_rank[index].data.narrow(0, begin, width) for of_rank in flats])
+                    parts[name].append(full[: shape.numel()])
+                begin += width

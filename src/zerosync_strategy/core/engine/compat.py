@@ -2,18 +2,29 @@
 
 - Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed broadcasts each as bytes, which torch makes none
   of. It fails when it starts, and when a context has gathered one for a rank to change, as it does to save the model.
-- Parameters in any memory layout (``memory_layout``).
+- Parameters in any memory layout. torch makes no bytes of one whose last dimension has steps, as in ``channels_last``;
+  and flat buffers or shards lose such a layout in any case. So they are made contiguous first, with the same values.
 - Modules that return what has no attributes, as a number: under ZeRO-3 DeepSpeed looks for tensors in ``vars()`` of it.
+
+Parameters that share memory (``b.weight.data = a.weight.data``) would come apart silently as DeepSpeed gives each one
+memory of its own, and afterwards nothing shows it: that is written down here, for ``attach()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerosync_strategy.core.engine import contract, deepspeed_internals, memory_layout, param_functions, patches
+from zerosync_strategy.core.engine import contract, deepspeed_internals, param_functions, patches
+
+# In a tensor's __dict__:
+_SHARES = "_zerosync_shares_memory_with"  # a reference to the tensor that it shares memory with
+_TOO_LATE = "_zerosync_shared_too_late"  # it was given the memory of one that was sharded by then, and had none
 
 
 def allow_any_model() -> None:
@@ -28,7 +39,7 @@ def allow_any_model() -> None:
 
 
 def _configure_model(stock: Callable[[Any, Any], None], engine: Any, model: Any) -> None:
-    memory_layout.prepare_to_broadcast(model)  # and before it is converted to another dtype
+    prepare_to_broadcast(model)  # and before it is converted to another dtype
     stock(engine, model)
 
 
@@ -44,9 +55,110 @@ def _broadcast_model(stock: Callable[[Any], None], engine: Any) -> None:
 
 
 def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
-    memory_layout.prepare_to_shard(param)
+    prepare_to_shard(param)
     if param.dim():
         return stock(init, param)
     param.data = param.data.view(1)
     stock(init, param)
     param.ds_shape = torch.Size(())  # that of every gather from now on
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+class _View(NamedTuple):
+    """Which elements of its memory a tensor has, counted in its own elements."""
+
+    tensor: weakref.ref[Any]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    itemsize: int
+
+    @property
+    def last(self) -> int:
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.first + sum((size - 1) * stride for size, stride in steps)
+
+    @property
+    def repeats(self) -> bool:
+        return any(size > 1 and stride == 0 for size, stride in zip(self.shape, self.stride, strict=True))
+
+    def mark(self, elements: torch.Tensor, first: int) -> torch.Tensor:
+        return elements.as_strided(self.shape, self.stride, self.first - first)
+
+    def meets(self, other: _View) -> bool:
+        """Return whether the two have an element in common."""
+        if self.itemsize != other.itemsize:
+            return True  # nobody cuts one buffer into parameters of several dtypes
+        first, last = min(self.first, other.first), max(self.last, other.last)
+        if self.last < other.first or other.last < self.first:
+            return False
+        elements = torch.zeros(last - first + 1, dtype=torch.bool)
+        self.mark(elements, first).fill_(True)
+        return bool(other.mark(elements, first).any())
+
+
+_sharded: dict[int, tuple[StorageWeakRef, list[_View]]] = {}  # memory that something has beside what zero.Init sharded
+
+
+def prepare_to_broadcast(module: torch.nn.Module) -> None:
+    """Before DeepSpeed broadcasts the parameters of ``module``: note down who shares memory, and straighten them."""
+    by_memory: dict[int, list[_View]] = {}
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of another engine are what DeepSpeed has left of them
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not hasattr(tensor, "ds_id"):  # else it is what zero.Init was given that counts
+                tensor.__dict__.pop(_SHARES, None)
+            if _has_memory(tensor):
+                _compare(tensor, by_memory.setdefault(tensor.untyped_storage()._cdata, []))
+        for param in module.parameters():
+            _straighten(param)
+
+
+def prepare_to_shard(param: Any) -> None:
+    """Before ``zero.Init`` shards ``param``, the same."""
+    if _has_memory(param):
+        storage = param.untyped_storage()
+        for key in [key for key, (memory, _) in _sharded.items() if memory.expired()]:
+            del _sharded[key]
+        _compare(param, _sharded.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1])
+        _straighten(param)
+
+
+def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of two tensors of ``module`` that shared memory, of which one is trained; or one twice."""
+    tensors: Iterable[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors}
+    for name, tensor in tensors:
+        other = tensor.__dict__.get(_SHARES, lambda: None)()
+        if other is None or id(other) not in names:
+            continue
+        if tensor.requires_grad or other.requires_grad or _TOO_LATE in tensor.__dict__:
+            yield names[id(other)], name
+
+
+def _has_memory(tensor: Any) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+    return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one has none, but of its own
+
+
+def _compare(tensor: Any, others: list[_View]) -> None:
+    """Note down if ``tensor`` shares elements with one of ``others``, in the same memory, which it joins."""
+    view = _View(
+        weakref.ref(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size()
+    )
+    if view.repeats:
+        tensor.__dict__[_SHARES] = view.tensor
+        return
+    for other in others:
+        if tensor.numel() == 0:
+            tensor.__dict__[_TOO_LATE] = True
+        if tensor.numel() == 0 or view.meets(other):
+            tensor.__dict__[_SHARES] = other.tensor
+            break
+    others.append(view)
+
+
+def _straighten(param: Any) -> None:
+    if param.layout is torch.strided and not param.is_contiguous():
+        param.data = param.data.contiguous()

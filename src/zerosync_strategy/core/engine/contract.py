@@ -108,7 +108,6 @@ def is_before(release: str, other: str) -> bool:
 
 
 def release_of(package: str) -> str:
-    """Return the installed release of a library."""
     return importlib.import_module(package).__version__
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
-from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
-from zerosync_strategy.core.engine.overrides import InferenceOverrides
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
 
@@ -185,11 +184,6 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
     return replaced(partition_parameters, "_dist_allgather_fn", all_gather)
 
 
-def gathers_by_all_reduce(engine: Any) -> bool:
-    """Return whether DeepSpeed gathers parameters by summing each rank's shard and zeros."""
-    return bool(config_of(engine).use_all_reduce_for_fetch_params)
-
-
 def is_leaf(module: Any) -> bool:
     """Return whether a program has made ``module`` one that DeepSpeed gathers as a whole."""
     from deepspeed.utils import z3_leaf_module
@@ -212,15 +206,10 @@ def leave_sharded(engine: Any) -> None:
 
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine that has no optimizer; see :class:`InferenceOverrides`."""
+    """Around ``load_checkpoint`` of an engine without an optimizer; DeepSpeed 0.19.8 asks for what only one has."""
     contract.require(deepspeed_internals.EVALUATION)
-    interpose(engine.optimizer, InferenceOverrides)
+    engine.optimizer._restore_from_bit16_weights = lambda: None
     try:
         yield
     finally:
-        restore(engine.optimizer, InferenceOverrides)
-
-
-def release_for_checkpoint(optimizer: Any) -> None:
-    """Release the optimizer's parameters, as DeepSpeed does before it saves or loads."""
-    optimizer._partition_all_parameters()
+        del engine.optimizer._restore_from_bit16_weights

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 Stock: Any = object
 """The base of a class of overrides: its ``super()`` comes to the methods of whatever object it is interposed on."""
 _PREFIX = "ZeroSync"
@@ -42,13 +44,16 @@ class _Layered(type):
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """While active, ``target`` has another ``value`` of its attribute ``name``."""
-    before = getattr(target, name)
+    """While active, ``target`` has another ``value`` of its attribute ``name``; it need not be an own one."""
+    before, is_own = getattr(target, name), name in getattr(target, "__dict__", ())
     setattr(target, name, value)
     try:
         yield
     finally:
-        setattr(target, name, before)
+        if not is_own and name in getattr(target, "__dict__", ()):
+            delattr(target, name)  # its class has it
+        else:
+            setattr(target, name, before)
 
 
 def restore(target: Any, layer: type) -> None:
@@ -60,3 +65,25 @@ def restore(target: Any, layer: type) -> None:
             f" {getattr(outermost, '__name__', None)}. Take layers off in the reverse order of interpose()."
         )
     object.__setattr__(target, "__class__", type(target).__bases__[0])
+
+
+class ModeOverrides(Stock):
+    """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
+
+    module: torch.nn.Module
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        return self  # as every other module; DeepSpeed returns nothing
+
+    def eval(self) -> Any:
+        super().eval()
+        return self

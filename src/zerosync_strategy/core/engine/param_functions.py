@@ -111,11 +111,15 @@ def restore(param: Any) -> None:
 
 
 def gather_at_once(params: Iterable[Any]) -> None:
-    """Let ``params`` of an engine that is not attached arrive when several are gathered at once."""
+    """Let ``params`` of an engine that is not attached arrive when several are gathered at once.
+
+    Every engine that evaluates a module asks for it; those of attached engines (:func:`intercept`) do so anyway.
+    """
     if contract.has(deepspeed_internals.WHOLE_GATHER):
         return
     for param in filter(zero3.is_sharded, params):
-        param.all_gather = functools.partial(_gather_by_default, param, param.all_gather)
+        if _STOCK not in param.__dict__ and getattr(param.all_gather, "func", None) is not _gather_by_default:
+            param.all_gather = functools.partial(_gather_by_default, param, param.all_gather)
 
 
 def _gather_by_default(
@@ -184,7 +188,7 @@ def _records(params: Iterable[Any]) -> list[Record]:
 
 @contextmanager
 def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
-    """While active, gathered ``params`` have a dimension (``scalars.py``)."""
+    """While active, gathered ``params`` have a dimension: DeepSpeed broadcasts bytes (``compat.py``)."""
     scalars = [param for param in params if param.dim() == 0]
     with zero3.as_it_is():  # on a device its class may still wait for the gather
         for param in scalars:

@@ -300,7 +300,6 @@ def settle(records: Iterable[Record]) -> None:
 
 
 def unclaimed(records: Iterable[Record]) -> list[Record]:
-    """Return those of ``records`` that have no claim."""
     return [each for each in records if not (each.bits or each.param.ds_persist or each.param.ds_active_sub_modules)]
 
 
@@ -353,7 +352,6 @@ def _set_versions(records: Iterable[Record], versions: list[int]) -> None:
 
 
 def record_of(param: Any) -> Record:
-    """Return the record of a parameter of an attached ZeRO-3 engine."""
     return param._zerosync_record
 
 

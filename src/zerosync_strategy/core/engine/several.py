@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -65,18 +65,13 @@ def first_of(engine: Any) -> Any:
     return vars(engine).get(_FIRST, engine)
 
 
-def as_frozen(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:
-    """While active, ``parameters`` need no gradient: ZeRO-3 saves and loads what is in no optimizer only if frozen."""
-    return _requiring_grad(parameters, False)
-
-
-def as_trained(parameters: Collection[nn.Parameter]) -> AbstractContextManager[None]:
-    """While active, ``parameters`` need a gradient: ZeRO trains only what needs one while its engine is built."""
-    return _requiring_grad(parameters, True)
-
-
 @contextmanager
-def _requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterator[None]:
+def requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterator[None]:
+    """While active, ``parameters`` need a gradient, or do not.
+
+    ZeRO trains only what needs one while its engine is built. ZeRO-3 saves and loads what is in no optimizer only if it
+    needs none.
+    """
     changed = [param for param in parameters if param.requires_grad is not value]
     for param in changed:
         param.requires_grad_(value)

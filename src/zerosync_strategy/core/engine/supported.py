@@ -30,18 +30,12 @@ def require_supported(engine: Any) -> None:
 
 def internals_of(engine: Any) -> tuple[Internal, ...]:
     """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        of_stage = deepspeed_internals.STAGE_3
-        offloaded = deepspeed_internals.STAGE_3_OFFLOAD if getattr(optimizer, "offload_optimizer", False) else ()
-    else:
-        of_stage = deepspeed_internals.STAGE_1_2
-        offloaded = deepspeed_internals.STAGE_1_2_OFFLOAD if getattr(optimizer, "cpu_offload", False) else ()
-    return (*deepspeed_internals.ALL_STAGES, *deepspeed_internals.REFUSED, *of_stage, *offloaded)
+    is_3 = engine.zero_optimization_stage() == 3
+    of_stage = deepspeed_internals.STAGE_3 if is_3 else deepspeed_internals.STAGE_1_2
+    return (*deepspeed_internals.ALL_STAGES, *deepspeed_internals.REFUSED, *of_stage)
 
 
 def trains(engine: Any) -> bool:
-    """Return whether ``engine`` has an optimizer."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals
+from zerosync_strategy.core.engine.interpose import replaced
 
 _Item = TypeVar("_Item")
 
@@ -29,7 +30,6 @@ class MasterShard:
 
 
 def stage(engine: Any) -> int:
-    """Return the ZeRO stage of ``engine``."""
     return int(engine.zero_optimization_stage())
 
 
@@ -47,17 +47,15 @@ def offloads_optimizer(configured: dict[str, Any]) -> bool:
     return bool(asked.get("device", "none") != "none")
 
 
-def time_by_the_host(engine: Any) -> Callable[[], None]:
-    """Let DeepSpeed's throughput be one by the host's clock, unless its configuration says otherwise; return the undo.
+def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
+    """While active, DeepSpeed's throughput is one by the host's clock, unless its configuration says otherwise.
 
     The host would wait for the device before every forward and after every step, for what overlaps, too. The option is
     ``"timers": {"throughput": {"synchronized": true}}``.
     """
     timers = engine._config.timers_config
     asked = user_config(engine).get("timers", {}).get("throughput", {}).get("synchronized", False)
-    undo = functools.partial(setattr, timers, "synchronized", timers.synchronized)
-    timers.synchronized = asked
-    return undo
+    return replaced(timers, "synchronized", asked)
 
 
 def accumulate_outside(engine: Any) -> None:
@@ -156,7 +154,6 @@ def messenger() -> Any:
 
 
 def data_parallel_group(optimizer: Any) -> Any:
-    """Return the process group of all data-parallel ranks."""
     return optimizer.dp_process_group
 
 
@@ -168,11 +165,6 @@ def process_groups(engine: Any) -> list[Any]:
     else:
         groups = list(optimizer.real_dp_process_group)
     return list(dict.fromkeys([data_parallel_group(optimizer), *groups]))
-
-
-def param_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of the parameters and of the gradients that autograd accumulates."""
-    return optimizer.dtype
 
 
 def accumulation_dtype(optimizer: Any) -> torch.dtype:
@@ -187,11 +179,6 @@ def reduction_dtype(engine: Any) -> torch.dtype:
     if user_config(engine).get("communication_data_type") is not None:
         return dtype
     return torch.promote_types(dtype, accumulation_dtype(optimizer))
-
-
-def reduce_bucket_numel(optimizer: Any) -> int:
-    """Return DeepSpeed's ``reduce_bucket_size``, the elements of a bucket."""
-    return int(optimizer.reduce_bucket_size)
 
 
 def expect_backward(optimizer: Any) -> None:
@@ -231,11 +218,6 @@ def offloads(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
-def loss_scale(optimizer: Any) -> float:
-    """Return the factor that fp16 losses are multiplied with; 1 in other dtypes."""
-    return optimizer.loss_scale
-
-
 def swap_clip_norm(optimizer: Any, norm: float) -> float:
     """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the one before.
 
@@ -250,7 +232,6 @@ def swap_clip_norm(optimizer: Any, norm: float) -> float:
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first ``names``, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

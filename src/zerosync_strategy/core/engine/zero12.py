@@ -76,23 +76,14 @@ class _GradientShard(list[torch.Tensor]):
         super().__init__([flat])
         self.flat_partition = flat
 
-    def move_flat_partition(self, device: Any, non_blocking: bool = False) -> None:
-        self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
 
-
-def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor) -> None:
-    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group."""
-    optimizer.averaged_gradients[index] = _GradientShard(flat)
+def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor | None) -> None:
+    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group; ``None``: none."""
+    optimizer.averaged_gradients[index] = None if flat is None else _GradientShard(flat)
 
 
 def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
-    """Return this rank's gradient shard of one group, flat."""
     return optimizer.averaged_gradients[index].flat_partition
-
-
-def discard_gradient_shard(optimizer: Any, index: int) -> None:
-    """Remove the gradient shard of one group from the optimizer."""
-    optimizer.averaged_gradients[index] = None
 
 
 def hand_over_gradients(optimizer: Any) -> None:
@@ -104,7 +95,6 @@ def hand_over_gradients(optimizer: Any) -> None:
 
 
 def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
-    """Return the flat buffer of one group's parameters."""
     return optimizer.bit16_groups_flat[index]
 
 
@@ -211,9 +201,6 @@ def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[Non
     with (
         replaced(stage_1_and_2, "all_gather_dp_groups", lambda **_: gather()),
         replaced(optimizer, "parallel_partitioned_bit16_groups", _Elsewhere()),
+        replaced(optimizer, "_update_model_bit16_weights", lambda _: None),
     ):
-        optimizer._update_model_bit16_weights = lambda _: None
-        try:
-            yield
-        finally:
-            del optimizer._update_model_bit16_weights
+        yield

@@ -24,24 +24,14 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    try:
-        return param.ds_id
-    except AttributeError:
-        return 0
+    return getattr(param, "ds_id", 0)
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
-    """Return the shape of ``param`` when it is gathered."""
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
-def has_full_shape(param: Any) -> bool:
-    """Return whether a gathered ``param``, of ZeRO-3, has the shape with which it was built."""
-    return bool(param.shape == param.ds_shape)
-
-
 def full_numel(param: Any) -> int:
-    """Return the elements of ``param`` when it is gathered."""
     try:
         return param.ds_numel
     except AttributeError:
@@ -49,7 +39,6 @@ def full_numel(param: Any) -> int:
 
 
 def full_bytes(param: Any) -> int:
-    """Return the bytes of ``param`` when it is gathered."""
     try:
         return int(param.ds_numel * param.ds_tensor.element_size())
     except AttributeError:
@@ -58,18 +47,12 @@ def full_bytes(param: Any) -> int:
 
 def process_group(param: Any) -> Any:
     """Return the process group whose ranks shard ``param``; ``None`` without ZeRO-3."""
-    try:
-        return param.ds_process_group
-    except AttributeError:
-        return None
+    return getattr(param, "ds_process_group", None)
 
 
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
-    try:
-        return param.ds_persist
-    except AttributeError:
-        return False
+    return getattr(param, "ds_persist", False)
 
 
 def is_gathered(param: Any) -> bool:
@@ -86,7 +69,6 @@ def is_left_sharded(param: Any) -> bool:
 
 
 def all_gathered(params: Iterable[Any]) -> bool:
-    """Return whether all ``params``, of ZeRO-3, have their values."""
     for param in params:  # noqa: SIM110  # no calls: this runs for every module
         if param.ds_status._name_ != "AVAILABLE":
             return False
@@ -98,53 +80,29 @@ def is_released(param: Any) -> bool:
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def any_released(params: Iterable[Any]) -> bool:
-    """Return whether some of ``params``, of ZeRO-3, are neither gathered nor on their way."""
-    for param in params:  # noqa: SIM110  # no calls
-        if param.ds_status._name_ == "NOT_AVAILABLE":
-            return True
-    return False
-
-
 def released(params: Iterable[Any]) -> list[Any]:
-    """Return those of ``params`` that are neither gathered nor on their way."""
     return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
 
 
 def gathered(records: Iterable[Any]) -> list[Any]:
-    """Return those of ``records`` whose parameters have their values."""
     return [record for record in records if record.param.ds_status._name_ == "AVAILABLE"]
 
 
 def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
-    """Return the numbers of ``params``, of ZeRO-3."""
     return tuple([param.ds_id for param in params])
-
-
-@contextmanager
-def in_full_shape(param: Any) -> Iterator[None]:
-    """While active, a parameter has its shape, released or not: autograd wants it so when it is given a gradient."""
-    with as_it_is():
-        if param.numel() > 0 or not hasattr(param, "ds_shape"):
-            yield
-            return
-        data, param.data = param.data, param.data.new_empty(()).expand(param.ds_shape)
-        try:
-            yield
-        finally:
-            param.data = data
 
 
 @contextmanager
 def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
     """While active, those of ``params`` that are released have their shapes, and read as NaN.
 
-    A program may choose by the shapes what an optimizer does with each, and set and change gradients.
+    A program may choose by the shapes what an optimizer does with each, and set and change gradients; and autograd
+    wants a parameter so when it is given one.
     """
     placeholders = []
     with as_it_is():
         for param in params:
-            if param.numel() == 0 and full_numel(param) > 0:
+            if param.numel() == 0 and is_sharded(param):
                 data = param.data
                 param.data = data.new_full((), torch.nan).expand(full_shape(param))  # torch refuses to add to it
                 placeholders.append((param, data, param.data.data_ptr()))
@@ -216,12 +174,6 @@ def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(full_shape(param), dtype=dtype, device="meta")
 
 
-def is_empty(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, of which a shape may say otherwise, has no memory."""
-    with as_it_is():
-        return tensor.numel() == 0
-
-
 def own_shard(param: Any) -> torch.Tensor:
     """Return this rank's shard of ``param``, flat and padded."""
     return param.ds_tensor.data
@@ -239,7 +191,6 @@ def has_secondary_shard(param: Any) -> bool:
 
 
 def is_quantized(param: Any) -> bool:
-    """Return whether DeepSpeed keeps the shards of ``param`` quantized."""
     return hasattr(param.ds_tensor, "ds_quant_scale")
 
 

@@ -80,22 +80,12 @@ def scales_gradients(optimizer: Any) -> bool:
     return bool(optimizer.loss_scale != 1 or optimizer.clip_grad > 0)
 
 
-def discard_gradients(optimizer: Any) -> None:
-    """Remove the gradient shards that its step would use from the optimizer."""
-    optimizer.averaged_gradients = {}
-
-
 def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
     """Return by what a step multiplies its gradients of this ``norm``: to undo the scale of the loss, and to clip."""
     scale = optimizer.loss_scale
     if optimizer.clip_grad > 0:
         scale = scale * ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
     return 1.0 / scale
-
-
-def stock_norms(optimizer: Any) -> list[Any]:
-    """Return the L2 norms that DeepSpeed computes of its groups of parameters, times the loss scale. Collective."""
-    return optimizer.zerosync_stock_norms()
 
 
 def is_model_parallel(optimizer: Any) -> bool:

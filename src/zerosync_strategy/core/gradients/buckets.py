@@ -60,7 +60,7 @@ class LocalGradients:
 
     def __init__(self, optimizer: Any, streams: Streams) -> None:
         self.dtype = zero.accumulation_dtype(optimizer)
-        self.converts = self.dtype != zero.param_dtype(optimizer)
+        self.converts = self.dtype != optimizer.dtype
         self.now = self.peak_bytes = 0
         self.watch: Callable[[], None] | None = None
         self._streams = streams

@@ -56,7 +56,7 @@ class Reducer:
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         nbytes = sum(map(self.local.nbytes, self.params))
         largest = min(max(nbytes // 4, SMALL_BYTES), shards.most_bytes(config, messages))
-        limit = min(max(zero.reduce_bucket_numel(self.optimizer) * shards.dtype.itemsize, messages.least), largest)
+        limit = min(max(int(self.optimizer.reduce_bucket_size) * shards.dtype.itemsize, messages.least), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = shards.make_buckets(config, limit, common)

@@ -180,7 +180,7 @@ class FlatShards(GradientShards):
 
     def discard(self) -> None:
         for layout in self.layouts:
-            zero12.discard_gradient_shard(self.optimizer, layout.group_index)
+            zero12.give_gradient_shard(self.optimizer, layout.group_index, None)
 
     def parameters_floor(self) -> dict[Any, Sent]:
         return {

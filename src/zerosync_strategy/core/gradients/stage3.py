@@ -190,7 +190,7 @@ class PerParamShards(GradientShards):
         optimizer = self.optimizer
         if self._computes_norm:
             return zero3_optimizer.norm_of_shards(optimizer)
-        norms = torch.stack([torch.as_tensor(norm) for norm in zero3_optimizer.stock_norms(optimizer)])
+        norms = torch.stack([torch.as_tensor(norm) for norm in optimizer.zerosync_stock_norms()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         norms = torch.where(norms >= 0, norms, torch.inf)
         if not self.over_groups:
@@ -204,7 +204,7 @@ class PerParamShards(GradientShards):
         return total.sqrt().to(norms)
 
     def discard(self) -> None:
-        zero3_optimizer.discard_gradients(self.optimizer)
+        zero3_optimizer.give_gradients(self.optimizer, [])
         self.owned.clear()
 
     def stepped(self) -> None:

@@ -195,7 +195,7 @@ class Window:
         """Add ``more``, in full, that a compiled graph has computed; its memory stays the graph's."""
         param = gradient.param
         if param.grad is None:
-            with zero3.in_full_shape(param):
+            with zero3.as_it_is(), zero3.in_full_shapes((param,)):
                 param.grad = more.to(param.dtype, copy=True)
         else:
             param.grad.add_(more)

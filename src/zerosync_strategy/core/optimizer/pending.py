@@ -50,7 +50,7 @@ class PendingGradients:
             self._take_back()
         if self._window.state is WindowState.CLOSED:
             return torch.zeros((), device=self._engine.device)
-        return self._reducer.norm() / zero.loss_scale(self._engine.optimizer)
+        return self._reducer.norm() / self._engine.optimizer.loss_scale
 
     def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
         """Let the step be that of a mean over items; see :meth:`ZeroSync.mean_over`."""
@@ -126,7 +126,7 @@ class PendingGradients:
             memory = layout.gather_shards(first.dtype, first.device, functools.partial(self._read_shard, layout))
             for param in layout.params:
                 gradient = layout.gradient_in(memory, param).view(zero3.full_shape(param))
-                with zero3.in_full_shape(param):
+                with zero3.as_it_is(), zero3.in_full_shapes((param,)):
                     param.grad = gradient.clone()  # the program may keep it
 
     def _read_shard(self, layout: ShardLayout, into: torch.Tensor, offset: int) -> None:
@@ -152,13 +152,13 @@ class PendingGradients:
         if part is None:
             target.zero_()
             return
-        scale, part = zero.loss_scale(self._engine.optimizer), part.to(target.device)
+        scale, part = self._engine.optimizer.loss_scale, part.to(target.device)
         scaled = part if scale == 1 else part.float() * scale
         unchanged = part == self._unscaled(target, part.dtype)
         target.copy_(torch.where(unchanged, target, scaled.to(target.dtype)))
 
     def _unscaled(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        scale = zero.loss_scale(self._engine.optimizer)
+        scale = self._engine.optimizer.loss_scale
         return (shard if scale == 1 else shard.float() / scale).to(dtype)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.engine import memory_layout, zero3
+from zerosync_strategy.core.engine import compat, zero3
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.optimizer.probe import Finding, Scope, probe
 from zerosync_strategy.core.optimizer.stepper import STEPPED_BY_TENSOR
@@ -175,7 +175,7 @@ def shared_memory_problem(module: torch.nn.Module) -> str:
     """Return which parameters of ``module`` shared memory when DeepSpeed was given them; empty if none are known."""
     pairs = [
         f"{first!r} and {second!r}" if first != second else f"{first!r} with itself"
-        for first, second in memory_layout.sharing(module)
+        for first, second in compat.sharing(module)
     ]
     return _problem(
         "tensors share memory", pairs,

@@ -24,8 +24,8 @@ from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, reshard, settle, unclaimed
 from zerosync_strategy.core.engine.parameter_states import STEPS, Claim
-from zerosync_strategy.core.params.gathers import arrived
 from zerosync_strategy.core.params.held import HoldPlan
+from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.units import Unit
 

@@ -1,22 +1,20 @@
 """Parameters that a program changes outside of the optimizer: the coming step starts from what it finds in them (N1).
 
 ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
-So a clamp in a hook or a ``load_state_dict`` would last until the next step. Before each step, a rank compares its
-shard of the parameters with the master weights, as the last step has written them there, and adopts what differs. An
-edit must be made alike on all ranks. Memory does not grow with the shard: it is done piece by piece. Where the device
+So before each step, a rank compares its shard of the parameters with the master weights, as the last step has written
+them there, and adopts what differs. Memory does not grow with the shard: it is done piece by piece. Where the device
 has the shard and the host the master weights (an offloaded optimizer), the two are compared only if a digest of the
 shard, for which the host waits once per step, is another than after the last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3, zero12
 from zerosync_strategy.core.failures.errors import HANDLE
 
@@ -24,16 +22,6 @@ PIECE_NUMEL = 2**22
 """Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 """A flat part of this rank's shard of the parameters, and its master weights."""
-
-
-def weights_of_stage_1_2(
-    optimizer: Any, groups: Iterable[tuple[zero12.FlatGroup, Sequence[ShardSlice]]]
-) -> Iterator[WeightPair]:
-    """Yield this rank's weights of ZeRO-1 or ZeRO-2: of each group, the elements that this rank has of it."""
-    for group, slices in groups:
-        flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
-        for own in slices:
-            yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
 
 
 @torch.no_grad()
@@ -62,8 +50,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
     gathered = []
     for param in params:
         if zero3.is_gathered(param):
-            if not zero3.has_full_shape(param):
-                _check_shape(param, zero3.full_shape(param), names)
+            _check_shape(param, zero3.full_shape(param), names)
             gathered.append(param)
         elif param.numel() > 0 and zero3.is_released(param):  # one in flight has its memory already
             raise ValueError(

@@ -1,10 +1,8 @@
 """The process groups whose ranks share parameters of ZeRO-3, in the order in which all ranks gather (U1).
 
-And a digest of what each has gathered, by which ranks that gather different parameters are found (W4). ZeRO-3 gathers
-what a module needs when the module runs. Ranks that run different modules gather different parameters, and if these are
-of one size, nothing shows that each has got a mixture of the two. So every rank keeps a log of its gathers, and a
-digest of it. Where gathers can have a tag, the digest is the tag, and gathers that differ do not meet. Where they
-cannot, the ranks of a group compare digests before each optimizer step, by one message of 16 bytes.
+And a log of what each has gathered, with a digest of it, by which ranks that gather different parameters are found
+(W4). Where gathers can have a tag, the digest is the tag, and gathers that differ do not meet. Where they cannot, the
+ranks of a group compare digests before each optimizer step, by one message of 16 bytes.
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
 
     ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one.
     """
-    by_all_reduce = gathering.gathers_by_all_reduce(engine)
+    by_all_reduce = gathering.config_of(engine).use_all_reduce_for_fetch_params  # sums each rank's shard and zeros
     # Two groups of the same ranks stay in the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
     count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)

@@ -2,7 +2,7 @@
 
 All if the budget allows, else those that save most bytes per byte held: those that the first window gathered most
 often. A parameter that no optimizer trains is not resharded by a step, and so crosses the wire once (R4). What does not
-fit may be kept in the memory of the host (``host_cache.py``): among the others, those that save most.
+fit may be kept in the memory of the host (``copies.py``): among the others, those that save most.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
 from zerosync_strategy.core.params.copies import fitting
-from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
@@ -27,8 +25,6 @@ class HoldPlan:
         budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit. Node
             shards are within it, unless they have a limit of their own.
         automatic: :meth:`set_budget` will set it.
-        host: has what is kept in the memory of the host; ``None``: nothing is.
-        node_shards: has what is kept in shards of the node; ``None``: nothing is.
         is_constant: whether no optimizer trains a parameter.
 
     Attributes:
@@ -37,10 +33,12 @@ class HoldPlan:
     """
 
     def __init__(
-        self, scheduler: GatherScheduler, budget: int | None, automatic: bool, host: HostCache | None,
-        node_shards: NodeShards | None, is_constant: Callable[[Any], bool],
-    ) -> None:  # fmt: skip
-        self.records, self.host, self.node_shards, self.automatic = scheduler.records, host, node_shards, automatic
+        self, scheduler: GatherScheduler, budget: int | None, automatic: bool, is_constant: Callable[[Any], bool]
+    ) -> None:
+        self.records, self.automatic = scheduler.records, automatic
+        self.host, self.node_shards = scheduler.issuing.host, scheduler.issuing.node_shards
+        shards = self.node_shards
+        self._in_budget = shards if shards is not None and shards.shared else None
         self._copies, self._is_plain, self._is_constant = scheduler.copies, scheduler.is_plain, is_constant
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
@@ -112,8 +110,8 @@ class HoldPlan:
     @property
     def chosen_in_shards(self) -> int:
         """Bytes of the node shards that are within the budget, in a window at most."""
-        shards = self.node_shards
-        return sum(map(shards.bytes_of, shards.chosen or ())) if shards is not None and shards.shared else 0
+        shards = self._in_budget
+        return 0 if shards is None else sum(map(shards.bytes_of, shards.chosen or ()))
 
     def wanted_in_shards(self) -> int:
         """Return the bytes of the node shards, within the budget, of all parameters that are worth one."""
@@ -121,9 +119,8 @@ class HoldPlan:
 
     def _shard_bytes(self, param: Any) -> int:
         """Return the bytes of the node shard, within the budget, that ``param`` may have; 0: it has none."""
-        shards = self.node_shards
-        may_have = shards is not None and shards.shared and self._is_plain(param)
-        return shards.bytes_of(param) if may_have and shards is not None else 0
+        shards = self._in_budget
+        return shards.bytes_of(param) if shards is not None and self._is_plain(param) else 0
 
     def _saving(self) -> list[Any]:
         """Return the parameters that are gathered more than once, those that save most first."""
@@ -155,8 +152,8 @@ class HoldPlan:
 
         Node shards save as many bytes between nodes and take less memory, so they come first where they share it.
         """
-        shards = self.node_shards
-        if shards is None or not shards.shared:
+        shards = self._in_budget
+        if shards is None:
             return fitting(params, budget)
         in_shards = sum(map(self._shard_bytes, params))
         shards.limit = min(in_shards, budget)

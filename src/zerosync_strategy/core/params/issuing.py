@@ -1,11 +1,16 @@
-"""ZeRO-3: a gather of parameters in flight, and what the issue of all has in common, from whatever place they come."""
+"""ZeRO-3: a gather of parameters in flight, and what the issue of all has in common, from whatever place they come.
+
+That is what is said and counted of them, and the bytes that are unsharded (E1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,23 +18,149 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import settle
+from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.failures.aborted import BegunCollectives
+from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.params import gathers
+from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.gathers import GatherActivity, GatherCount, UnshardedBytes
-from zerosync_strategy.core.params.host_cache import HostCache
 
 _NOWHERE = nullcontext()
+
+
+class UnshardedBytes:
+    """Counts bytes of unsharded parameters, and of values for readers until nothing refers to them; the most at once.
+
+    ``watch`` is called before bytes are added.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
+        self._now = self.peak = 0
+        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
+
+    @property
+    def now(self) -> int:
+        """Bytes that are unsharded, or on their way, now."""
+        while self._freed:
+            self._now -= self._freed.popleft()
+        return self._now
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are being gathered; fewer than none: that are resharded."""
+        if self.watch is not None and nbytes > 0:
+            self.watch()
+        self._now = self.now + nbytes
+        self.peak = max(self.peak, self._now)
+
+    def free_with(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """Count ``nbytes`` of those added before until the memory of ``tensor`` is free."""
+        weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+
+def arrived(records: Iterable[Record]) -> None:
+    """Wait for those of ``records`` that are on their way."""
+    for record in records:
+        if record.gather is not None and not record.gather.is_done:
+            record.gather.wait()
+
+
+class GatherActivity(NamedTuple):
+    """What a rank does that gathers parameters with these ids. Keeps no engine: it is remembered for a while."""
+
+    names: Mapping[int, str]
+    ids: tuple[int, ...]
+    ranks: str
+    reader: str = ""
+
+    @property
+    def doing(self) -> Doing:
+        return Doing.GATHER
+
+    @property
+    def module(self) -> str:
+        """The module that has the first parameter."""
+        return self.names.get(self.ids[0], "").rpartition(".")[0]
+
+    def __str__(self) -> str:
+        reader = f" for {self.reader}" if self.reader else ""
+        return f"the gather of {listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
+
+
+def listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
+    """Return the names of the parameters with these ``ids``, the first three at most."""
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return ", ".join(name_of(names, param_id) for param_id in ids[:3]) + more
+
+
+def name_of(names: Mapping[int, str], param_id: int) -> str:
+    """Return the name of a parameter, for errors."""
+    return repr(names.get(param_id, f"parameter {param_id}"))
+
+
+NO_GRADIENTS = "forwards without gradients"
+"""The section of what modules gather where there is no backward to come, as to evaluate."""
+CONTEXTS = "GatheredParameters"
+"""The section of what a program gathers itself, as to generate."""
+
+
+class GatherCount:
+    """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
+
+    ``counters`` are of the engines that gather here: of a module, or of parts of one.
+    """
+
+    def __init__(self) -> None:
+        self.counters: list[EngineCounter] = []
+        self._is_for_step = True
+        self._in_context = False
+
+    def add(self, params: Iterable[Any]) -> None:
+        """``params`` are gathered for modules, or for readers whom no hook serves."""
+        if self._is_for_step:
+            for param in params:
+                param._zerosync_record.gathers += 1
+
+    def issued(self) -> None:
+        """A gather was sent by the engine of this module; where it has several, their gradients tell by which."""
+        if len(self.counters) == 1 and not self.counters[0].is_alone:
+            self.counters[0].attribute()
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Around a forward without gradients: what modules gather in it is not for a step."""
+        with replaced(self, "_is_for_step", False), self.apart(NO_GRADIENTS):
+            yield
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        return replaced(self, "_in_context", True)
+
+    def of_context(self) -> AbstractContextManager[None]:
+        """Around what is gathered for no module, and for no step where a context begins."""
+        return self.apart(CONTEXTS) if self._in_context else nullcontext()
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[None]:
+        """Around what is sent for ``section``, and not for a step."""
+        with ExitStack() as stack:
+            for counter in self.counters:
+                stack.enter_context(counter.apart(section))
+            yield
 
 
 class Issuing:
     """Around the gathers of the module of ``engine``.
 
     Attributes:
-        host: keeps copies of what has arrived; ``None``: nothing does.
+        host: has parameters that need not be gathered again; ``None``: there are none.
+        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
         names: of the parameters, by their ids.
         status: of this rank, for errors.
         gather_streams: all that gather; none on a device without streams.
@@ -38,9 +169,13 @@ class Issuing:
         unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
     """
 
-    def __init__(self, engine: Any, streams: Streams, gather_streams: list[Any], host: HostCache | None) -> None:
+    def __init__(
+        self, engine: Any, streams: Streams, gather_streams: list[Any], host: HostCache | None,
+        node_shards: NodeShards | None,
+    ) -> None:  # fmt: skip
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
-        self.streams, self.gather_streams, self.host, self._device = streams, gather_streams, host, engine.device
+        self.streams, self.gather_streams, self._device = streams, gather_streams, engine.device
+        self.host, self.node_shards = host, node_shards
         self.status = rank_status()
         self.begun: list[BegunCollectives] = []
         self.count, self.unsharded = GatherCount(), UnshardedBytes()
@@ -84,7 +219,7 @@ class Issuing:
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
     def name(self, param_id: int) -> str:
-        return gathers.name_of(self.names, param_id)
+        return name_of(self.names, param_id)
 
 
 class ParameterGather(InFlight):
@@ -94,11 +229,12 @@ class ParameterGather(InFlight):
 
     Args:
         activity: what a rank does that waits.
-        wait: waits for the message, on the stream that gathers.
+        wait: waits for the message.
         land: gives the parameters their values, on the stream that waits first.
         keeps: the host may keep copies of them, once they are there.
 
     Attributes:
+        event: after which the values are there; ``None`` before, and on a device without streams.
         users: the streams that compute with the parameters.
     """
 
@@ -108,7 +244,7 @@ class ParameterGather(InFlight):
     ) -> None:  # fmt: skip
         super().__init__((), wait)
         self._gather_streams, self._status, self._host = issuing.streams, issuing.status, issuing.host
-        self.wait_on(self._gather_streams, group.stream)
+        self._stream, self.event = group.stream, None
         self._params, self._activity, self._land, self._keeps = params, activity, land, keeps
         self.users: list[Any] = []
         nbytes = 0
@@ -127,10 +263,12 @@ class ParameterGather(InFlight):
         """
         if self.is_done:
             if self.event is not None:
-                super().wait()
+                self._gather_streams.wait_for_unshard(self.event)
             return
         with self._status.activity(self._activity), zero3.as_it_is():
             super().wait()
+            if self._stream is not None:
+                self._gather_streams.caller_waits_for([self._stream])  # for what is copied there, and sent by nobody
             self._land()
             if self._stream is not None:
                 self.users.append(self._gather_streams.caller)
@@ -155,6 +293,11 @@ class ParameterGather(InFlight):
         if any(param._zerosync_record.watched for param in self._params):
             self.event = self._gather_streams.record_unshard(self._stream)
             self._gather_streams.wait_for_unshard(self.event)  # whoever writes to the values waits for their copy (U2)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the host sees that it was waited for and is complete, so that no further stream need wait."""
+        return self.is_done and (self.event is None or bool(self.event.query()))
 
     def join(self) -> None:
         """The current stream is one of those that use the parameters, which are there (U2, L2)."""

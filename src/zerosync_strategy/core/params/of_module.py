@@ -13,11 +13,10 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
+from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import gather_groups
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.host_cache import HostCache
 from zerosync_strategy.core.params.intercepted import class_at_rest
-from zerosync_strategy.core.params.node_shards import NodeShards
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
 from zerosync_strategy.core.params.units import Units
@@ -53,7 +52,7 @@ class ModuleParameters:
                 group.nodes.connect(engine.device)
         self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
         budget, automatic = config.parameters.device, config.parameters.automatic
-        plan = HoldPlan(self.scheduler, budget, automatic, host, node_shards, is_constant)
+        plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
@@ -133,7 +132,7 @@ class ModuleParameters:
             record.writes += record not in unchanged
         self.times_written += 1
         self.scheduler.shards_written()
-        self.values.stepped()
+        self.values.written(by_step)
 
 
 def _require_ungathered(engine: Any) -> None:

@@ -1,9 +1,7 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-DeepSpeed gathers the parameters of a module, and those it prefetches, by process group in the order in which a Python
-set yields them: another one on each rank, which on NCCL can be a deadlock. Here the parameters of one such turn are
-gathered in the order of (ranks of the process group, id), each group by itself (U1; ``docs/rules.md`` has the proof).
-A parameter that is read where no hook gathers it (E1) is a turn of its own.
+The parameters of one turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
+``docs/rules.md`` has the proof). A parameter that is read where no hook gathers it (E1) is a turn of its own.
 
 Whoever waits for a gather is ordered after that gather alone (U2), and its error says what each rank was gathering.
 """
@@ -25,13 +23,9 @@ from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Cause, Departure
-from zerosync_strategy.core.params import gathers
-from zerosync_strategy.core.params.copies import Copies
+from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.gathers import arrived
-from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.issuing import Issuing, ParameterGather
-from zerosync_strategy.core.params.node_shards import NodeShards
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived, listed
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
@@ -46,8 +40,7 @@ class GatherScheduler:
     Args:
         messages: how large those are in which parameters are gathered ahead.
         groups: by process group, in the order of gathers.
-        host: has parameters that need not be gathered again; ``None``: there are none.
-        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
+        host, node_shards: see :class:`Issuing`.
 
     Attributes:
         records: of the parameters of the engine's module.
@@ -70,7 +63,7 @@ class GatherScheduler:
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         self._gather_streams = [each for each in dict.fromkeys(of.stream for of in groups.values()) if each is not None]
-        self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host)
+        self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host, node_shards)
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
@@ -81,11 +74,11 @@ class GatherScheduler:
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
-        self._shards = AllShards(issuing, engine, node_shards)
+        self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
         self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
-        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing, host)]
-        self._nearer += [] if node_shards is None else [ShardsOfNode(issuing, node_shards)]
+        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing)]
+        self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
         """From here on, DeepSpeed gathers as it always did."""
@@ -182,10 +175,7 @@ class GatherScheduler:
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
-            if unit_of is None:
-                yield group.place, in_runs(of_group, limit, zero3.full_bytes)
-                continue
-            of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__)]
+            of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__ if unit_of else id)]
             pieces = [each for piece in of_units for each in in_runs(piece, self._messages.nbytes, zero3.full_bytes)]
             runs = in_runs(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
             yield group.place, [list(chain.from_iterable(run)) for run in runs]
@@ -282,6 +272,6 @@ class GatherScheduler:
         """Return how the gathers of this window are others than those of the last; ``None`` if they are not."""
         for digest in self._digests:
             if (found := digest.departure()) is not None:
-                now, then = (gathers.listed(self.issuing.names, ids) for ids in found)
+                now, then = (listed(self.issuing.names, ids) for ids in found)
                 return Departure(Cause.OTHER_MODULES, f"gathered {now} where it gathered {then} in the window before")
         return None

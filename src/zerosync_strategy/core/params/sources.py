@@ -15,11 +15,9 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import unshard
+from zerosync_strategy.core.params.copies import NodeShards, gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.gathers import GatherActivity
-from zerosync_strategy.core.params.host_cache import HostCache
-from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
-from zerosync_strategy.core.params.node_shards import NodeShards, gather_node_shards
+from zerosync_strategy.core.params.issuing import GatherActivity, Issuing, ParameterGather, tagged_all_gather
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with what a rank does that sends it
 
@@ -74,48 +72,43 @@ class Source(ABC):
 class HostCopies(Source):
     """Copies in full in this rank's host memory: nothing is sent. Readers take none of them."""
 
-    def __init__(self, issuing: Issuing, host: HostCache) -> None:
-        super().__init__(issuing)
-        self._host = host
-
     def _send(self, part: Part, reads: bool) -> _Sent:
-        params, group = () if reads else part.params, part.group
-        values = {param: full for param in params if (full := self._host.get(param)) is not None}
+        host, group = self._issuing.host, part.group
+        if reads or host is None:
+            return
+        values = {param: full for param in part.params if (full := host.get(param)) is not None}
         for members in _by_dtype(values, zero3.shard_dtype):
             with self._issuing.on(group), phase("load", members[0]._zerosync_record.name):
                 arrival = gathering.from_host({param: values[param] for param in members})
             yield arrival, self._issuing.activity(group, members)
-        self._host.count_loaded(values)
+        host.count_loaded(values)
 
 
 class ShardsOfNode(Source):
     """Shards of which the ranks of this node have all: nothing is sent between nodes."""
 
-    def __init__(self, issuing: Issuing, node_shards: NodeShards) -> None:
-        super().__init__(issuing)
-        self._node_shards = node_shards
-
     def _send(self, part: Part, reads: bool) -> _Sent:
-        group, nodes = part.group, part.group.nodes
-        found = {param: shard for param in part.params if (shard := self._node_shards.get(param)) is not None}
+        group, kept = part.group, self._issuing.node_shards
+        if group.nodes is None or kept is None:
+            return
+        found = {param: shard for param in part.params if (shard := kept.get(param)) is not None}
         shards = {param: each for param, each in found.items() if not reads or each.dtype is zero3.shard_dtype(param)}
-        if nodes is None or not shards:
+        if not shards:
             return
         with self._issuing.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(shards, zero3.gather_dtype):
                 activity = self._issuing.activity(group, members, part.activity.reader)
                 of_dtype = {param: shards[param] for param in members}
                 with self._issuing.on(group, reads):
-                    arrival = gather_node_shards(nodes, of_dtype, tag, activity)
+                    arrival = gather_node_shards(group.nodes, of_dtype, tag, activity)
                 yield arrival, activity
 
 
 class AllShards(Source):
     """Everybody's shards, which have everything. Node shards keep some of what comes, where there are any."""
 
-    def __init__(self, issuing: Issuing, engine: Any, node_shards: NodeShards | None) -> None:
+    def __init__(self, issuing: Issuing, engine: Any) -> None:
         super().__init__(issuing)
-        self._node_shards = node_shards
         self._all_gather = gathering.flat_all_gather()
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
@@ -144,10 +137,14 @@ class AllShards(Source):
             for message, activity in part.messages or ():
                 with issuing.on(group, reads):
                     arrival = message.send(all_gather)
-                if self._node_shards is not None and not reads:
-                    arrival = arrival._replace(wait=partial(self._node_shards.keep, arrival))
+                if issuing.node_shards is not None and not reads:
+                    arrival = arrival._replace(wait=partial(self._keep, issuing.node_shards, group, arrival))
                 yield arrival, activity
         issuing.issued(group, part.activity)
+
+    def _keep(self, node_shards: NodeShards, group: GatherGroup, arrival: gathering.Arrival) -> None:
+        with self._issuing.on(group):  # which reads them
+            node_shards.keep(arrival)
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         if part.messages is not None:
@@ -157,7 +154,7 @@ class AllShards(Source):
         with issuing.gathering(group, part.params):
             with issuing.on(group):
                 arrive = gathering.by_deepspeed(part.params)
-            gather = ParameterGather(issuing, group, part.params, part.activity, _nothing, arrive, keeps=False)
+            gather = ParameterGather(issuing, group, part.params, part.activity, lambda: None, arrive, keeps=False)
             issued.append(gather)
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
@@ -176,10 +173,6 @@ class AllShards(Source):
             for param, full in self.values(part).items():
                 param._zerosync_record.unshard()
                 param._zerosync_record.arrive(full)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _by_dtype(params: Iterable[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:

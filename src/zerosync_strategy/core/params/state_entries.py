@@ -56,8 +56,9 @@ class StateEntry(torch.Tensor):
         entry, *others = args
         if func in OF_THE_BYTES:
             entry.zerosync_shows_bytes = True
-            if func is torch.Tensor.data_ptr and zero3.is_empty(entry):
-                _warn_once()
+            with zero3.as_it_is():
+                if func is torch.Tensor.data_ptr and entry.numel() == 0:
+                    _warn_once()
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and entry.zerosync_shows_bytes):
             with zero3.as_it_is():
                 return func(*args, **kwargs)

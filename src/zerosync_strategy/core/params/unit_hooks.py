@@ -18,7 +18,7 @@ So nothing is put into the graph. A backward that makes a graph (``create_graph`
 another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
 of torch.func runs in. A unit that is held until the step waits for its runs, once (``cache.py``).
 
-What is gathered ahead is what has followed before (``passes.py``), so on all ranks the same.
+What is gathered ahead is what has followed before (``unit_order.py``), so on all ranks the same.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.params.cache import ParameterCache
-from zerosync_strategy.core.params.gathers import arrived
-from zerosync_strategy.core.params.passes import INFINITE, Passes
+from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_order import END
+from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes
 from zerosync_strategy.core.params.units import Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -120,6 +119,8 @@ class UnitHooks:
         if unit.held is not None or self._cache.infers:
             self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
+            if len(self._calls) == 1 and not in_backward() and self._forwards.begins_again(unit):
+                self._over(self._forwards)
             self._fetch(unit)
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
@@ -252,7 +253,7 @@ class UnitHooks:
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
             nearest = nearest or following
-            if zero3.any_released(following.params):
+            if zero3.released(following.params):
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return

@@ -14,7 +14,7 @@ no unit is gathered by module. PyTorch's FSDP wraps models in the same way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -114,7 +114,7 @@ class Units:
 
     Attributes:
         every: all of them, outer ones first.
-        wholes: the modules of those that are wholes; ``counts``: how many, by the name of their class.
+        counts: how many are wholes, by the name of their class.
         most_bytes: of the largest of those.
     """
 
@@ -130,9 +130,8 @@ class Units:
         limit, small = config.max_live_parameters // 2, config.prefetch_bucket_size
         chosen = list(_units(module, whole, limit, small, set()))
         found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
-        self.wholes = found
         self.counts = Counter(type(unit).__name__ for unit in found)
-        self.most_bytes = max(map(_nbytes, found), default=0)
+        self.most_bytes = max((_sum(zero3.full_bytes, each) for each in found), default=0)
         self.every = list(_every(module, set(map(id, found))))
 
 
@@ -160,10 +159,10 @@ def _units(
     if gathering.is_leaf(module):
         return
     is_meant = type(module).__name__ in classes if classes else id(module) in alike
-    if is_meant and not classes and _numel(module) > small and _has_alike(module):
+    if is_meant and not classes and _sum(zero3.full_numel, module) > small and _has_alike(module):
         is_meant = False
     if is_meant and _is_whole(module):
-        if _numel(module) <= limit:
+        if _sum(zero3.full_numel, module) <= limit:
             yield module
             return
         classes, alike = (), set(map(id, module.children()))
@@ -194,9 +193,5 @@ def _is_whole(module: nn.Module) -> bool:
     return len(owners) > 1
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(map(zero3.full_numel, filter(zero3.is_sharded, module.parameters())))
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(map(zero3.full_bytes, filter(zero3.is_sharded, module.parameters())))
+def _sum(of: Callable[[Any], int], module: nn.Module) -> int:
+    return sum(map(of, filter(zero3.is_sharded, module.parameters())))

@@ -1,7 +1,6 @@
 """ZeRO-3: the values of a parameter for whoever reads or writes it while it is at rest (N1).
 
-A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. Gathers are
-collective: a program reads and writes alike on all ranks, as in plain data parallelism.
+What comes here is in ``intercepted.py``.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ class ParameterValues:
         self._records = []
 
     def begin_step(self, params: Iterable[Any]) -> None:
-        """The shards of ``params`` have the values of what is gathered of them, until :meth:`stepped`."""
+        """The shards of ``params`` have the values of what is gathered of them, until :meth:`written`."""
         self._in_shards = frozenset(map(record_of, params))
 
-    def stepped(self) -> None:
+    def written(self, by_step: bool) -> None:
         """An optimizer step or a checkpoint has written the shards."""
-        self._steps += 1
+        self._steps += by_step
         self._in_shards = frozenset()
-        if self._steps == WATCHED_STEPS:
+        if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
             if self.scheduler.copies:
                 self._tell_ranks()
@@ -198,18 +197,15 @@ class ParameterValues:
         placeholders, trains = record_of(param).placeholders, param.requires_grad
         if trains not in placeholders:
             blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
-            placeholder = self._differentiable(param, blank) if param.requires_grad else blank
+            placeholder: torch.Tensor = blank
+            if trains:  # autograd makes the parameter's node, which takes gradients of the shape that it sees
+                with zero3.as_it_is(), zero3.in_full_shapes((param,)), torch.enable_grad():
+                    placeholder = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+                placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # once it has its gradients
             torch._dynamo.mark_static(placeholder)
             placeholders[trains] = placeholder
             _by_address[placeholder.data_ptr()] = (self, param)
         return placeholders[trains]
-
-    def _differentiable(self, param: Any, blank: torch.Tensor) -> torch.Tensor:
-        # Autograd makes the parameter's node, which takes gradients of the shape that it sees.
-        with zero3.in_full_shape(param), torch.enable_grad():
-            placeholder: torch.Tensor = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
-        placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # as soon as it has its gradients
-        return placeholder
 
     def expect_gradient(self, param: Any) -> None:
         """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""

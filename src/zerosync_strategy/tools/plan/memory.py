@@ -19,8 +19,8 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "bucke
 # Who allocates, by a part of the path of its file; the innermost that is in the table decides.
 _BY_FILE = (
     ("/zerosync_strategy/core/gradients/", "buckets"),
-    ("/zerosync_strategy/core/params/host_cache.py", "host"),
     ("/zerosync_strategy/core/params/", "gathered"),
+    ("/zerosync_strategy/core/comm/streams.py", "host"),
     ("/zerosync_strategy/core/comm/", "buckets"),
     ("/zerosync_strategy/core/optimizer/exchanged.py", "buckets"),
     ("/deepspeed/runtime/zero/partition", "gathered"),
