@@ -15,7 +15,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import unshard
-from zerosync_strategy.core.params.copies import NodeShards, gather_node_shards
+from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import GatherActivity, Issuing, ParameterGather, tagged_all_gather
 
@@ -138,13 +138,9 @@ class AllShards(Source):
                 with issuing.on(group, reads):
                     arrival = message.send(all_gather)
                 if issuing.node_shards is not None and not reads:
-                    arrival = arrival._replace(wait=partial(self._keep, issuing.node_shards, group, arrival))
+                    arrival = arrival._replace(wait=partial(issuing.node_shards.keep, arrival))
                 yield arrival, activity
         issuing.issued(group, part.activity)
-
-    def _keep(self, node_shards: NodeShards, group: GatherGroup, arrival: gathering.Arrival) -> None:
-        with self._issuing.on(group):  # which reads them
-            node_shards.keep(arrival)
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         if part.messages is not None:
