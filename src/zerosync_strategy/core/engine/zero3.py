@@ -24,11 +24,19 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    return getattr(param, "ds_id", 0)
+    try:  # here and below: asked for each parameter in each step, and a call of getattr() is one more
+        return param.ds_id
+    except AttributeError:
+        return 0
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
+
+
+def has_full_shape(param: Any) -> bool:
+    """Return whether a gathered ``param``, of ZeRO-3, has the shape with which it was built."""
+    return bool(param.shape == param.ds_shape)
 
 
 def full_numel(param: Any) -> int:
@@ -47,12 +55,18 @@ def full_bytes(param: Any) -> int:
 
 def process_group(param: Any) -> Any:
     """Return the process group whose ranks shard ``param``; ``None`` without ZeRO-3."""
-    return getattr(param, "ds_process_group", None)
+    try:
+        return param.ds_process_group
+    except AttributeError:
+        return None
 
 
 def is_persistent(param: Any) -> bool:
     """Return whether DeepSpeed keeps ``param`` gathered for good."""
-    return getattr(param, "ds_persist", False)
+    try:
+        return param.ds_persist
+    except AttributeError:
+        return False
 
 
 def is_gathered(param: Any) -> bool:
@@ -78,6 +92,13 @@ def all_gathered(params: Iterable[Any]) -> bool:
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor on its way."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
+
+
+def any_released(params: Iterable[Any]) -> bool:
+    for param in params:  # noqa: SIM110  # no calls
+        if param.ds_status._name_ == "NOT_AVAILABLE":
+            return True
+    return False
 
 
 def released(params: Iterable[Any]) -> list[Any]:

@@ -253,7 +253,7 @@ class UnitHooks:
             if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
                 break
             nearest = nearest or following
-            if zero3.released(following.params):
+            if zero3.any_released(following.params):
                 missing.append(following)
             elif not missing and numel + following.numel >= self._ahead_numel / 2:
                 return
