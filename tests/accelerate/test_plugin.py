@@ -301,3 +301,17 @@ def test_an_optimizer_is_prepared_once() -> None:
         accelerator.prepare(model, optimizer)
 
     refused_on_every_rank(job, "SGD has been given to an engine before")
+
+
+def test_what_a_block_leaves_to_zerosync_is_not_for_accelerate() -> None:
+    """`"auto"` is a value of the block's own; Accelerate fills in those of DeepSpeed."""
+
+    def run() -> None:
+        given = config(2, node_size="auto", step_on="auto", grad_memory_budget={"auto": "64GiB"})
+        run = start(2, hf_ds_config=given | {"train_micro_batch_size_per_gpu": 1})
+        run.accelerator.backward(loss_of(run.model, run.batch(0)))
+        run.optimizer.step()
+        plugin = run.accelerator.deepspeed_plugin
+        assert plugin.deepspeed_config["zerosync"]["node_size"] == "auto" and run.zerosync.report.reductions == 1
+
+    run_ranks(run)

@@ -1,3 +1,4 @@
+import inspect
 import math
 import re
 from typing import Any
@@ -12,6 +13,18 @@ def test_defaults_and_merging() -> None:
     assert ZeroSyncConfig.resolve() == ZeroSyncConfig(coalesce=True, param_memory_budget=0, reduction="native")
     assert ZeroSyncConfig.resolve({"coalesce": False}) == ZeroSyncConfig(coalesce=False)
     assert ZeroSyncConfig.resolve({"coalesce": False}, {"coalesce": False}) == ZeroSyncConfig(coalesce=False)
+
+
+def test_a_block_beside_a_config_says_the_same_or_is_an_error() -> None:
+    config = ZeroSyncConfig(grad_memory_budget=2**30, unit_modules=("Linear",))
+    config.check_block({"grad_memory_budget": "1GiB", "unit_modules": ["Linear"], "coalesce": True})
+    with pytest.raises(ValueError, match="'coalesce' is False in the 'zerosync' block and True in config="):
+        config.check_block({"coalesce": False})
+
+
+def test_programs_find_the_options_in_the_signature() -> None:
+    names = set(inspect.signature(ZeroSyncConfig).parameters)
+    assert names == ZeroSyncConfig.option_names()
 
 
 @pytest.mark.parametrize("value", [1, 0, "True", None])

@@ -18,6 +18,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.params import unit_order
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
@@ -270,6 +271,33 @@ def test_parts_that_are_called_themselves(monkeypatch: pytest.MonkeyPatch) -> No
             assert is_ahead
 
     run_ranks(run)
+
+
+def test_an_exception_as_values_arrive_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may catch it, as when memory runs out, and go on."""
+
+    def run() -> float:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | LEAVES)
+        oracle = Oracle(plain := Net(), sgd(plain))
+        attach(engine)
+        stock = gathering.rows_of
+
+        def without_memory(*args: Any) -> Any:
+            monkeypatch.setattr(gathering, "rows_of", stock)
+            raise torch.OutOfMemoryError("at once")
+
+        for k in range(4):
+            if k == 2:
+                monkeypatch.setattr(gathering, "rows_of", without_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine(words(k, rank()), (0, 1, 2, 3), False)
+            engine.backward(engine(words(k, rank()), (0, 1, 2, 3), False))
+            engine.step()
+            oracle.backward(lambda of_rank, k=k: plain(words(k, of_rank), (0, 1, 2, 3), False))
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
 
 
 def test_forwards_without_gradients_gather_what_is_not_there() -> None:

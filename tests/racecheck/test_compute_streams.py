@@ -82,6 +82,11 @@ def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
     assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
 
 
+def test_node_shards_are_filled_before_another_stream_reads_them() -> None:
+    ours = {"param_memory_budget": {"device": 0, "node": "all"}, "node_size": 2}
+    assert run_ranks(lambda: findings(3, {"stage3_max_reuse_distance": 0}, ours), world_size=4) == [[]] * 4
+
+
 def test_memory_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """L2, switched off."""
     monkeypatch.setattr(Streams, "share_unshard", lambda self, *args: None)

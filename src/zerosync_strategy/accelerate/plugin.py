@@ -154,8 +154,13 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
             before = filled.get("train_micro_batch_size_per_gpu", "auto")
             config["train_micro_batch_size_per_gpu"] = 1 if before == "auto" else before
-        with _taken_as_it_is(config, prepared):
-            yield
+        block = config.pop(BLOCK, None)  # in which Accelerate would look for what it may fill in, too
+        try:
+            with _taken_as_it_is(config, prepared):
+                yield
+        finally:
+            if block is not None:
+                config[BLOCK] = block
         self._filled = self._filled | {name: config.get(name) for name in left_open}
 
 

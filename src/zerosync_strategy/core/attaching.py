@@ -65,11 +65,11 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             options are not alike.
         ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
     """
-    if isinstance(engine, EngineOverrides) and engine._zerosync.may_be_replaced:
-        engine._zerosync.detach()
-    elif isinstance(engine, EngineOverrides):
+    replaces = isinstance(engine, EngineOverrides)
+    if replaces and not engine._zerosync.may_be_replaced:
         raise ValueError("attach() found this engine attached already. Use its handle, or detach() first.")
-    require_supported(engine)
+    if not replaces:
+        require_supported(engine)
     block = zero.user_config(engine).get(BLOCK)
     if config is None:
         config = ZeroSyncConfig.resolve(block, options)
@@ -81,7 +81,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
             " attach(engine, coalesce=False)."
         )
     else:
-        config = config.resolve(block, {name: getattr(config, name) for name in config.option_names()})
+        config.check_block(block)
+    if replaces:
+        engine._zerosync.detach()
     optimizer = zero.stepping_optimizer(engine)
     kind = kind_of(optimizer, config.elementwise_optimizer)
     if problem := kind.problem or _parameters_problem(engine):

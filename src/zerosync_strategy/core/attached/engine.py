@@ -227,6 +227,7 @@ class AttachedEngine:
             with self.activity(Doing.REDUCTION):
                 parameters.before_reduction()
                 window.begin_step()
+            self.guards.window_closed()
             self.meter.step_begins()
             parameters.before_update()
             try:

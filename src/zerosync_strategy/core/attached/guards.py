@@ -59,18 +59,22 @@ class Guards:
             self.refuse_param_group()
 
     def check_every_gradient(self) -> None:
-        """Before a step, which ends the window: a ``RuntimeError`` where a trainable parameter has had no gradient."""
+        """Before a step: a ``RuntimeError`` where a trainable parameter has had no gradient since the last one."""
         if not self.needs_every_gradient:
             return
         missing = {each.param for each in self._gradients if each.param.requires_grad and not each.came}
-        for gradient in self._gradients:
-            gradient.came = False
         if names := [repr(name) for param, name in self._names.items() if param in missing]:
             raise RuntimeError(
                 f"step() found no gradient of {zero.listed(names)} since the last step, and the configuration"
                 " has 'zero_optimization.ignore_unused_parameters' = false. Use every trainable parameter in the loss,"
                 " freeze those that are not used, or leave the option out: they are then stepped with gradient zero."
             )
+
+    def window_closed(self) -> None:
+        """A step uses the gradients."""
+        if self.needs_every_gradient:
+            for gradient in self._gradients:
+                gradient.came = False
 
     def refuse_param_group(self) -> None:
         raise ValueError(

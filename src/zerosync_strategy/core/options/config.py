@@ -90,10 +90,6 @@ class ZeroSyncConfig:
     elementwise_optimizer: bool | str = False
     step_cost: StepCost | str | None = None
 
-    def __new__(cls, *_: Any, **options: Any) -> ZeroSyncConfig:
-        refuse_removed(options)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums"):
             if not isinstance(value := getattr(self, name), bool):
@@ -176,6 +172,23 @@ class ZeroSyncConfig:
         """Bytes that a rank may use, for the budgets that set themselves; ``None``: what is free on the device."""
         return self.gradients.limit if self.parameters.limit is None else self.parameters.limit
 
+    def check_block(self, block: Any) -> None:
+        """Raise a ``ValueError`` where the ``"zerosync"`` block of a DeepSpeed configuration says otherwise."""
+        said = self.resolve(block)
+        for name in block or ():
+            if said._read(name) != self._read(name):
+                raise ValueError(
+                    f"ZeroSync option {name!r} is {getattr(said, name)!r} in the {BLOCK!r} block and"
+                    f" {getattr(self, name)!r} in config=, which has all options. Give it in one place, or single"
+                    " options instead of config=."
+                )
+
+    def _read(self, name: str) -> Any:
+        """Return an option, of which there may be several spellings."""
+        value = {"grad_memory_budget": self.gradients, "param_memory_budget": self.parameters}.get(name)
+        value = getattr(self, name) if value is None else value
+        return tuple(value) if isinstance(value, list) else value
+
     @classmethod
     def option_names(cls) -> frozenset[str]:
         return frozenset(field.name for field in dataclasses.fields(cls))
@@ -206,6 +219,18 @@ class ZeroSyncConfig:
                     " argument. Give it in one place."
                 )
         return cls(**{**block, **keywords})
+
+
+_init = ZeroSyncConfig.__init__
+
+
+@functools.wraps(_init)  # else what reads signatures, as jsonargparse, would not see the options
+def _refusing(self: ZeroSyncConfig, *args: Any, **options: Any) -> None:
+    refuse_removed(options)
+    _init(self, *args, **options)
+
+
+ZeroSyncConfig.__init__ = _refusing  # type: ignore[method-assign]
 
 
 def suggest(name: object, known: frozenset[str]) -> str:

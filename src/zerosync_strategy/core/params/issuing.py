@@ -269,7 +269,13 @@ class ParameterGather(InFlight):
             super().wait()
             if self._stream is not None:
                 self._gather_streams.caller_waits_for([self._stream])  # for what is copied there, and sent by nobody
-            self._land()
+            try:
+                self._land()
+            except BaseException:  # as without memory: who waits next lets it land
+                self.is_done = False
+                if self._stream is not None:
+                    self._gather_streams.record_landing(self._stream)
+                raise
             if self._stream is not None:
                 self.users.append(self._gather_streams.caller)
                 self.event = self._gather_streams.record_landing(self._stream)
