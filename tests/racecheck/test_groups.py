@@ -12,6 +12,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.params import gather_groups
+from zerosync_strategy.core.params.issuing import ParameterGather
 
 
 def train(simulation: Simulation, sharing: str | None, steps: int = 3, kind: type[Model] = Model, **zero: Any) -> Any:
@@ -44,29 +45,40 @@ def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
     assert findings(sharing, backend, **zero) == []
 
 
+def wait_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stream that has issued a gather wait for it, and not the one that uses it."""
+
+    def wait(self: ParameterGather) -> None:
+        with self._gather_streams.on_gather_stream(self._stream):
+            self._finish()
+
+    monkeypatch.setattr(ParameterGather, "_wait", wait)
+    monkeypatch.setattr(Streams, "caller_waits_for", lambda self, *args: None)
+
+
 @pytest.mark.extended
 def test_reads_of_what_is_prefetched_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     zero: dict[str, Any] = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 10**6}
     assert findings("per_group", kind=Reads, **zero) == []
-    monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, *args: None)
+    wait_elsewhere(monkeypatch)
     found = findings("per_group", kind=Reads, **zero)
     # A module of the model itself reads, and not a layer.
     assert any(text.startswith("race") and "values.py" in text for text in found), found
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("method", "place", "backend"),
-    [
-        ("wait_for_unshard", "split_with_sizes_copy", "nccl"),
-        ("gathers_wait_for_writes", "read by _foreach_copy_", "nccl"),
-        ("wait_for_unshard", "split_with_sizes_copy", None),
-    ],
-)
-def test_every_rule_is_needed(method: str, place: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streams, method, lambda self, *args: None)
+@pytest.mark.parametrize("backend", ["nccl", None])
+def test_who_uses_a_gather_waits_for_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_elsewhere(monkeypatch)
     found = findings("per_group", backend)
-    assert any(text.startswith("race") and place in text for text in found), found
+    assert any(text.startswith("race") and "split_with_sizes_copy" in text for text in found), found
+
+
+@pytest.mark.extended
+def test_gathers_wait_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "gathers_wait_for_writes", lambda self, *args: None)
+    found = findings("per_group")
+    assert any(text.startswith("race") and "read by _foreach_copy_" in text for text in found), found
 
 
 STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a circle for stock's gathers"))
