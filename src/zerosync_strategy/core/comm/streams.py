@@ -62,7 +62,7 @@ class Streams:
         return None if self._reduction is None else self._current()
 
     def caller_waits_for(self, streams: Iterable[Any]) -> None:
-        """Let the caller's stream wait for what ``streams``, each once a :attr:`caller`, have by now (S3)."""
+        """Let the caller's stream wait for what ``streams``, a caller's or of gathers, have by now (S3, U2)."""
         caller = self.caller
         for stream in streams:
             if stream is not None and stream != caller:
@@ -160,7 +160,7 @@ class Streams:
         return context
 
     def record_unshard(self, gather_stream: Any) -> Any:
-        """Return the event of a gather that was unpacked just now."""
+        """Return the event after what ``gather_stream`` has by now, as a copy of gathered values to the host."""
         return gather_stream.record_event()
 
     def record_landing(self, gather_stream: Any) -> Any:

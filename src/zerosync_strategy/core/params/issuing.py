@@ -268,7 +268,7 @@ class ParameterGather(InFlight):
         with self._status.activity(self._activity), zero3.as_it_is():
             super().wait()
             if self._stream is not None:
-                self._gather_streams.caller_waits_for([self._stream])  # for what is copied there, and sent by nobody
+                self._gather_streams.caller_waits_for([self._stream])  # what is copied there, and not sent (U2)
             try:
                 self._land()
             except BaseException:  # as without memory: who waits next lets it land

@@ -95,7 +95,7 @@ class ShardsOfNode(Source):
         shards = {param: each for param, each in found.items() if not reads or each.dtype is zero3.shard_dtype(param)}
         if not shards:
             return
-        if reads and group.stream is not None:  # after whoever has filled them, perhaps on another stream
+        if reads and group.stream is not None:  # on whatever stream they were filled (U2)
             self._issuing.streams.caller_waits_for([group.stream])
         with self._issuing.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(shards, zero3.gather_dtype):
