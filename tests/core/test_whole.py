@@ -24,6 +24,7 @@ from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.optimizers import Mixed, adafactor, mixed, muon, noted
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
+from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.owners import assign_owners
 from zerosync_strategy.core.failures.errors import CheckpointError
@@ -61,6 +62,31 @@ def train(
             for scheduler in schedulers:
                 scheduler.step()
     return distance(full_parameters(net), full_parameters(plain)), zerosync, oracle
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nccl_gets_all_matrices_of_a_bucket_in_one_launch(stage: int) -> None:
+    """What is reduced to several owners, and what they give; of 10 matrices in buckets of 4, of one rank or another."""
+
+    def run() -> Any:
+        start()
+        with strict() as communicator:
+            net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
+            engine = make_engine(net, muon(net), stage, {"reduce_bucket_size": 4 * 64})
+            zerosync = attach(engine, overlap_last=False)
+            counts = []
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, 8)).square().mean())
+                engine.step()
+                counts.append(Counter(communicator.count))
+            found = counts[1] - counts[0]
+            of_matrices = found["reduce"] + found["broadcast"]
+            others = found.total() - found["launches"] - of_matrices
+            return len(zerosync._attached.parts.reducer.buckets), of_matrices, found["launches"] - others
+
+    for buckets, of_matrices, launches in run_ranks(run):
+        ways = 2 if stage == 2 else 1  # to owners and from them; on stage 3 a gather has what these give
+        assert of_matrices > launches == ways * buckets > 1
 
 
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [

@@ -7,6 +7,8 @@ It takes the calls of torch.distributed before a backend sees them, and carries 
 - A call returns at once and does nothing: its outputs hold NaN (or the largest integer) until somebody has waited for
   its work, and its inputs must not have changed by then.
 - Point to point calls match by their order between the two ranks.
+- Calls of an open group (``_start_coalescing``) are launched where it ends, and have one work, of the group: who waits
+  for another, or puts two process groups into one, gets an error.
 - Torch's flight recorder has the calls as it has NCCL's, complete where all ranks have come to them.
 - The calls of a rank over all its groups are in an order. If the orders of all ranks together have a circle, a run with
   blocking communicators may stop in it: the end of :func:`strict` raises, and names the calls.
@@ -24,7 +26,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness.racecheck import recorder
+from tests.harness.racecheck import Simulation, recorder
 
 TIMEOUT = 100.0  # seconds that a wait takes before it says who is missing
 _POLL = 0.0005
@@ -79,6 +81,7 @@ class _Call:
     splits: tuple[list[int], list[int]] | None = None
     sent: list[torch.Tensor] = field(default_factory=list)
     done: bool = False
+    grouped: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.site}"
@@ -103,7 +106,8 @@ class StrictCommunicator(TorchDispatchMode):
         self._log: list[tuple[str, str]] = []  # of the calls in order: their keys, and what they are
         # Of the last calls: torch's entry, the key and the ranks. Not the call: it has tensors.
         self._recorded: deque[tuple[dict[str, Any], str, list[int]]] = deque(maxlen=1000)
-        self.count: dict[str, int] = defaultdict(int)  # calls by kind of collective
+        self._group: list[_Call] | None = None  # the calls of an open group
+        self.count: dict[str, int] = defaultdict(int)  # calls by kind of collective, and launches
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -130,9 +134,11 @@ class StrictCommunicator(TorchDispatchMode):
         call.key = f"{place}/{self._calls[place]}".replace("/", "_").replace(" ", "-")
         self._calls[place] += 1
         self._record(name, group, self._calls[place], call)
-        self._launch(call)
-        work = PythonCallbackWork(lambda timeout: self._complete(call))
-        boxed = Work.boxed(work)
+        if self._group is None:
+            self._launch([call])
+        else:
+            self._group.append(call)
+        boxed = Work.boxed(PythonCallbackWork(lambda timeout: self._complete(call)))
         if name == "monitored_barrier_":
             return self._complete(call) and None
         returns = len(func._schema.returns)
@@ -163,7 +169,32 @@ class StrictCommunicator(TorchDispatchMode):
         """Return the number of the last call in its group."""
         return self._recorded[-1][0]["collective_seq_id"] if self._recorded else 0
 
-    def _launch(self, call: _Call) -> None:
+    def begin_group(self) -> None:
+        """Calls are those of one group until :meth:`end_group`."""
+        self._group = []
+        if (simulation := _simulation()) is not None:
+            simulation.begin_group()
+
+    def end_group(self, group: Any) -> Any:
+        """Launch the calls of the group, and return their work."""
+        calls, self._group = self._group, None
+        assert calls is not None
+        if strangers := [call for call in calls if call.ranks != dist.get_process_group_ranks(group)]:
+            raise StrictError(f"{strangers[0]} is in a group of calls over other ranks.")
+        simulation = _simulation()
+        with nullcontext() if simulation is None else simulation.silent():
+            self._launch(calls)
+        for call in calls:
+            call.grouped = True
+        work = PythonCallbackWork(lambda timeout: all([self._complete(call, True) for call in calls]))
+        return work if simulation is None else simulation.end_group(group, work)
+
+    def _launch(self, calls: list[_Call]) -> None:
+        self.count["launches"] += 1
+        for call in calls:
+            self._send(call)
+
+    def _send(self, call: _Call) -> None:
         self._log.append((call.key, str(call)))
         call.sent = [tensor.detach().clone() for tensor in call.inputs]
         values = [(tensor.dtype, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in call.sent]
@@ -177,7 +208,9 @@ class StrictCommunicator(TorchDispatchMode):
             for tensor, values in zip(call.inputs, call.sent, strict=True):
                 tensor.data.copy_(values)
 
-    def _complete(self, call: _Call) -> bool:
+    def _complete(self, call: _Call, as_group: bool = False) -> bool:
+        if (call.grouped or self._group is not None) and not as_group:
+            raise StrictError(f"{call} is one of a group, which has a work of its own: wait for that.")
         if call.done:
             return True
         call.done = True
@@ -234,6 +267,11 @@ class StrictCommunicator(TorchDispatchMode):
                 "Ranks call collectives of several process groups in different orders, and may wait for one another"
                 " in a circle: " + ", then ".join(f"{calls[key]} ({key})" for key in circle)
             )
+
+
+def _simulation() -> Simulation | None:
+    simulation = recorder.running()
+    return simulation if isinstance(simulation, Simulation) else None
 
 
 def _circle(logs: list[list[tuple[str, str]]]) -> list[str]:
@@ -500,6 +538,7 @@ def _site() -> str:
     return " < ".join(places)
 
 
+_running: StrictCommunicator | None = None
 _numbers = itertools.count()  # of the communicators of this rank, as of all others
 
 
@@ -507,9 +546,15 @@ _numbers = itertools.count()  # of the communicators of this rank, as of all oth
 def strict() -> Iterator[StrictCommunicator]:
     """Let all process groups of this rank have NCCL's rules, and be called ``nccl``. All ranks enter and leave it.
 
+    Inside of another, as on the simulated device, it is that one.
+
     Raises:
         StrictError: see the top of this file.
     """
+    global _running
+    if _running is not None:
+        yield _running
+        return
     store = dist.distributed_c10d._get_default_store()
     number = next(_numbers)
     if dist.get_rank() == 0:
@@ -522,6 +567,8 @@ def strict() -> Iterator[StrictCommunicator]:
         (torch._C._distributed_c10d, "_dump_nccl_trace"): communicator.trace,
         (torch._C._distributed_c10d, "_dump_fr_trace"): lambda: pickle.dumps({}),
         (torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"): communicator.last_number,
+        (dist.ProcessGroup, "_start_coalescing"): lambda group, device: communicator.begin_group(),
+        (dist.ProcessGroup, "_end_coalescing"): lambda group, device: communicator.end_group(group),
     }
     start = recorder.Recorder.start
 
@@ -537,5 +584,9 @@ def strict() -> Iterator[StrictCommunicator]:
         stack.enter_context(mock.patch.object(recorder.Recorder, "start", start_above))
         recorder.put_below(communicator)
         stack.callback(recorder.take_out, communicator)
-        yield communicator
+        _running = communicator
+        try:
+            yield communicator
+        finally:
+            _running = None
         communicator.check_order()

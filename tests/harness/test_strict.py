@@ -91,6 +91,22 @@ def test_results_are_there_when_somebody_has_waited() -> None:
         assert found == (([number] * 4, True, True), [[0.0] * 4, [1.0] * 4], [2.0] * 4)
 
 
+def test_a_group_of_calls_is_one_launch() -> None:
+    def run() -> Any:
+        start()
+        with strict() as communicator:
+            tensors, group = [torch.full((2,), rank() + 1.0) for _ in range(2)], dist.group.WORLD
+            group._start_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+            for root, tensor in enumerate(tensors):
+                dist.reduce(tensor, root, async_op=True)
+            work = group._end_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+            there = not tensors[rank()].isnan().any()
+            work.wait()
+            return there, tensors[rank()].tolist(), communicator.count["reduce"], communicator.count["launches"]
+
+    assert run_ranks(run) == [(False, [3.0, 3.0], 2, 1)] * 2
+
+
 def swapped(number: int) -> None:
     calls = [dist.all_reduce, lambda tensor, **kwargs: dist.broadcast(tensor, 0, **kwargs)]
     works = [call(torch.ones(4), async_op=True) for call in (calls[::-1] if number else calls)]
@@ -119,6 +135,14 @@ def with_a_tag(number: int) -> None:
     work.wait()
 
 
+def waited_for_alone(number: int) -> None:
+    group = dist.group.WORLD
+    group._start_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+    work = dist.reduce(torch.ones(4), 0, async_op=True)
+    group._end_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+    work.wait()
+
+
 def changed(number: int) -> None:
     given = torch.ones(4)
     work = dist.all_gather_into_tensor(torch.empty(8), given, async_op=True)
@@ -135,6 +159,7 @@ def changed(number: int) -> None:
         (from_another_root, ("from 0", "from 1")),
         (of_other_parts, ("elements", "expects 2")),
         (with_a_tag, ("tag 7",)),
+        (waited_for_alone, ("is one of a group", "reduce float32 x 4")),
         (changed, ("its input was changed",)),
     ],
 )

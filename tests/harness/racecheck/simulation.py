@@ -26,7 +26,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class Simulation(Device):
         self._group_streams: dict[str, Stream] = {}  # by name of the process group
         self._kept: list[torch.Tensor] = []  # by the work of the collective that is being called
         self._active_call: tuple[Stream, str] | None = None  # the outermost collective: its group's stream, its name
+        self._group: list[_Work] | None = None  # the works of an open group of collectives
 
     def _begin(self) -> None:
         from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -76,6 +77,8 @@ class Simulation(Device):
         for name in ("all_gather_function", "reduce_scatter_function"):  # DeepSpeed's backend keeps references to these
             if (function := getattr(comm.cdb, name, None)) is not None:
                 self.replace(comm.cdb, name, _simulated(function))
+        self.replace(dist.ProcessGroup, "_start_coalescing", lambda group, device: self.begin_group())
+        self.replace(dist.ProcessGroup, "_end_coalescing", lambda group, device: self.end_group(group))
         if self._backend is not None:
             backend = dist.Backend(self._backend)
             self.replace(dist, "get_backend", lambda group=None: backend)
@@ -113,7 +116,34 @@ class Simulation(Device):
         if work is None:
             self.current.wait(group.clock)
             return None
-        return work if isinstance(work, _Work) else _Work(self, work, Clock(group.clock), kept)
+        if not isinstance(work, _Work):
+            work = _Work(self, work, Clock(group.clock), kept)
+            if self._group is not None:
+                self._group.append(work)
+        return work
+
+    def begin_group(self) -> None:
+        """From here on, collectives are of one group."""
+        assert self._group is None
+        self._group = []
+
+    def end_group(self, group: Any, work: Any = None) -> Any:
+        """Return the work of all since :meth:`begin_group`; ``work``: theirs, where they cannot be waited for alone."""
+        assert self._group is not None
+        works, self._group = self._group, None
+        kept = [tensor for each in works for tensor in each.kept]
+        return _Work(self, work or _Works(works), Clock(self._group_stream(group).clock), kept)
+
+
+class _Works(NamedTuple):
+    """Several works as one."""
+
+    works: list[Any]
+
+    def wait(self, *args: Any) -> bool:
+        for work in self.works:
+            work.wait(*args)
+        return True
 
 
 def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +162,7 @@ class _Work:
 
     def __init__(self, device: Device, work: Any, clock: Clock, kept: list[torch.Tensor]) -> None:
         self._device = device
-        self._kept = kept  # alive until wait()
+        self.kept = kept  # alive until wait()
         self._work = work
         self._clock = clock
 
@@ -140,7 +170,7 @@ class _Work:
         with self._device.silent():
             result = self._work.wait(*args, **kwargs)
         self._device.current.wait(self._clock)
-        self._kept.clear()
+        self.kept.clear()
         return result
 
     def __getattr__(self, name: str) -> Any:

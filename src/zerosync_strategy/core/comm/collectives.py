@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -188,6 +188,27 @@ def note_launch(process_group: Any, device: torch.device, label: object) -> None
         backend = group._get_backend(device)
         if backend.name() != "fake":  # torch's, in the place of another
             launched(group.group_name, backend._get_sequence_number_for_group(), label)
+
+
+@contextmanager
+def grouped(process_group: Any, device: torch.device, label: object) -> Iterator[list[Any]]:
+    """Launch the collectives issued inside as one group on NCCL, which may then run them side by side.
+
+    The caller appends their works to the list that this yields, and waits for what is in it afterwards: on NCCL the one
+    work of the group, in their place.
+    """
+    works: list[Any] = []
+    if backend_for(process_group, device.type) != "nccl":
+        yield works
+        return
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    group._start_coalescing(device)
+    try:
+        yield works
+    finally:  # an open group would hold back all later collectives of this thread
+        work = group._end_coalescing(device)
+    works[:] = [work]
+    note_launch(process_group, device, label)
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:

@@ -1,10 +1,10 @@
 """Whole parameters have owners: who owns what, the reduction to owners, and the way back from them.
 
-An optimizer that computes with whole matrices needs each on one rank. Where nothing else is to be sent, the gradients
-of a parameter are reduced to its owner, and the owner broadcasts what it has stepped: as many bytes as to shard the
-parameter evenly, summed over the ranks. Off NCCL, where ranks send each other messages, one exchange reduces to all
-owners at a time, so that no link waits for another one; of several nodes, one within each of them, to the rank that has
-the owner's place there, and one between nodes (``nodes.py``).
+An optimizer that computes with whole matrices needs each on one rank, its owner. The gradient of a parameter is reduced
+to its owner alone, and the owner broadcasts the stepped parameter: summed over the ranks, as many bytes as to shard the
+parameter evenly. NCCL gets all reduces of a bucket in one launch, and all broadcasts. Off NCCL, where ranks exchange
+messages, one exchange reduces to all owners at a time, so that no link waits for another one; with several nodes, one
+exchange within each node, to the rank with the owner's place, and one between nodes (``nodes.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zerosync_strategy.core.comm.collectives import (
     Summing,
     digest,
     exchange,
+    grouped,
     is_alike,
     is_native,
     note_launch,
@@ -142,10 +143,10 @@ def reduce_to_owners(
         )
         note_launch(process_group, device, how.label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
-    works = []
-    for owner, row in rows.items():
-        works.append(comm.reduce(row, dist.get_global_rank(process_group, owner), group=process_group, async_op=True))
-        note_launch(process_group, device, how.label)
+    with grouped(process_group, device, how.label) as works:
+        for owner, row in rows.items():
+            root = dist.get_global_rank(process_group, owner)
+            works.append(comm.reduce(row, root, group=process_group, async_op=True))
     return InFlight(works, lambda: rows.get(number, own), alive=rows)
 
 
@@ -169,11 +170,10 @@ def give_from_owners(
         peers = [peer for peer in range(dist.get_world_size(process_group)) if peer != rank and (own or peer in of)]
         messages: list[Message] = [(peer, own, of.get(peer, [])) for peer in peers]
         return exchange(messages, process_group, tag, label, lambda: parts[0][1])
-    works = []
-    for owner, part in parts:
-        source = dist.get_global_rank(process_group, owner)
-        works.append(comm.broadcast(part, source, group=process_group, async_op=True))
-        note_launch(process_group, device, label)
+    with grouped(process_group, device, label) as works:
+        for owner, part in parts:
+            source = dist.get_global_rank(process_group, owner)
+            works.append(comm.broadcast(part, source, group=process_group, async_op=True))
     return InFlight(works, lambda: parts[0][1], alive=parts)
 
 

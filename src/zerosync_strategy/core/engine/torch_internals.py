@@ -43,7 +43,9 @@ TRAINING = (
     *rows("compiled autograd", "torch._C._dynamo.eval_frame", """
         _FrameAction _FrameExecStrategy +set_code_exec_strategy
     """),
-    *rows("communication", "torch.distributed.ProcessGroup", "_device_types _get_backend"),
+    *rows("communication", "torch.distributed.ProcessGroup", """
+        _device_types _get_backend _start_coalescing _end_coalescing
+    """),
     *rows("communication", f"{_BINDINGS}.Backend", "_get_sequence_number_for_group"),
     *rows("communication", f"{_BINDINGS}.Backend.Options", "_timeout"),
     *rows("communication", _C10D, "_get_default_timeout(backend) _get_default_group() _get_default_store() _world"),
