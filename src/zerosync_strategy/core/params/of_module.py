@@ -27,10 +27,8 @@ from zerosync_strategy.core.params.values import ParameterValues
 class ModuleParameters:
     """Gathers, holds and reads the parameters of a module. Made for the first engine of the module, with its options.
 
-    Attributes:
-        units: the units, each gathered as a whole, by ``hooks``.
-        unshard_on_read: ``None`` without ``eager_frames``.
-        times_written: how many steps and checkpoints have written the shards.
+    :attr:`hooks` gather each of :attr:`units` as a whole. :attr:`unshard_on_read` is ``None`` without ``eager_frames``;
+    :attr:`times_written` counts steps and checkpoints.
     """
 
     def __init__(
