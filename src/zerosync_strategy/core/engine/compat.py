@@ -1,8 +1,8 @@
 """Support for models that torch accepts and DeepSpeed 0.19.8 does not.
 
-- Parameters without dimensions, such as CLIP's ``logit_scale``. DeepSpeed broadcasts each as bytes, as which torch
-  cannot view a scalar. It fails when it starts, and when it leaves a context that has gathered one to change it, as to
-  save the model.
+- Parameters without dimensions, such as CLIP's ``logit_scale``. DeepSpeed broadcasts each as bytes, and torch
+  cannot view a scalar as bytes. It fails when it starts, and when a context ends that has gathered one to change it, as
+  to save the model.
 - Parameters in any memory layout. torch cannot view a tensor as bytes if its last dimension is strided, as in
   ``channels_last``, and flat buffers or shards lose the layout anyway. So they are made contiguous first.
 - Modules that return an object without attributes, such as a number. Under ZeRO-3, DeepSpeed looks for tensors in its
@@ -30,7 +30,7 @@ _TOO_LATE = "_zerosync_shared_too_late"  # it was given the empty memory of a sh
 
 
 def allow_any_model() -> None:
-    """Make engines that are built in this process accept such models."""
+    """Make engines that are built in this process accept these models."""
     contract.require(deepspeed_internals.ANY_MODEL)
     patches.wrap(patches.CONFIGURE_MODEL, _configure_model)
     patches.wrap(patches.BROADCAST_MODEL, _broadcast_model)
@@ -141,9 +141,7 @@ def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 def _has_memory(tensor: Any) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
-    return is_plain and (
-        tensor.numel() > 0 or hasattr(tensor, "ds_id")
-    )  # a released one is empty, but in its own storage
+    return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one is empty, in its own storage
 
 
 def _compare(tensor: Any, others: list[_View]) -> None:

@@ -118,6 +118,6 @@ def _threads_of(policy: int) -> set[int]:
 @functools.cache
 def _pause_at_exit() -> None:
     # A thread of gloo still drops the tensors of the last collectives, which takes Python's lock; if Python ends
-    # meanwhile, torch 2.13 aborts the process: 13 of 25 runs of 50 all-gathers, and none of 20 after such a pause.
+    # meanwhile, torch 2.13 aborts the process: 13 of 25 runs of 50 all-gathers, and none of 20 after this pause.
     atexit.register(time.sleep, 0.1)
     patches.install(patches.EXIT)

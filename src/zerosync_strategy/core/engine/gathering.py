@@ -36,8 +36,7 @@ def flat_all_gather() -> FlatAllGather:
 
 
 class Arrival(NamedTuple):
-    """Values of ``params`` that are being gathered into ``received``; its last dimension has ``columns`` for each
-    parameter.
+    """Values of ``params`` being gathered into ``received``; its last dimension has ``columns`` for each.
 
     Read row by row, the columns of a parameter are its values, flat and padded. Call ``wait`` once before reading them.
     """
@@ -140,9 +139,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
             handle.wait()
         for param in params:
             record, values = record_of(param), param.data
-            if (
-                returns and values.data_ptr() != param.ds_tensor.data_ptr()
-            ):  # in a group of one rank, the shard is the values
+            if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # equal in a group of one rank
                 rows_of([record], (), [-1])
                 assert record.full is not None
                 values = record.full.copy_(values)

@@ -122,7 +122,6 @@ class Record:
         )
 
     def unshard(self) -> None:
-        """Record that a gather is issued."""
         unshard((self,))
 
     def _allocate(self) -> torch.Tensor:
@@ -173,7 +172,6 @@ class Record:
         self.param.__class__ = self.own_class
 
     def settle(self) -> None:
-        """Give the parameter the class that fits its state and claims."""
         settle((self,))
 
     def use(self) -> None:
@@ -243,7 +241,6 @@ class Record:
 
 
 def unshard(records: Iterable[Record]) -> None:
-    """Record that gathers are issued."""
     _enter(records, Event.UNSHARD)
 
 
@@ -323,7 +320,7 @@ def returned(records: Iterable[Record]) -> None:
 
 
 def free(records: Collection[Record], returns: bool) -> None:
-    """Free the values of the parameters, which something has resharded.
+    """Free the values of parameters that have been resharded.
 
     With ``returns``, they will return to the same memory. Otherwise that memory is dropped, and stays only for other
     references to it.

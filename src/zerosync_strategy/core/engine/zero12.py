@@ -49,8 +49,7 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def leave_graphs(optimizer: Any) -> None:
-    """Detach the flat buffers from the graph in which DeepSpeed 0.18.7 to 0.18.9 makes them from the model's
-    parameters.
+    """Detach the flat buffers from the graph in which DeepSpeed 0.18.7 to 0.18.9 makes them.
 
     In that graph, torch refuses to gather into them. Their memory stays the same.
     """

@@ -154,10 +154,7 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 
 
 def answer_of_gathered(name: str, param: Any) -> Any:
-    """Return the attribute ``name`` of a gathered ``param``, for code that asks whether it is gathered.
-
-    Raise ``AttributeError`` for other names.
-    """
+    """Return the attribute ``name`` of a gathered ``param``, by which programs ask for its state; or raise."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -166,7 +163,7 @@ def answer_of_gathered(name: str, param: Any) -> Any:
 
 
 def shard_numel(param: Any) -> int:
-    """Return the number of elements of one rank's shard of ``param`` or of its gradient, padding included."""
+    """Return the size of one rank's shard of ``param`` or of its gradient, padding included."""
     return int(param.ds_tensor.ds_numel)
 
 
@@ -185,7 +182,7 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``full``, flat and padded with zeros; raise ``ValueError`` if the size differs."""
+    """Return this rank's shard of ``full``, flat and zero-padded. ``ValueError``: the size differs."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())

@@ -63,8 +63,7 @@ def give_gradients(optimizer: Any, by_group: list[list[torch.Tensor]]) -> None:
 
 
 def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
-    """Return the gradient shards of a sub-group as one tensor, which its step need not copy; ``None`` if not
-    contiguous.
+    """Return the gradient shards of a sub-group as one tensor, without a copy; ``None`` if they are not contiguous.
 
     DeepSpeed has made them, in this order, as parts of one buffer.
     """
@@ -111,7 +110,7 @@ def norm_of_shards(optimizer: Any) -> torch.Tensor:
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's shards of the parameters, flat, with their master weights, if both are in memory.
 
-    In fp32 the two may be one tensor; such pairs are left out.
+    In fp32, the two may be one tensor, which is left out.
     """
     pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     for shard, master in pairs:
@@ -228,8 +227,7 @@ def reassign_shards(optimizer: Any) -> None:
 
 
 def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
-    """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return a function that
-    undoes it.
+    """Free DeepSpeed's own reduction buffers, of ``reduce_bucket_size`` elements; return a function that undoes it.
 
     Their memory, by default 1 GB in bf16, is returned to the device; else the allocator would keep it for the whole
     run.

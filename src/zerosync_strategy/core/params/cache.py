@@ -88,10 +88,10 @@ class ParameterCache:
         self.plan.reset_counts()
 
     def set_budget(self, budget: int) -> tuple[int, int]:
-        """Hold what fits into ``budget`` bytes from the next window on; all parameters if they fit. Nothing was held
-        before.
+        """Hold what fits into ``budget`` bytes from the next window on, where nothing was held before.
 
-        Call it between two windows. Return the bytes held in full, and the bytes of node shards within the budget.
+        Call it between two windows. A model that fits is held in full. Return the bytes held in full, and the bytes of
+        node shards within the budget.
         """
         self.plan.set_budget(budget)
         if self.plan.budget != 0:
@@ -258,7 +258,6 @@ class ParameterCache:
         self._reshard(free, returns=True)
 
     def recover(self) -> None:
-        """After an exception, reshard all parameters without a claim."""
         self.reshard([record for record in self.plan.records if not record.hold])
 
     def _reshard(self, records: Iterable[Record], returns: bool = False) -> None:

@@ -8,7 +8,7 @@ it changes. A copy of a parameter that no optimizer trains is valid for the whol
   bus instead of the network. The idea is that of FCDP (arXiv 2602.06499). A copy is written and read on the stream on
   which its parameter is gathered, so neither waits for the other.
 - In *node shards* (``comm/nodes.py``): a rank keeps the shards of the ranks that have its local rank on each node, so
-  later gathers of the window send nothing between nodes. DeepSpeed's hpZ has such shards, too, but refills them in
+  later gathers of the window send nothing between nodes. DeepSpeed's hpZ has these shards, too, but refills them in
   every step by a gather from all ranks.
 """
 

@@ -137,8 +137,7 @@ def export(
     weights: FullWeights, directory: Path, max_shard_bytes: int, process_group: Any, module: Any,
     dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Write ``weights``, of ``module``, on the first rank of ``process_group``, all ranks of which take part.
-    Collective.
+    """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective over all its ranks.
 
     ``ValueError``: a file cannot hold a tensor of this dtype. ``CheckpointError``, on every rank: the first could not
     write.

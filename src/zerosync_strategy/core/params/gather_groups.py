@@ -49,10 +49,10 @@ class GatherDigest:
         self._unread: tuple[int, _Gathers] | None = None  # the digest and the log that were compared
 
     def add(self, ids: tuple[int, ...], digested: bytes) -> int:
-        """Add a gather of the parameters with these ids, also given as bytes; return a tag of 31 bits, the highest one
-        set.
+        """Add a gather of the parameters with these ids, also given as bytes; return a tag of 31 bits.
 
-        Ranks of the group get the same tag if their gathers since the last step, including this one, are the same.
+        Its highest bit is set. Ranks of the group get the same tag if all their gathers since the last step are the
+        same.
         """
         self._gathers.append(ids)
         self._digest = zlib.crc32(digested, self._digest)

@@ -206,8 +206,7 @@ class HoldPlan:
         self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def gathers_in(self, record: Record) -> tuple[int, int]:
-        """Return how often the window before the last step had to gather a parameter: from any rank, and from other
-        nodes.
+        """Return how often the window of the last step had to gather a parameter, from any rank and from other nodes.
 
         It is derived from what modules asked for.
         """

@@ -41,7 +41,6 @@ class UnshardedBytes:
 
     @property
     def now(self) -> int:
-        """Bytes that are unsharded or in flight."""
         while self._freed:
             self._now -= self._freed.popleft()
         return self._now
@@ -145,7 +144,6 @@ class GatherCount:
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
-        """Count what is sent meanwhile in ``section``, and not for a step."""
         with ExitStack() as stack:
             for counter in self.counters:
                 stack.enter_context(counter.apart(section))

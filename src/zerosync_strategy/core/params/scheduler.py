@@ -1,11 +1,9 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
 A *turn* is the parameters that are needed together. They are gathered in the order of (ranks of the process group, id),
-each group separately (U1; ``docs/rules.md`` has the proof). A parameter that is read where no hook gathers it (E1) is a
-turn of its own.
+each group separately (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a turn of its own.
 
-A stream that waits for a gather waits for no other (U2). If the gather fails, the error says what each rank was
-gathering.
+A stream that waits for a gather waits for no other (U2). An error of the wait says what each rank was gathering.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ class GatherScheduler:
         self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
-        """Leave the gathers to DeepSpeed."""
         for record in self.records:
             del record.param._zerosync_record
 
@@ -115,10 +112,9 @@ class GatherScheduler:
             reach(behind)
 
     def values_in_shards(self, param: Any) -> None:
-        """Record that the caller's stream has written the values of a gathered ``param``, changed or not, to its
-        shards.
+        """Record that the caller's stream has written a gathered ``param`` to its shards, with changes or without.
 
-        Copies of ``param`` are then renewed, because ranks do not tell each other that they are invalid.
+        Copies of it are then renewed, because ranks do not tell each other that they are invalid.
         """
         self.shards_written()
         for copies in self.copies:
@@ -133,8 +129,7 @@ class GatherScheduler:
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
-        """All-gather the sharded parameters among ``params``, in the order of U1. The first wait for a gather sets the
-        values.
+        """All-gather the sharded parameters among ``params``, in the order of U1. The first wait sets their values.
 
         Call it in ``zero3.as_it_is()``, and outside of the program's dispatch modes.
         """
@@ -172,8 +167,7 @@ class GatherScheduler:
     def runs(
         self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
     ) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield, by process group, its place in the order of gathers and its part of ``params`` in runs, one gather
-        each.
+        """Yield the place of each process group in the order of gathers, and ``params`` in runs for one gather each.
 
         With ``unit_of``, the parameters of a unit are in one run, unless messages are smaller.
         """
@@ -219,7 +213,7 @@ class GatherScheduler:
                     self._shards.gather_for_context(self._turn(run)[0])
 
     def shard(self, param: Any) -> torch.Tensor | None:
-        """Return this rank's shard of ``param``, with its present values; ``None`` if it has no such shard."""
+        """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
         if not self.is_plain(param) or zero3.full_numel(param) == 0:
             return None
         self.arrive(param)

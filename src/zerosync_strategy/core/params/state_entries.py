@@ -78,7 +78,7 @@ class StateEntry(torch.Tensor):
         raise NotImplementedError
 
     def zerosync_shard(self) -> torch.Tensor | None:
-        """Return this rank's part of the values, flat; ``None`` if the values are not gathered from such parts."""
+        """Return this rank's part of the values, flat; ``None`` if they are not gathered from parts."""
         raise NotImplementedError
 
     def __copy__(self) -> StateEntry:

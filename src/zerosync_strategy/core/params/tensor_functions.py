@@ -33,9 +33,9 @@ def _functions_of(names: str) -> set[Any]:
 OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
 OF_THE_BYTES = _functions_of(_BYTES)
 """They show where the values lie."""
-# The same for a parameter with and without its values.
+# Questions about a parameter that need no values, and have the same answers with and without them.
 OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
-# ... and, where autograd has computed the tensor with the values, to be asked of the parameter.
+# ... and that go to the parameter if autograd has computed the tensor with its values.
 OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), SET_DATA}

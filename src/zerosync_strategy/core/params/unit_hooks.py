@@ -4,7 +4,7 @@
 when                           what happens to a unit
 =============================  =======================================================================================
 its forward begins             it is gathered, if it is sharded; the next units are gathered ahead
-its forward ends               it is resharded; not in a backward, which is about to run the recomputed call
+its forward ends               it is resharded, but not in a backward, which is about to reach the recomputed call
 a backward reaches a call      when the backward reaches one of its outputs, it is gathered, and the next ahead; units
                                whose calls began after this call had ended are resharded: the backward has left them
 the backward ends              the remaining units are resharded
@@ -100,7 +100,6 @@ class UnitHooks:
 
     @property
     def call(self) -> Call | None:
-        """The innermost running call."""
         return self._calls[-1] if self._calls else None
 
     # ---- forwards ------------------------------------------------------------------------------------------------
@@ -239,8 +238,7 @@ class UnitHooks:
         self._gather_ahead(unit, passes)
 
     def _gather_ahead(self, unit: Unit, passes: Passes) -> None:
-        """Gather the expected units ahead, within DeepSpeed's limits; not while at least half of the limit is unsharded
-        already.
+        """Gather expected units ahead, within DeepSpeed's limits, unless half of the limit is unsharded already.
 
         The next unit has a message of its own, so that it waits for nothing else; the others share one.
         """

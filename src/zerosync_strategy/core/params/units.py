@@ -8,7 +8,7 @@ units:
 
 - the classes that the option ``unit_modules`` names;
 - the classes that the model says not to split (``_no_split_modules``, which transformers, Accelerate and FSDP use);
-- the children of a ``ModuleList`` or ``Sequential`` that have one class. If they contain units of this kind themselves,
+- children of a ``ModuleList`` or ``Sequential`` with siblings of the same class. If they contain units of this kind,
   as two towers of blocks do, the inner ones are the units, unless the outer ones are small.
 
 Modules that the program has made DeepSpeed leaf modules are units, too. A unit that is too large is divided among its
@@ -76,7 +76,6 @@ class Unit:
             record.param.__class__ = record.own_class
 
     def begin(self) -> None:
-        """Record that one of its forwards begins."""
         self.runs += 1
         if self.runs == 1:
             self._mark(True)
@@ -84,7 +83,6 @@ class Unit:
             record.runs += 1
 
     def end(self) -> None:
-        """Record that one of its forwards has ended."""
         self.runs -= 1
         if not self.runs:
             self._mark(False)
@@ -96,7 +94,6 @@ class Unit:
             attributes[RUNS] = runs
 
     def unmark(self) -> None:
-        """Remove the marks from the modules."""
         for attributes in self._marks:
             attributes.pop(RUNS, None)
 
@@ -112,8 +109,7 @@ class Unit:
 
 
 class Units:
-    """The units of the module of ``engine``: whole modules, modules with parameters of their own, and the module
-    itself.
+    """The units of the module of ``engine``: whole modules, modules with own parameters, and the module itself.
 
     Raise ``ValueError`` if the module has none of the classes ``names``.
 

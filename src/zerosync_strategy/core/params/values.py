@@ -15,7 +15,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
-WATCHED_STEPS = 3  # all parameters are watched for module writes through .data until then
+WATCHED_STEPS = 3  # first steps, in which all parameters are watched for module writes through .data
 _by_address: dict[int, tuple[ParameterValues, Any]] = {}  # address of a placeholder's memory -> its parameter
 
 
@@ -61,7 +61,6 @@ class ParameterValues:
         self._in_shards = frozenset(map(record_of, params))
 
     def written(self, by_step: bool) -> None:
-        """Record that an optimizer step or a checkpoint has written the shards."""
         self._steps += by_step
         self._in_shards = frozenset()
         if by_step and self._steps == WATCHED_STEPS:
