@@ -1,1 +1,1 @@
-"""One attached engine: its parts, what ZeRO's stages do with parameters, and the overrides of DeepSpeed's methods."""
+"""One attached engine: its parts, what each stage does with parameters, and the overrides of DeepSpeed's methods."""

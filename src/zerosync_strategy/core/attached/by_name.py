@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer that needs whole parameters: its states are by name, and load on any number of ranks."""
+"""Checkpoints of an optimizer that needs whole parameters: states are by name, and load on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 
 class StatesByName:
-    """What a checkpoint has of one optimizer: master weights in DeepSpeed's layout, and states, each whole, by name.
+    """The checkpoint format of one optimizer: master weights in DeepSpeed's layout, and states by name, each whole.
 
-    :attr:`saved` is the checkpoint that is being loaded, where each rank reads it by names; else DeepSpeed does.
+    :attr:`saved`: the checkpoint being loaded, if each rank reads it by names; ``None`` if DeepSpeed reads it.
     """
 
     def __init__(self, engine: Any, stepper: WholeStepper, names: Mapping[Any, str], over_groups: bool) -> None:
@@ -37,7 +37,7 @@ class StatesByName:
 
     @staticmethod
     def check_options(engine: Any) -> None:
-        """Raise a ``ValueError`` where the configuration of ``engine`` is not for such an optimizer."""
+        """Raise ``ValueError`` if the configuration of ``engine`` does not fit an optimizer of whole parameters."""
         name = type(zero.stepping_optimizer(engine)).__name__
         if zero.offloads(engine.optimizer):
             raise ValueError(
@@ -54,13 +54,13 @@ class StatesByName:
 
     @property
     def other_ranks(self) -> str:
-        """What to do with a checkpoint that another number of ranks has saved; empty: load it."""
+        """The remedy for a checkpoint that another number of ranks has saved; empty: load it."""
         return "" if checkpoint_files.is_readable(self._engine) and not self._over_groups else AS_MANY
 
     def examine(self, directory: Path, tag: str) -> None:
-        """A verified checkpoint is about to be loaded, with the optimizer's states. Collective.
+        """Find how to load a verified checkpoint with the optimizer's states. Collective.
 
-        A ``CheckpointError`` on every rank: this optimizer cannot have it.
+        Raise ``CheckpointError`` on every rank if this optimizer cannot load it.
         """
         if self.other_ranks:
             return
@@ -76,7 +76,7 @@ class StatesByName:
             self.saved = together(what, lambda: ("", self._of_these_parameters(saved, own)), lambda: NOTHING_LOADED)
 
     def _of_these_parameters(self, saved: SavedShards, own: list[list[str]]) -> SavedShards:
-        """Return ``saved``, which had other owners; a ``DamageError`` where its parameters are not the optimizer's."""
+        """Return ``saved``, which had other owners; raise ``DamageError`` if its parameters are not the optimizer's."""
         groups = saved.groups()
         known = set(self._names.values())
         missing = [name for mine, theirs in zip(own, groups, strict=False) for name in mine if name not in theirs]
@@ -96,7 +96,7 @@ class StatesByName:
         return with_torch_state(state, self._stepper.by_name(torch_state_of(state), self._names))
 
     def load(self, of_ranks: Sequence[Any], optimizer_states: bool, stock: Callable[..., Any]) -> Any:
-        """Load what ranks have saved, ``of_ranks``, of which this rank's own is read. ``stock`` loads DeepSpeed's."""
+        """Load the saved states ``of_ranks``, of which only this rank's is read. ``stock`` loads DeepSpeed's."""
         stepper, rank = self._stepper, dist.get_rank(self._group)
         by_name = self.saved is not None
         masters: list[torch.Tensor] | None
@@ -118,16 +118,16 @@ class StatesByName:
 
     @torch.no_grad()
     def _read_masters(self, saved: SavedShards) -> None:
-        """Let this rank have the saved master weights of what it owns."""
+        """Read the saved master weights of the parameters that this rank owns."""
         of_name = saved.masters([self._names[param] for param in self._stepper.masters])
         for param, master in self._stepper.masters.items():
             master.data.view(-1).copy_(of_name[self._names[param]])
 
 
 def refuse_states_by_name(engine: Any, directory: Path, tag: str) -> None:
-    """Raise where the verified checkpoint, of as many ranks, has states of whole parameters. Collective.
+    """Raise if the verified checkpoint, of the same number of ranks, has states of whole parameters. Collective.
 
-    A ``CheckpointError`` on every rank.
+    The error is a ``CheckpointError`` on every rank.
     """
     if checkpoint_files.loads_universal(engine) or not checkpoint_files.is_readable(engine):
         return

@@ -30,13 +30,13 @@ from zerosync_strategy.core.failures.errors import (
 from zerosync_strategy.core.params.export import FullWeights, export
 from zerosync_strategy.version import __version__
 
-_VERSION = "zerosync_version"  # of what saved a checkpoint
-_COHORTS = "zerosync_cohorts"  # in a checkpoint, the state of Stepper
+_VERSION = "zerosync_version"  # of the ZeroSync that saved a checkpoint
+_COHORTS = "zerosync_cohorts"  # the state of Stepper
 
 
 @contextmanager
 def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
-    """Around ``save_checkpoint``; the value: whether DeepSpeed is to write the file ``latest``."""
+    """Around ``save_checkpoint``; yields whether DeepSpeed is to write the file ``latest``."""
     engine = attached.parts.engine
     if engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
@@ -50,11 +50,11 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
             yield save_latest
             return
         with checkpoint_files.writing(engine, save.writing):
-            yield False  # the save does, when all is written
+            yield False  # engine_save() writes it, when all is written
 
 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
-    """Return what a checkpoint is to hold beside the program's own state. Collective."""
+    """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
     cohorts = attached.stepper.state(attached.parts.names, zero.data_parallel_group(attached.parts.engine.optimizer))
     return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
 
@@ -63,7 +63,7 @@ def client_state(attached: AttachedEngine) -> dict[str, Any]:
 def loading(
     attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool
 ) -> Iterator[str | None]:
-    """Around ``load_checkpoint``; the value: the tag to load."""
+    """Around ``load_checkpoint``; yields the tag to load."""
     engine = attached.parts.engine
     if checkpoint_files.loads_universal(engine) and attached.parts.reducer.shards.over_groups:
         raise ValueError(
@@ -86,7 +86,7 @@ def loading(
             attached.by_name.examine(Path(path), tag)
         elif optimizer_states and tag is not None:
             refuse_states_by_name(engine, Path(path), tag)
-    # Gradients of the parameters that are about to be replaced mean nothing for the new ones.
+    # Gradients of the present parameters are invalid for the loaded ones.
     attached.parts.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
     try:
@@ -113,7 +113,7 @@ def loading(
 def source_of(
     attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool = False
 ) -> Source:
-    """Return what ``load_checkpoint`` with these arguments is to verify."""
+    """Return what ``load_checkpoint`` with these arguments has to verify."""
     engine = attached.parts.engine
     is_universal = checkpoint_files.loads_universal(engine)
     weights_in_shards = zero.stage(engine) == 3 and not module_only
@@ -131,19 +131,18 @@ def source_of(
 
 
 def _remedy_for_other_ranks(attached: AttachedEngine) -> str:
-    """Return what to do with a checkpoint that another number of ranks has saved; empty: load it."""
     if attached.by_name is not None:
         return attached.by_name.other_ranks
     return AS_MANY if any(each.by_name is not None for each in AttachedEngine.all) else CONVERT
 
 
 def reads_by_name(attached: AttachedEngine) -> bool:
-    """Return whether each rank reads the checkpoint that is being loaded by names; else DeepSpeed does."""
+    """Return whether each rank reads the checkpoint that is being loaded by names; else DeepSpeed reads it."""
     return attached.by_name is not None and attached.by_name.saved is not None
 
 
 def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise a :class:`NothingReplaced` where ``state`` is that of ``module`` but for frozen parameters."""
+    """Raise :class:`NothingReplaced` if ``state`` has all of ``module`` except its frozen parameters."""
     missing = checkpoint_files.frozen_missing(module, state)
     if missing and missing.keys() == module.state_dict().keys() - state.keys():
         raise NothingReplaced(
@@ -155,19 +154,19 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
-    """Inside of :func:`loading`: restore what DeepSpeed leaves out of a universal checkpoint."""
+    """Restore what DeepSpeed leaves out of a universal checkpoint, inside :func:`loading`."""
     if checkpoint_files.loads_universal(attached.parts.engine):
         is_universal = optimizer_state and not reads_by_name(attached)
         checkpoint_files.restore_rest(attached.parts.engine, _trained(), model_file, strict, is_universal)
 
 
 def _trained() -> set[torch.nn.Parameter]:
-    """Return the parameters of all optimizers, also of several over one module."""
+    """Return the parameters of all optimizers, including several over one module."""
     return {param for each in AttachedEngine.all for param in each.parts.reducer.params}
 
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
-    """Take out of ``state`` what :func:`client_state` has put there."""
+    """Remove the entries of :func:`client_state` from ``state``, and load them."""
     state.pop(_VERSION, None)
     cohorts = state.pop(_COHORTS, [])
     if optimizer_states:
@@ -175,7 +174,7 @@ def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer
 
 
 def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
-    """``load_checkpoint`` has found no checkpoint in the directory."""
+    """Warn that ``load_checkpoint`` has found no checkpoint in the directory."""
     if attached.parts.engine.global_rank == 0:
         warnings.warn(
             f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
@@ -185,7 +184,7 @@ def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
 
 
 def check_full_state_dict(attached: AttachedEngine) -> None:
-    """Raise where DeepSpeed's own full ``state_dict`` would lack parameters."""
+    """Raise if DeepSpeed's own full ``state_dict`` would lack parameters."""
     if attached.parts.reducer.shards.over_groups:
         raise ValueError(
             "DeepSpeed collects a full state_dict on rank 0, which lacks the parameters that other groups of ranks"
@@ -196,7 +195,7 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 
 @contextmanager
 def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
-    # What is trained is saved and loaded with the optimizer, whether it is frozen at the moment or not.
+    # Trained parameters are saved and loaded with the optimizer, even if they are frozen now.
     apart, trained = attached.parts.traffic.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:
         attached.weights.in_stock_layout()

@@ -54,20 +54,20 @@ _numbers = itertools.count()
 class AttachedEngine:
     """The parts of one attached engine, and what its overridden methods (``overrides.py``) do with them.
 
-    ``ValueError`` where an option needs another stage, or a process group another backend.
+    Raises ``ValueError`` if an option needs another stage, or a process group another backend.
 
     Args:
         whole: the optimizer needs whole parameters: each has an owner, the rank that steps it.
 
     Attributes:
-        all: the attached engines of this process; ``number`` grows in the order in which they were.
-        parts: what all other parts use.
-        weights: what saves, loads and edits see of the parameters.
-        parameters: what the stage does with them in training.
+        all: the attached engines of this process; ``number`` grows in the order in which they were attached.
+        parts: the parts that all others use.
+        weights: the parameters, for saves, loads and edits.
+        parameters: what the stage does with parameters in training.
         stepper: makes the step of the torch optimizer.
-        by_name: what saves and loads the optimizer's states by name; ``None``: they are by element.
-        guards: what a program may not call when.
-        meter: measures each step, and lets budgets choose by what it finds.
+        by_name: saves and loads the optimizer's states by name; ``None``: they are by element.
+        guards: raise on illegal calls.
+        meter: measures each step, and adjusts automatic budgets.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
@@ -78,7 +78,7 @@ class AttachedEngine:
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
         _check_options(engine, config, whole)
-        reports = PrintedReports(config.report_every, config.report_file)  # on all ranks: it may refuse
+        reports = PrintedReports(config.report_every, config.report_file)  # on all ranks: it may raise
         self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
@@ -94,7 +94,7 @@ class AttachedEngine:
         self.parts = parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
         of_module = None
         if isinstance(shards, PerParamShards):
-            masters = ShardMasters(shards)  # the stepper comes first: it may refuse, with the module as it was
+            masters = ShardMasters(shards)  # the stepper is made first: it may raise, before the module is changed
             of_whole = (reducer, shards, masters, edits.digest)
             self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, masters)
             of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
@@ -114,13 +114,13 @@ class AttachedEngine:
         printed = reports if dist.get_rank() == 0 else None
         self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts)
-        self._compiled: CompiledGradients | None = None  # once DeepCompile compiles this engine
-        self._undo = ExitStack()  # what :meth:`begin` has done, last things first
+        self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
+        self._undo = ExitStack()  # undoes :meth:`begin`, last things first
 
     # ---- attaching and detaching ---------------------------------------------------------------------------------
 
     def begin(self, *layers: tuple[Any, type]) -> None:
-        """Interpose ``layers``, of an object of DeepSpeed and the overrides of its methods, and start."""
+        """Interpose ``layers``, each an object of DeepSpeed and the overrides of its methods, and start."""
         parts, engine = self.parts, self.parts.engine
         group = zero.data_parallel_group(engine.optimizer)
         share_timeout({group, *(layout.process_group for layout in parts.reducer.layouts)})
@@ -146,11 +146,11 @@ class AttachedEngine:
             self._undo = stack.pop_all()
 
     def fragments_linked(self) -> None:
-        """DeepSpeed has given the parameters its functions anew by which ``safe_get_...`` reach the shards."""
+        """Wrap the functions behind ``safe_get_...`` again, after DeepSpeed has replaced them."""
         fragments.intercept(self.parts.reducer.params, self.pending)
 
     def detach(self) -> None:
-        """Give the engine back as it was; a ``RuntimeError`` where that cannot be."""
+        """Restore the engine; raise ``RuntimeError`` if that is impossible."""
         if self.by_name is not None:
             raise RuntimeError(
                 f"detach() found the optimizer {type(zero.stepping_optimizer(self.parts.engine)).__name__}, which needs"
@@ -166,13 +166,13 @@ class AttachedEngine:
         self.parameters.detached(destroyed=False)
 
     def destroyed(self) -> None:
-        """The engine is about to be destroyed: detach, and drop the window."""
+        """Detach and drop the window, because the engine is about to be destroyed."""
         self.parts.window.abort("the engine was destroyed")
         self._undo.close()
         self.parameters.detached(destroyed=True)
 
     def summary(self) -> str:
-        """Return what a step will send by these options, and what is held, in one line."""
+        """Return what a step will send with these options, and what is held, in one line."""
         gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
         once = "once" if self.parts.config.coalesce else "after each backward (coalesce=False)"
         parameters = self.parameters.sends(self.meter.all_once.nbytes)
@@ -182,7 +182,7 @@ class AttachedEngine:
 
     @contextmanager
     def backward(self, is_boundary: bool) -> Iterator[None]:
-        """Around ``engine.backward``; ``is_boundary``: DeepSpeed's own accumulation makes a step follow."""
+        """Around ``engine.backward``; ``is_boundary``: by DeepSpeed's own accumulation, a step follows."""
         with self.parameters.backward():
             if is_boundary:
                 self.parts.window.expect_last()
@@ -190,7 +190,6 @@ class AttachedEngine:
                 yield
 
     def graph_begins(self) -> None:
-        """From inside an autograd graph, before the first gradient."""
         self.guards.check_inference("backward()")
         with self.weights.as_they_are():
             trains = self.guards.trains(
@@ -198,7 +197,7 @@ class AttachedEngine:
             )
             self.parameters.graph_begins()
         self.meter.forward_ended()
-        if trains:  # else the loss only passes through
+        if trains:  # else the loss passes through to other engines
             self.parts.window.enter_graph()
 
     def _backward_begins(self, opens: bool) -> None:
@@ -211,7 +210,7 @@ class AttachedEngine:
         self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
-        """``zero_grad()`` of a module with ``params``, by id, has removed their gradients."""
+        """Drop gradients if ``zero_grad()`` of a module with ``params``, by id, has removed all of the optimizer's."""
         if self.guards.zeroed(params):
             self.zero_grad()
 
@@ -241,7 +240,7 @@ class AttachedEngine:
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
-        if mode == self.stepper.mode:  # as a program calls it before each backward
+        if mode == self.stepper.mode:  # as in programs that call it before each backward
             switch()
             return
         call = f"optimizer.{mode}()"
@@ -252,11 +251,10 @@ class AttachedEngine:
         self.stepper.mode = mode
 
     def states_loaded(self) -> None:
-        """A checkpoint was loaded, perhaps half-way."""
         self.stepper.mode = ""
         self.weights.written(by_step=False)
 
-    # ---- what else a program does --------------------------------------------------------------------------------
+    # ---- other calls of a program --------------------------------------------------------------------------------
 
     @contextmanager
     def gathered_for_inference(self) -> Iterator[None]:
@@ -268,7 +266,6 @@ class AttachedEngine:
             yield
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Around what DeepCompile compiles."""
         if self.guards.needs_every_gradient:
             raise ValueError(
                 "DeepCompile's graphs give every parameter a gradient, used or not, so that"
@@ -283,7 +280,7 @@ class AttachedEngine:
         return self._compiled.compiling()
 
     def node_shards(self) -> list[torch.Tensor]:
-        """Return what is kept in shards of the node now."""
+        """Return the present node shards of gradients and parameters."""
         gradients = [shard for bucket in self.parts.reducer.buckets for shard in bucket.node_shard.values()]
         return gradients + self.weights.node_shards()
 
@@ -296,7 +293,7 @@ class AttachedEngine:
 
 
 def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
-    """Raise a ``ValueError`` where options and engine do not go together."""
+    """Raise ``ValueError`` if options and engine do not fit."""
     if whole:
         StatesByName.check_options(engine)
     check_limit(engine.device, config)
@@ -305,7 +302,7 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
 
 
 def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
-    """Raise where a backend cannot send point to point from ``device``: gloo would take its address for the host's."""
+    """Raise if a backend cannot send point to point from ``device``: gloo would read a device address as the host's."""
     for group in process_groups:
         if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
             raise ValueError(
@@ -316,7 +313,7 @@ def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
 
 
 def _patch_process(engine: Any) -> None:
-    """Replace what is replaced in the whole process, until the last engine is detached (C2)."""
+    """Install the patches of the process, until the last engine is detached (C2)."""
     patches.add_user(engine)
     allow_any_model()
     if engine.device.type == "cpu":
@@ -327,7 +324,6 @@ def _patch_process(engine: Any) -> None:
 
 
 def _is_constant(param: Any) -> bool:
-    """Return whether no optimizer step changes ``param``."""
     return not param.requires_grad and not any(param in attached.guards.trained for attached in AttachedEngine.all)
 
 

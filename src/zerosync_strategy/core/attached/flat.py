@@ -17,10 +17,10 @@ from zerosync_strategy.core.report import size_text
 
 
 class FlatWeights(Weights):
-    """Those of stages 1 and 2: all on each rank, and the master weights of its stripes.
+    """The weights of stages 1 and 2: full parameters on each rank, and the master weights of its stripes.
 
     Attributes:
-        masters: what the optimizer steps.
+        masters: the master weights that the optimizer steps.
         states: of the optimizer.
     """
 
@@ -41,7 +41,7 @@ class FlatWeights(Weights):
         self._edits.adopt(self._stepped())
 
     def have_stepped(self) -> None:
-        """The parameters are what the masters say: what differs from here on is an edit."""
+        """Note that parameters equal the master weights now; later differences are edits."""
         self._edits.stepped(self._stepped())
 
     def change_masters(self, change: Callable[[], None]) -> None:
@@ -52,7 +52,6 @@ class FlatWeights(Weights):
         self.have_stepped()
 
     def _stepped(self) -> Iterator[WeightPair]:
-        """Yield what this rank has of each group."""
         optimizer = self._shards.optimizer
         for group, layout in zip(self._shards.groups, self._shards.layouts, strict=True):
             flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
@@ -64,14 +63,14 @@ class FlatWeights(Weights):
 
 
 class FlatParameters(Parameters):
-    """In the flat buffers of stages 1 and 2."""
+    """Parameters in the flat buffers of stages 1 and 2."""
 
     def __init__(self, parts: Parts, weights: FlatWeights, optimizer: Any) -> None:
         self._parts, self._weights, self._optimizer = parts, weights, optimizer
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
+        """Raise ``ValueError`` if an option is for another stage than that of ``engine``."""
         stage = zero.stage(engine)
         if config.parameters.keeps_any:
             raise ValueError(
@@ -93,15 +92,14 @@ class FlatParameters(Parameters):
 
     def before_update(self) -> None:
         self._weights.masters.forget_gathers()
-        with self._parts.traffic.apart("checkpoints"):  # which have left them in DeepSpeed's layout
+        with self._parts.traffic.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
             self._weights.states.to_stripes()
         self._weights.adopt_edits()
         if zero.offloads(self._optimizer):
-            self._parts.reducer.norm()  # for which the host waits, and so for its copies of the gradients
+            self._parts.reducer.norm()  # the host waits for it, and so for its copies of the gradients
 
     @contextmanager
     def gather_after_step(self) -> Iterator[None]:
-        """Around the step of DeepSpeed's optimizer, which gathers parameters."""
         try:
             with zero12.parameter_gather(self._optimizer, self._weights.masters.give):
                 yield

@@ -1,4 +1,4 @@
-"""What a program may not call when: each is an error that says what to do instead."""
+"""Which calls of a program are illegal, and when. Each raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Guards:
 
     Attributes:
         needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false.
-        trained: what the optimizer trains.
+        trained: the parameters of the optimizer.
         infers: the program is in ``gathered_for_inference()``.
-        is_preparing: DeepSpeed is, a forward.
+        is_preparing: DeepSpeed prepares or ends a forward.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -25,15 +25,14 @@ class Guards:
         engine = parts.engine
         self.needs_every_gradient = zero.needs_every_gradient(engine)
         self._optimizer, self._names, self._window = engine.optimizer, parts.names, parts.window
-        # DeepSpeed has left these out of what it reduces and steps, and nothing adds one later.
+        # DeepSpeed neither reduces nor steps these, and nothing can add one later.
         self._untrained = [param for param in engine.module.parameters() if not param.requires_grad]
         self._param_groups = len(zero.stepping_optimizer(engine).param_groups)
-        self._postponing: list[str] = []  # DeepSpeed's contexts, entered and not left, in which no step is legal
+        self._postponing: list[str] = []  # active contexts of DeepSpeed in which a step is illegal
         self.infers = self.is_preparing = False
 
     @contextmanager
     def postponing_step(self, context: str) -> Iterator[None]:
-        """Around what runs inside of DeepSpeed's ``context``, in which a step is illegal."""
         self._postponing.append(context)
         try:
             yield
@@ -59,7 +58,7 @@ class Guards:
             self.refuse_param_group()
 
     def check_every_gradient(self) -> None:
-        """Before a step: a ``RuntimeError`` where a trainable parameter has had no gradient since the last one."""
+        """Before a step, raise ``RuntimeError`` if a trainable parameter has had no gradient since the last one."""
         if not self.needs_every_gradient:
             return
         missing = {each.param for each in self._gradients if each.param.requires_grad and not each.came}
@@ -71,7 +70,6 @@ class Guards:
             )
 
     def window_closed(self) -> None:
-        """A step uses the gradients."""
         if self.needs_every_gradient:
             for gradient in self._gradients:
                 gradient.came = False
@@ -85,9 +83,9 @@ class Guards:
         )
 
     def trains(self, by_all: Iterator[Any]) -> bool:
-        """Return whether a backward, which begins, may give a gradient to a parameter of the optimizer.
+        """Return whether a backward that begins may give a gradient to a parameter of the optimizer.
 
-        A ``RuntimeError``: one requires a gradient that no optimizer has, of those that train ``by_all`` engines.
+        Raise ``RuntimeError`` if a parameter requires a gradient that is not in ``by_all``, what all engines train.
         """
         if thawed := [param for param in self._untrained if param.requires_grad]:  # none may be left out silently (N1)
             trained = set(map(id, by_all))
@@ -101,9 +99,9 @@ class Guards:
         return any(param.requires_grad for param in self.trained)
 
     def zeroed(self, params: Set[int]) -> bool:
-        """``zero_grad()`` of a module with ``params``, by id, has removed gradients: return whether these are all.
+        """Return whether ``zero_grad()`` of a module with ``params``, by id, has removed all gradients of the engine.
 
-        A ``RuntimeError``: those of some alone cannot be dropped any more.
+        Raise ``RuntimeError`` if it removed some that cannot be dropped alone any more.
         """
         own = set(map(id, self.trained))
         if own <= params:

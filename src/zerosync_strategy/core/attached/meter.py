@@ -1,4 +1,4 @@
-"""The measure of each optimizer step: what it sent, what it had to send, and the peaks of memory."""
+"""Measures each optimizer step: what it sent, what it had to send, and the peaks of memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_ho
 
 
 class StepMeter:
-    """Makes a report of each optimizer step of one engine, prints it, and lets budgets choose by it.
+    """Makes and prints a report of each optimizer step of one engine, and passes it to automatic budgets.
 
-    It also says how far the engine has come, also to another thread (``failures/rank_state.py``).
+    It also reports the engine's progress, even to another thread (``failures/rank_state.py``).
 
     Attributes:
-        parameter_bytes: by parameter, what one rank must send to give it to all ranks once; ``all_once``: all of them.
+        parameter_bytes: by parameter, the bytes that one rank must send to give it to all ranks once; ``all_once``:
+            their sum.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class StepMeter:
             self._budgets.step_begins()
 
     def step_done(self) -> None:
-        """An optimizer step has been taken: make its report, print it where it is due, and count from zero."""
+        """Make the report of the optimizer step, print it if due, and reset the counts."""
         window, traffic, reducer = self._parts.window, self._parts.traffic, self._parts.reducer
         self.steps += 1
         traffic.enter(None)
@@ -74,7 +75,7 @@ class StepMeter:
         )
         window.end_step()
         if of_module is not None:
-            of_module.cache.end_window(self.parameter_bytes)  # all that the step has released
+            of_module.cache.end_window(self.parameter_bytes)  # all that the step has resharded
             of_module.scheduler.issuing.unsharded.reset_peak()
         if self._reports is not None:
             self._reports.note(report.step, lambda: report.line(self._label()))
@@ -82,7 +83,7 @@ class StepMeter:
             self._budgets.step_ended()
 
     def _gathered(self, plan: HoldPlan) -> Sent:
-        """Return what this rank had to send to gather parameters, for a window and its step, and count from zero."""
+        """Return what this rank had to send to gather parameters, for a window and its step, and reset the counts."""
         nbytes = between = 0
         for param, sent in self.parameter_bytes.items():
             gathers, crossings = plan.gathers_in(param._zerosync_record)
@@ -92,10 +93,10 @@ class StepMeter:
         return Sent(nbytes, between)
 
     def compiling(self) -> None:
-        """DeepCompile's graphs count no gathers."""
+        """Stop counting gathers: DeepCompile's graphs do not count them."""
         self._counts_gathers = False
 
-    # ---- how far the engine has come -----------------------------------------------------------------------------
+    # ---- progress of the engine ----------------------------------------------------------------------------------
 
     @property
     def backwards(self) -> int:
@@ -131,9 +132,9 @@ def _peaks(of_module: ModuleParameters) -> dict[str, Any]:
 
 
 def label_of(engine: Any, attached: Iterable[Any]) -> str:
-    """Return the class of the module of ``engine``, one of those ``attached``; empty where it is the only one.
+    """Return the class of the module of ``engine``, one of ``attached``; empty if it is the only one.
 
-    Of several over one module, the attributes that hold what it trains; where names are the same, with a number.
+    For engines over one module, return the attributes that hold what it trains. Equal names get a number.
     """
     engines = sorted(attached, key=lambda each: each.number)
     if len(engines) < 2:

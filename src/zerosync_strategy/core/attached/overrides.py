@@ -1,6 +1,6 @@
 """The methods of DeepSpeed's engine and optimizer that ZeroSync overrides.
 
-Each class here is interposed before DeepSpeed's own (``interpose.py``) and holds no state: it passes the call on to the
+Each class here is interposed before DeepSpeed's own (``interpose.py``). It has no state and forwards calls to the
 attached engine.
 """
 
@@ -27,7 +27,7 @@ class EngineOverrides(ModeOverrides):
 
     @property
     def zerosync(self) -> Any:
-        """The handle, also where the program has not called ``attach()`` itself."""
+        """The handle, even if the program has not called ``attach()`` itself."""
         return self._zerosync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ class EngineOverrides(ModeOverrides):
         engine: Any = self
         is_boundary = engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary()
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
-            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed wants a graph
+            loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed needs a graph
         with self._zerosync_attached.backward(is_boundary):
             return super().backward(loss, *args, **kwargs)
 
@@ -47,7 +47,7 @@ class EngineOverrides(ModeOverrides):
         super()._backward_prologue()
         zero.expect_end(self)
 
-    # On ZeRO-3, DeepSpeed goes through all modules before and after a forward, for hooks that are not there.
+    # On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed.
 
     def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
         with replaced(self._zerosync_attached.guards, "is_preparing", True):
@@ -61,11 +61,11 @@ class EngineOverrides(ModeOverrides):
         return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the window decides what is reduced when, and the gradients' own hooks tell it."""
+        """Does nothing: the window decides when to reduce, and the gradients' own hooks report to it."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is sent before the step in any case; legal on every stage. A step inside is illegal, as in stock."""
+        """Around backwards, which send nothing anyway. Legal on every stage; a step inside is illegal."""
         with self._zerosync_attached.guards.postponing_step("no_sync()"):
             yield
 
@@ -96,7 +96,7 @@ class EngineOverrides(ModeOverrides):
         engine: Any = self
         if not save_dir:
             raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # DeepSpeed's default
         attached = self._zerosync_attached
         with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
             state = {**(client_state or {}), **checkpointing.client_state(attached)}
@@ -129,14 +129,14 @@ class EngineOverrides(ModeOverrides):
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
     def load_universal_checkpoint(self) -> bool:
-        """Let DeepSpeed load what is by names, too, in the way of a universal checkpoint."""
+        """Make DeepSpeed load a checkpoint by names in the way of a universal checkpoint, too."""
         return checkpointing.reads_by_name(self._zerosync_attached) or super().load_universal_checkpoint()
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
         with self._zerosync_attached.parts.traffic.apart("full weights"):
             state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
-        # DeepSpeed's None, on all ranks but the first, makes save_pretrained() read the module's own there, alone.
+        # Except on the first rank, DeepSpeed returns None, and save_pretrained() would then read the module's own.
         return {} if state is None else state
 
     def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class EngineOverrides(ModeOverrides):
             return super().get_deepcompile_backend(*args, **kwargs)
 
     def destroy(self) -> None:
-        self._zerosync_attached.destroyed()  # this object is a plain engine from here on
+        self._zerosync_attached.destroyed()  # this object is a plain engine from now on
         self.destroy()
 
 
@@ -162,15 +162,15 @@ class OptimizerOverrides(Stock):
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: Any) -> None:
-        """Raises: DeepSpeed would never step it."""
+        """Raises, because DeepSpeed would never step it."""
         self._zerosync_attached.guards.refuse_param_group()
 
     def has_overflow(self, *_: Any, **__: Any) -> bool:
-        """The norm is infinite then: neither another pass over the gradients, nor a message, nor a wait."""
+        """Return whether the norm is infinite: no second pass over the gradients, no message, no wait."""
         return not self._zerosync_attached.parts.reducer.norm().isfinite()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Does nothing: unmanaged accumulation asks for this in ``engine.step``; the window does it before the step."""
+        """Does nothing: unmanaged accumulation calls it in ``engine.step``, but the window acts before the step."""
 
     def zerosync_stock_finalize(self) -> None:
         super().finalize_gradient_accumulation_boundary()
@@ -189,7 +189,7 @@ class SwitchOverrides(Stock):
 
 
 class ZeroSwitchOverrides:
-    """What a ZeRO optimizer has where the torch optimizer in it has :class:`SwitchOverrides`."""
+    """Methods of a ZeRO optimizer if its torch optimizer has :class:`SwitchOverrides`."""
 
     optimizer: Any
 
@@ -230,7 +230,7 @@ class Stage12Overrides(OptimizerOverrides):
 
 
 class WholeOverrides(OptimizerOverrides):
-    """What both stages' overrides have in common where each parameter has an owner."""
+    """Overrides of both stages when each parameter has an owner."""
 
     _zerosync_attached: Any  # whose stepper is a WholeStepper, and whose states are by name
 
@@ -249,19 +249,19 @@ class WholeOverrides(OptimizerOverrides):
 
 
 class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
-    """Overrides of the optimizer of ZeRO-1 and ZeRO-2 where each parameter has an owner."""
+    """Overrides of the optimizer of ZeRO-1 and ZeRO-2 when each parameter has an owner."""
 
     def _optimizer_step(self, group_no: int) -> None:
         self._zerosync_attached.stepper.step_group(group_no)
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Does nothing: parameters are not to know of states in flat shards."""
+        """Does nothing: parameters must not refer to states in flat shards."""
 
     def _link_all_hp_params(self) -> None:
-        """Does nothing: as above. What they know of ours stays."""
+        """Does nothing, for the same reason: their links to our states stay."""
 
     def update_lp_params(self) -> None:
-        """Does nothing: parameters that owners have read are with all ranks."""
+        """Does nothing: all ranks have the parameters that the owners have read."""
 
     def _restore_from_bit16_weights(self) -> None:
         self._zerosync_attached.weights.adopt_edits()
@@ -273,7 +273,7 @@ class Stage3Overrides(OptimizerOverrides):
     _zerosync_attached: Any  # whose parameters are ShardedParameters
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # what it asks of parameters at rest is not their values
+        with torch._C.DisableTorchFunctionSubclass():  # it needs no values of parameters at rest
             super().zero_grad(*args, **kwargs)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
@@ -290,12 +290,12 @@ class Stage3Overrides(OptimizerOverrides):
         return super()._get_norm_groups()
 
     def unscale_and_clip_grads(self, *args: Any) -> None:
-        """Does nothing where there is nothing to multiply by."""
+        """Does nothing without loss scale and clipping."""
         if zero3_optimizer.scales_gradients(self):
             super().unscale_and_clip_grads(*args)
 
-    # What DeepSpeed's functions safe_get_... and safe_set_... call. Those that set a full tensor fail in DeepSpeed on a
-    # rank whose shard is not full.
+    # DeepSpeed's functions safe_get_... and safe_set_... call these. In DeepSpeed, setting a full tensor fails on a
+    # rank whose shard has padding.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:
         self._zerosync_attached.pending.check_reduced("safe_get_local_grad()")
@@ -325,7 +325,7 @@ class Stage3Overrides(OptimizerOverrides):
 
 
 class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
-    """Overrides of the optimizer of ZeRO-3 where each parameter has an owner."""
+    """Overrides of the optimizer of ZeRO-3 when each parameter has an owner."""
 
     def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
         self._zerosync_attached.stepper.take_gradients(sub_group_id)
@@ -339,10 +339,10 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         self._zerosync_attached.stepper.step_group(sub_group_id)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Does nothing: the torch optimizer has its parameters."""
+        """Does nothing: the torch optimizer has its parameters already."""
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
-        """Does nothing: and keeps them."""
+        """Does nothing: it keeps them."""
 
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
@@ -386,7 +386,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
 
 
 def _refuse_local(function: str) -> NoReturn:
-    """Raise: a rank has no shard of a gradient or a state."""
+    """Raise, because a rank has no shard of a gradient or a state."""
     raise ValueError(
         f"{function} found an optimizer that needs whole parameters, whose gradients and states are not sharded."
         f" Use {function.replace('local', 'full')}."

@@ -1,4 +1,4 @@
-"""What ZeRO's stages do otherwise with parameters in the course of a window: the events of the one and of the other."""
+"""The events of a window at which ZeRO's stages treat parameters differently, as interfaces."""
 
 # ruff: noqa: B027  (a stage that has nothing to do at an event has no method for it)
 
@@ -23,11 +23,11 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 @dataclass(frozen=True)
 class Parts:
-    """What an attached engine has before its parameters, and they use.
+    """The parts of an attached engine that its parameters use.
 
     Attributes:
         names: of the module's parameters.
-        edits: finds what the program has written to parameters, for what the optimizer steps.
+        edits: finds what the program has written to parameters, for the master weights.
         activity: a context around what may communicate (W4).
     """
 
@@ -42,17 +42,17 @@ class Parts:
 
 
 class Weights(ABC):
-    """What saves, loads, edits and exchanges see of the parameters of one attached engine, by its stage."""
+    """The parameters of one attached engine as saves, loads, edits and exchanges use them, by its stage."""
 
     scheduler: GatherScheduler | None = None
 
     def as_they_are(self) -> AbstractContextManager[None]:
-        """Around DeepSpeed's own work on parameters: what it reads is not unsharded for it."""
+        """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
         return nullcontext()
 
     @abstractmethod
     def written(self, by_step: bool) -> None:
-        """A step has written the parameters, or a checkpoint was loaded, perhaps half-way."""
+        """Record that a step has written the parameters, or that a checkpoint was loaded, perhaps partly."""
 
     @abstractmethod
     def version(self) -> int:
@@ -60,30 +60,30 @@ class Weights(ABC):
 
     @abstractmethod
     def adopt_edits(self) -> None:
-        """Let a step or a checkpoint start from the parameters as the program has left them (N1)."""
+        """Make a step or a checkpoint start from the parameters as the program has left them (N1)."""
 
     @abstractmethod
     def change_masters(self, change: Callable[[], None]) -> None:
-        """Let ``change`` change the weights that the optimizer steps, and all ranks have the parameters. Collective."""
+        """Let ``change`` change the master weights, and give all ranks the resulting parameters. Collective."""
 
     def in_stock_layout(self) -> None:
-        """DeepSpeed is about to read or write the optimizer's shards, in its own layout. Collective after a step."""
+        """Restore DeepSpeed's layout before it reads or writes the optimizer's shards. Collective after a step."""
 
     def before_save(self) -> None:
-        """A checkpoint is about to be written."""
+        """Called before a checkpoint is written."""
 
     def release_held(self) -> None:
-        """A checkpoint is about to read or write shards: release what is gathered of them."""
+        """Reshard held parameters, because a checkpoint is about to read or write shards."""
 
     def node_shards(self) -> list[torch.Tensor]:
-        """Return what is kept of parameters in shards of the node now."""
+        """Return the present node shards of parameters."""
         return []
 
 
 class Parameters(ABC):
-    """What trains the parameters of one attached engine, by its stage (``flat.py``, ``sharded.py``).
+    """Trains the parameters of one attached engine, by its stage (``flat.py``, ``sharded.py``).
 
-    The methods are called in the order in which they stand here: by forwards and backwards, by the step, in the end.
+    The methods are called in their order here: by forwards and backwards, by the step, at the end.
     """
 
     # ---- forwards and backwards ----------------------------------------------------------------------------------
@@ -97,23 +97,23 @@ class Parameters(ABC):
         return nullcontext()
 
     def graph_begins(self) -> None:
-        """From inside an autograd graph, before the first gradient."""
+        """Called inside an autograd graph, before the first gradient."""
 
     def backward_begins(self) -> None:
-        """A backward of the window begins."""
+        """Called when a backward of the window begins."""
 
     def first_uses(self) -> Mapping[int, int] | None:
-        """Return when the forward has used each parameter first, where the backward gathers some between others."""
+        """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
         return None
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def before_reduction(self) -> None:
-        """A step has begun; the gradients are about to be reduced."""
+        """Called when a step has begun, before gradients are reduced."""
 
     @abstractmethod
     def before_update(self) -> None:
-        """The gradients are reduced; the optimizer is about to step."""
+        """Called when gradients are reduced, before the optimizer steps."""
 
     def updating(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""
@@ -121,9 +121,9 @@ class Parameters(ABC):
 
     @abstractmethod
     def after_update(self) -> None:
-        """The optimizer has stepped."""
+        """Called when the optimizer has stepped."""
 
-    # ---- what else, and the end ----------------------------------------------------------------------------------
+    # ---- other events, and the end -------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -131,14 +131,14 @@ class Parameters(ABC):
         yield
 
     def compiling(self) -> None:
-        """DeepCompile is about to compile the engine, and gathers by itself from here on."""
+        """Called before DeepCompile compiles the engine; its graphs gather from then on."""
 
     @abstractmethod
     def sends(self, nbytes: int) -> str:
-        """Return in words what a step sends of the parameters, which have ``nbytes`` to send once."""
+        """Return in words what a step sends of the parameters; sending them once takes ``nbytes``."""
 
     def detach(self) -> None:
-        """Detach what the stage has of its own."""
+        """Undo what the stage has set up."""
 
     def detached(self, destroyed: bool) -> None:
-        """The engine is as it was, or ``destroyed``."""
+        """Called when the engine is restored, or ``destroyed``."""

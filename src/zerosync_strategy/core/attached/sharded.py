@@ -26,7 +26,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.state_entries import warn_of_what_is_left
 from zerosync_strategy.core.report import size_text
 
-_MODIFIED = "modified by an inplace operation"  # torch, of what autograd has saved
+_MODIFIED = "modified by an inplace operation"  # torch's error for a saved tensor
 _BEGINS_INSIDE = (
     "If nothing was: under ZeRO-3, a backward also meets this that begins inside of a unit, with a loss of what a hook"
     " has caught there or the module has kept, and not with what the unit returns: its parameters are not gathered."
@@ -35,7 +35,7 @@ _BEGINS_INSIDE = (
 
 
 class ShardedWeights(Weights):
-    """Those of stage 3: in shards, which ``of_module`` gathers for all engines of the module."""
+    """The weights of stage 3, in shards, which ``of_module`` gathers for all engines of the module."""
 
     scheduler: GatherScheduler
 
@@ -59,7 +59,7 @@ class ShardedWeights(Weights):
         self._edits.adopt(zero3_optimizer.weights(self._optimizer))
 
     def have_stepped(self) -> None:
-        """The shards are what the masters say: what differs from here on is an edit."""
+        """Note that shards equal the master weights now; later differences are edits."""
         self._edits.stepped(zero3_optimizer.weights(self._optimizer))
 
     def change_masters(self, change: Callable[[], None]) -> None:
@@ -85,10 +85,10 @@ class ShardedWeights(Weights):
 
 
 class ShardedParameters(Parameters):
-    """Each sharded by itself, and gathered by units. ``of_module`` has what all engines of the module share.
+    """Parameters that are sharded one by one, and gathered by units. All engines of the module share ``of_module``.
 
     Attributes:
-        is_compiled: DeepCompile gathers.
+        is_compiled: DeepCompile's graphs gather.
     """
 
     def __init__(self, parts: Parts, weights: ShardedWeights, of_module: ModuleParameters) -> None:
@@ -105,7 +105,7 @@ class ShardedParameters(Parameters):
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
-        """Raise a ``ValueError`` where an option is for another stage than that of ``engine``."""
+        """Raise ``ValueError`` if options, configuration and optimizer do not fit."""
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
                 f"ZeroSync option 'param_memory_budget' got {config.param_memory_budget!r}, and the configuration has"
@@ -129,7 +129,7 @@ class ShardedParameters(Parameters):
     def forward(self) -> Iterator[None]:
         window = self._parts.window
         window.forward_begins()
-        if window.interrupted:  # at another place on each rank: they would compare the modules until there
+        if window.interrupted:  # ranks may stop at different places, so their gathers until then would differ
             window.interrupted = False
             self._of_module.recover()
         if window.state is WindowState.CLOSED:
@@ -141,13 +141,13 @@ class ShardedParameters(Parameters):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a forward, too. An exception releases what it has gathered."""
+        """Around a backward or a forward; an exception reshards what it has gathered."""
         try:
             yield
         except RankError:
-            raise  # what is in flight will not arrive
+            raise  # gathers in flight will not complete
         except BaseException as error:
-            if torch._C._current_graph_task_id() == -1:  # else perhaps a checkpoint that has repeated what it needs
+            if torch._C._current_graph_task_id() == -1:  # else perhaps activation checkpointing that stops early
                 self._of_module.recover()
             if isinstance(error, RuntimeError) and _MODIFIED in str(error):
                 raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
@@ -177,7 +177,7 @@ class ShardedParameters(Parameters):
         return self.cache.stepping()
 
     def step_jointly(self, index: int) -> bool:
-        """Step sub-group ``index`` with all others, when the last is ready; ``False``: it is to step by itself."""
+        """Take sub-group ``index``, and with the last one, step all; return ``False`` if each is to step by itself."""
         if self._joint_step is None:
             return False
         self._joint_step.ready(index)
@@ -187,10 +187,10 @@ class ShardedParameters(Parameters):
         self._weights.have_stepped()
 
     def release(self) -> None:
-        """Release the optimizer's parameters, before a step or a checkpoint."""
+        """Reshard the optimizer's parameters, before a step or a checkpoint."""
         self._of_module.release(self._optimizer.module)
 
-    # ---- what else, and the end ----------------------------------------------------------------------------------
+    # ---- other events, and the end -------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -234,6 +234,6 @@ class ShardedParameters(Parameters):
 
 
 def _needs_one_call(engine: Any) -> bool:
-    """Return whether one call of the torch optimizer is to step all sub-groups; else one for each is as good."""
+    """Return whether one call of the torch optimizer must step all sub-groups, instead of one call each."""
     groups = zero3_optimizer.param_groups(engine.optimizer)
     return len(groups) > 1 and not counts_by_tensor(zero.stepping_optimizer(engine))

@@ -1,10 +1,10 @@
-"""How large a message is, and how many are under way.
+"""The size of messages, and how many are in flight.
 
-A collective of NCCL is as large as DeepSpeed's bucket sizes say, and 128 MiB or 2 MiB per rank at least: it takes that
-much to fill a link, and the Trainer's ``"auto"``, the square of a model's width, is far less. Where gathers come in
-between, it has 256 MiB at most, for which they wait a few ms. Off NCCL ranks send point to point: between hosts in
-small messages, because the first leaves early and the last ends soon after it is complete; within a host in large ones,
-because each wakes a thread on both sides.
+On NCCL, a collective has DeepSpeed's bucket size, but at least 128 MiB and 2 MiB per rank. It takes that much to fill a
+link, and the Trainer's ``"auto"``, the square of a model's width, is far less. Between gathers, it has at most 256 MiB,
+for which they wait a few ms. Off NCCL, ranks send point to point. Between hosts, messages are small, because the first
+leaves early and the last ends soon after it is complete. Within a host, they are large, because each wakes a thread on
+both sides.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zerosync_strategy.core.comm.collectives import digest, is_alike, is_native
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of one process group.
+    """The messages of one process group.
 
     Attributes:
-        nbytes: of a bucket at most, and of a part of a larger parameter.
+        nbytes: most bytes of a bucket, and of a part of a larger parameter.
         in_flight: reductions at a time.
-        least: of a bucket, as far as there is so much, and budgets of memory allow it.
+        least: least bytes of a bucket, if there is as much and budgets of memory allow it.
     """
 
     nbytes: int
@@ -40,7 +40,7 @@ class Messages:
 NATIVE = Messages(sys.maxsize, 2)
 LEAST, LEAST_OF_RANK = 128 * 2**20, 2 * 2**20
 AMONG_GATHERS = 256 * 2**20
-"""Bytes of a reduction at most, by NCCL, between gathers of the same process group."""
+"""The most bytes of a reduction by NCCL between gathers of the same process group."""
 WITHIN_HOST = Messages(16 * 2**20, 2)
 BETWEEN_HOSTS = Messages(4 * 2**20, 4)
 
@@ -53,12 +53,12 @@ def messages_of(process_group: Any, device: torch.device) -> Messages:
 
 
 def on_one_host(process_group: Any) -> bool:
-    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: 64 bytes are reduced."""
+    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: reduces 64 bytes."""
     return is_alike(loopback(), process_group)
 
 
 def loopback() -> list[int]:
-    """Return what two processes have alike if they share a loopback interface: kernel, and network namespace."""
+    """Return words for the kernel and network namespace, equal for processes that share a loopback interface."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:

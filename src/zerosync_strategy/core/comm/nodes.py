@@ -1,14 +1,14 @@
-"""Nodes: which ranks of a process group have fast links among them.
+"""Nodes: which ranks of a process group are connected by fast links.
 
-An exchange in *two levels* sends each byte between nodes once, whatever the number of ranks on a node. Rank
-``m * size + g`` is the g-th of node m. A reduction first gives the g-th rank of each node the node's sums of the rows
-of all g-th ranks, its *node shard*; of these the g-th ranks of all nodes then reduce-scatter one row each. A gather
-goes the other way. Rows are picked so, and not in one piece per rank of a node, because each rank then ends with its
-own.
+An exchange in *two levels* sends each byte between nodes once, for any number of ranks per node. Rank ``m * size + g``
+has place g on node m. A reduction first sums within each node: the rank with place g receives the node's sums of the
+rows of all ranks with place g, its *node shard*. Then the ranks with place g on all nodes reduce-scatter their node
+shards, one row each. A gather runs in the opposite order. Rows are grouped by place, not in one piece per rank of a
+node, so that each rank ends with its own row.
 
-Off NCCL, messages go point to point, and what is gathered in two levels goes on by a relay (``relay.py``). A reduction
-goes on where it is waited for, which is in the same place on all ranks. Rows of any lengths, of parameters that have
-owners, go the same ways (``owners.py``).
+Off NCCL, messages go point to point. The second level of a gather is started by a relay (``relay.py``), that of a
+reduction when it is waited for, which is at the same place on all ranks. Rows of different lengths, for parameters that
+have owners, use the same exchange (``owners.py``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zerosync_strategy.core.options.budgets import AUTO
 
 
 class Sent(NamedTuple):
-    """Bytes that one rank sends, and how many of them to other nodes."""
+    """Bytes that one rank sends, and those of them to other nodes."""
 
     nbytes: int = 0
     between: int = 0
@@ -53,12 +53,12 @@ class Sent(NamedTuple):
 
 
 class Topology:
-    """On which node each rank is. Made alike on all ranks of a process group.
+    """Maps ranks to nodes, alike on all ranks of a process group.
 
     Args:
-        node_size: ranks on a node, of consecutive numbers; ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, and where
-            a launcher does not set it, those that share a loopback interface. Collective then.
-        process_group: of all ranks that are asked for.
+        node_size: ranks per node, with consecutive numbers. ``"auto"``: ``LOCAL_WORLD_SIZE``, or if a launcher does not
+            set it, ranks that share a loopback interface are on one node; collective then.
+        process_group: of all ranks of interest.
 
     Raises:
         ValueError: ``node_size`` does not divide the number of ranks.
@@ -87,32 +87,32 @@ class Topology:
             self._node_of = {rank: rank // local if said == {local} else 0 for rank in ranks}
 
     def of(self, process_group: Any) -> Nodes | None:
-        """Return the nodes of ``process_group``, always the same; ``None`` where two levels would be one.
+        """Return the nodes of ``process_group``, always the same object; ``None`` if an exchange has one level.
 
-        That is on one node, with one rank on each, with different numbers of ranks on them, or where the ranks of a
-        node do not follow each other.
+        That is with one node, with one rank per node, with different numbers of ranks per node, or if the ranks of a
+        node are not contiguous.
         """
         if process_group not in self._found:
             self._found[process_group] = self._find(process_group)
         return self._found[process_group]
 
     def sent(self, nbytes: int, process_group: Any, distinct: bool = False) -> Sent:
-        """Return what this rank sends when ``nbytes`` are reduce-scattered or all-gathered once.
+        """Return what this rank sends for one reduce-scatter or all-gather of ``nbytes``.
 
         Args:
-            distinct: an all-to-all instead, of so many bytes of this rank.
+            distinct: for one all-to-all instead, of ``nbytes`` of this rank.
         """
         ranks = dist.get_world_size(process_group)
         nbytes = nbytes * (ranks - 1) // ranks
         return Sent(nbytes, self.between(nbytes, process_group, distinct=distinct))
 
     def between(self, nbytes: int, process_group: Any, to: int | None = None, distinct: bool = False) -> int:
-        """Return how many of the bytes that this rank sends go to other nodes, where none is sent there twice.
+        """Return how many of the bytes that this rank sends go to other nodes, if each goes to a node once.
 
         Args:
-            nbytes: that it sends over ``process_group``; of a collective, as a mean over the ranks.
-            to: the rank, of the default process group, to which all of it goes; ``None``: to all.
-            distinct: each rank is sent bytes of its own, so that ranks of one node share none.
+            nbytes: bytes that it sends over ``process_group``; for a collective, as a mean over the ranks.
+            to: the only destination, a rank of the default process group; ``None``: all ranks.
+            distinct: each rank receives different bytes, so that ranks of one node share none.
         """
         if to is not None:
             return 0 if self._node_of[to] == self._node_of[dist.get_rank()] else nbytes
@@ -138,19 +138,19 @@ class Topology:
 
 
 class Nodes:
-    """The ``count`` nodes of one process group, each with ``size`` of its ranks. This one has ``place`` on ``node``."""
+    """The ``count`` nodes of one process group, with ``size`` ranks each. This rank has ``place`` on ``node``."""
 
     def __init__(self, process_group: Any, size: int, count: int) -> None:
         self.process_group, self.size, self.count = process_group, size, count
         self.node, self.place = divmod(dist.get_rank(process_group), size)
         self._relay = Relay()
-        self._within: Any = None  # the process groups of this node, and of the ranks with this one's place
+        self._within: Any = None  # the process groups of this node, and of this rank's place
         self._between: Any = None
 
     def connect(self, device: torch.device) -> None:
-        """Make the process groups of both levels, where the backend needs them for tensors on ``device``. Collective.
+        """Make the process groups of both levels, if the backend needs them for tensors on ``device``. Collective.
 
-        Before a backward has to wait for it, and on all ranks in one order.
+        It is called in the same order on all ranks, before a backward would have to wait for it.
         """
         if self._within is None and is_native(self.process_group, device):
             self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)])
@@ -158,27 +158,27 @@ class Nodes:
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         everyone, timeout = dist.get_process_group_ranks(self.process_group), timeout_of(self.process_group)
-        # With a bound device, torch would split the default group's communicator, in which all of its ranks take part,
-        # where only those of groups with nodes come.
+        # With a bound device, torch would split the default group's communicator, which needs a call on all its ranks;
+        # but only ranks of groups with nodes call this.
         with replaced(dist.group.WORLD, "bound_device_id", None):
             return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of ``rows``, one per rank of the process group, that belong to ranks with this one's place."""
+        """Return those of ``rows``, one per rank of the process group, that are for ranks with this rank's place."""
         return rows[self.place :: self.size]
 
     def empty_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return ``width`` columns of any values for each rank: by node, and by place."""
-        if is_native(self.process_group, device):  # which receives those of one rank in one piece
+        """Return an uninitialised tensor with ``width`` columns for each rank: by node and place."""
+        if is_native(self.process_group, device):  # it receives the rows of one rank contiguously
             return torch.empty(self.size, self.count, width, dtype=dtype, device=device).transpose(0, 1)
         return torch.empty(self.count, self.size, width, dtype=dtype, device=device)
 
     def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of :meth:`empty_rows` that this rank gives to its node."""
+        """Return the part of :meth:`empty_rows` that this rank sends to its node."""
         return rows[:, self.place]
 
     def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
-        """Give the ranks of this node what each of them has of ``rows``, of :meth:`empty_rows`; returns them."""
+        """All-gather ``rows``, made by :meth:`empty_rows`, over the ranks of this node; its result is ``rows``."""
         if is_native(self.process_group, rows.device):
             gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, label=label)
             gather.then(lambda own: rows)
@@ -195,7 +195,7 @@ class Nodes:
         """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.
 
         Returns:
-            The node shard: sums of the rows of all ranks that have the place of this one, by node.
+            The node shard, one row per node: the sum of the rows for the rank with this rank's place on that node.
         """
         width = rows.shape[1]
         by_place = rows.view(self.count, self.size, width).transpose(0, 1)
@@ -242,9 +242,9 @@ class Nodes:
         self, between: Sequence[Message], within: Sequence[Message], tag: int, label: str, result: torch.Tensor,
         alive: Any,
     ) -> InFlight:  # fmt: skip
-        """Exchange ``between`` nodes, and when that has arrived ``within`` this one; returns ``result``. Off NCCL.
+        """Exchange ``between`` nodes, and after that ``within`` this node; the result is ``result``. Off NCCL.
 
-        Every rank calls this, also without messages.
+        Every rank calls this, even without messages.
         """
         first = send_and_receive(between, self.process_group, tag)
         timeout = timeout_of(self.process_group)
@@ -253,17 +253,17 @@ class Nodes:
         return InFlight([self._relay.launch_after(first, timeout, second)], lambda: result, alive, timeout, label)
 
     def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:
-        """Return a process group, and the ranks in it of this node, by place, to exchange tensors on ``device``."""
+        """Return a process group for tensors on ``device``, and the ranks in it of this node, by place."""
         if self._within is not None and is_native(self.process_group, device):
             return self._within, list(range(self.size))
         return self.process_group, [self.rank(self.node, place) for place in range(self.size)]
 
     def ranks_between(self, device: torch.device) -> tuple[Any, list[int]]:
-        """As :meth:`ranks_within`; of this rank's place, by node."""
+        """As :meth:`ranks_within`, for the ranks with this rank's place, by node."""
         if self._between is not None and is_native(self.process_group, device):
             return self._between, list(range(self.count))
         return self.process_group, [self.rank(node, self.place) for node in range(self.count)]
 
     def rank(self, node: int, place: int) -> int:
-        """Return the number in the process group of the rank that has this place on that node."""
+        """Return the rank, in the process group, with ``place`` on ``node``."""
         return node * self.size + place

@@ -1,8 +1,8 @@
-"""The second level of an exchange between nodes, started where the first has arrived. Off NCCL.
+"""The second level of a gather between nodes, started when the first has arrived. Off NCCL.
 
-What arrives from other nodes goes on inside the node, or the node's sums go on to other nodes. Nobody may have to wait
-for that until this rank happens to wait itself: it may be waiting for the same ranks elsewhere. So a thread does it, in
-the order in which the exchanges were issued, which is the same on all ranks.
+What arrives from other nodes is forwarded within the node. Other ranks must not have to wait until this rank waits
+itself, because it may be waiting for the same ranks in another exchange. So a thread starts second levels, in the order
+in which the exchanges were issued, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Launch = Callable[[], Sequence[Any]]
 
 
 class RelayedWork:
-    """The works of a second level, once they are launched, as one."""
+    """The works of a second level, launched later, as one work."""
 
     def __init__(self, works: Future[Sequence[Any]]) -> None:
         self._works = works
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until both levels have arrived. A ``RuntimeError``: one has not in time, or a rank has ended."""
+        """Wait until both levels have arrived. Raise ``RuntimeError`` on a timeout, or if a rank has ended."""
         for work in self._works.result():  # the relay's own waits have the timeout
             work.wait(timeout)
 
@@ -46,7 +46,7 @@ class Relay:
         self._started = False
 
     def launch_after(self, works: Sequence[Any], timeout: timedelta, launch: _Launch) -> RelayedWork:
-        """Call ``launch``, which returns the works of the second level, once those of the first have arrived."""
+        """Call ``launch``, which returns the works of the second level, after the works of the first have arrived."""
         if not self._started:
             self._started = True
             threading.Thread(target=_relay, args=(self._pending,), name="zerosync-relay", daemon=True).start()
@@ -65,4 +65,4 @@ def _relay(pending: queue.SimpleQueue[_Exchange | None]) -> None:
             launched.set_result(launch())
         except BaseException as error:
             launched.set_exception(error)
-        del exchange, works, launch, launched  # what they keep alive
+        del exchange, works, launch, launched  # drop what they keep alive

@@ -1,10 +1,10 @@
 """The one place where a stream waits for another, or memory is kept for a stream that did not allocate it.
 
-Reductions run on a stream of their own, beside the backward: they pack local gradients, wait for the collective and add
-to the gradient shards there. Each rule (``docs/streams.md``) is a method, but for B2: what autograd accumulates after a
-bucket was sent is in other memory, so that producers overwrite nothing that a reduction uses.
+Reductions run on their own stream, concurrently with the backward: they pack local gradients, wait for the collective
+and add the result to the gradient shards. Each rule (``docs/streams.md``) is a method, except B2: what autograd
+accumulates after a bucket was sent is in other memory, so producers overwrite nothing that a reduction uses.
 
-On a device without streams, such as the CPU, none of them waits for anything.
+On a device without streams, such as the CPU, none of the methods waits.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 
 class Streams:
-    """The streams of one engine. Made on the device that the engine runs on."""
+    """The streams of one engine, made on the engine's device."""
 
     def __init__(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
-        self._writers: set[Any] = set()  # streams that no gather has waited for since they wrote shards
-        self._written: Any = None  # recorded by a gather stream that has waited for all writers before these
+        self._writers: set[Any] = set()  # streams that wrote shards since gathers last waited for them
+        self._written: Any = None  # event of a gather stream after it waited for earlier writers
         self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
         on_cuda = self._reduction is not None and self._accelerator.device_name() == "cuda"
         self._device = self._accelerator.current_device() if on_cuda else None
         self._by_handle: dict[int, Any] = {}
 
     def _make_stream(self) -> Any:
-        # Of high priority: what it runs is short, and a collective of all ranks waits for it.
+        # High priority, because its kernels are short, and a collective of all ranks waits for them.
         if self._accelerator.device_name() == "cuda":
             return self._accelerator.Stream(priority=-1)
         return self._accelerator.Stream()
@@ -39,8 +39,8 @@ class Streams:
     def _current(self) -> Any:
         """Return the current stream.
 
-        Asked for with every gradient. ``torch.cuda.current_stream()`` first looks whether there is a device, and makes
-        a new object, in a dozen calls of Python.
+        Called for every gradient. ``torch.cuda.current_stream()`` first checks for a device and makes a new object, in
+        a dozen Python calls.
         """
         if self._device is None:
             return self._accelerator.current_stream()
@@ -49,7 +49,7 @@ class Streams:
 
     @property
     def concurrent(self) -> bool:
-        """Whether the device runs beside the host."""
+        """Whether the device runs asynchronously to the host."""
         return self._reduction is not None
 
     def run_on(self, device: torch.device) -> bool:
@@ -62,7 +62,7 @@ class Streams:
         return None if self._reduction is None else self._current()
 
     def caller_waits_for(self, streams: Iterable[Any]) -> None:
-        """Let the caller's stream wait for what ``streams``, a caller's or of gathers, have by now (S3, U2)."""
+        """Make the caller's stream wait for all work issued so far to ``streams``, of callers or gathers (S3, U2)."""
         caller = self.caller
         for stream in streams:
             if stream is not None and stream != caller:
@@ -71,10 +71,10 @@ class Streams:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def refuse_capture(self) -> None:
-        """Check that a backward which begins is not captured into a CUDA graph.
+        """Check that a backward that begins is not captured into a CUDA graph.
 
         Raises:
-            RuntimeError: it is. The graph would replay neither events nor what follows.
+            RuntimeError: it is captured. The graph would replay neither events nor later work.
         """
         if self._reduction is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -83,7 +83,7 @@ class Streams:
             )
 
     def record_grad_ready(self, ready: dict[Any, Any], spare: dict[Any, Any]) -> None:
-        """Record that the current stream has completed a gradient: in ``ready``, by stream, the ``spare`` event."""
+        """Record in ``ready``, by stream, with a ``spare`` event, that the current stream has completed a gradient."""
         if self._reduction is None:
             return
         stream = self._current()
@@ -94,13 +94,13 @@ class Streams:
         ready[stream] = event
 
     def reductions_wait_for_caller(self) -> None:
-        """At the start of a backward that reduces as it goes: after earlier backwards, and the last step (S2)."""
+        """Order the reductions of a backward that reduces as it goes after earlier backwards and the last step (S2)."""
         if self._reduction is not None:
             self._reduction.wait_stream(self._current())
 
     @contextmanager
     def on_reduction_stream(self, events: Iterable[Any] | None = None) -> Iterator[None]:
-        """Issue to the reduction stream, after ``events``, or without them after the caller's whole stream (B1)."""
+        """Issue to the reduction stream, after ``events``, or by default after all work of the caller's stream (B1)."""
         if self._reduction is None:
             yield
             return
@@ -118,26 +118,26 @@ class Streams:
             gradient.record_stream(self._reduction)
 
     def read_by_reduction(self) -> Any:
-        """Return the event after what the reduction stream, which is current, has read by now (L1)."""
+        """Return an event after all reads of the reduction stream, which is current, so far (L1)."""
         return self._reduction.record_event()
 
     def producers_wait(self, event: Any, producers: Iterable[Any]) -> None:
-        """Let the streams that have produced gradients wait until these are read; their memory is theirs again (L1)."""
+        """Make the streams that have produced gradients wait until these are read, before memory is reused (L1)."""
         for stream in producers:
             stream.wait_event(event)
 
     def wait_for_reductions(self) -> None:
-        """Let the caller's stream wait for all reductions (B3)."""
+        """Make the caller's stream wait for all reductions (B3)."""
         if self._reduction is not None:
             self._current().wait_stream(self._reduction)
 
     def host_waits_for_reductions(self) -> None:
-        """Let the host wait for all reductions, whose results are copied to its memory (B3)."""
+        """Make the host wait for all reductions, whose results are copied to host memory (B3)."""
         if self._reduction is not None:
             self._host_waits_for(self._reduction)
 
     def host_waits_for_caller(self) -> None:
-        """Let the host wait for the caller's stream, which has copied to its memory."""
+        """Make the host wait for the caller's stream, which has copied to host memory."""
         if self._reduction is not None:
             self._host_waits_for(self._current())
 
@@ -147,7 +147,7 @@ class Streams:
     # ---- gathers -------------------------------------------------------------------------------------------------
 
     def make_gather_streams(self, count: int, overlaps: bool) -> list[Any]:
-        """Return that many streams for gathers, or that which computes if nothing ``overlaps``."""
+        """Return ``count`` streams for gathers; without ``overlaps``, the stream that computes."""
         if self._reduction is None:
             return []
         if not overlaps:
@@ -155,31 +155,31 @@ class Streams:
         return [self._make_stream() for _ in range(count)]
 
     def on_gather_stream(self, gather_stream: Any) -> AbstractContextManager[None]:
-        """Issue to the stream of a gather: its memory comes from there and returns there."""
+        """Issue to a gather stream, which allocates and frees the memory of its gathers."""
         context: AbstractContextManager[None] = self._accelerator.stream(gather_stream)
         return context
 
     def record_unshard(self, gather_stream: Any) -> Any:
-        """Return the event after what ``gather_stream`` has by now, as a copy of gathered values to the host."""
+        """Return an event after the work of ``gather_stream`` so far, such as a copy of gathered values to the host."""
         return gather_stream.record_event()
 
     def record_landing(self, gather_stream: Any) -> Any:
-        """Return the event after the current stream has taken a gather's values out of the memory of ``gather_stream``.
+        """Return an event after the current stream has copied a gather's values out of the memory of ``gather_stream``.
 
-        That memory goes back to where it comes from, after the event (L2).
+        ``gather_stream`` reuses that memory after the event (L2).
         """
         event = self._current().record_event()
         gather_stream.wait_event(event)
         return event
 
     def wait_for_unshard(self, event: Any) -> None:
-        """Let the caller's stream wait for one gather (U2)."""
+        """Make the caller's stream wait for one gather (U2)."""
         self._current().wait_event(event)
 
     def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Let the caller's stream wait for one gather, if it is none of its ``users`` yet (U2).
+        """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2).
 
-        The first is that to which ``memory`` belongs; for the others it is kept until they have used it (L2).
+        The first user owns ``memory``; for the others, it is kept until they have used it (L2).
         """
         current = self._current()
         if current in users:
@@ -190,17 +190,17 @@ class Streams:
             tensor.record_stream(current)
 
     def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
-        """Keep the memory of a parameter, which may be the program's own, until a gather stream has read it (L2)."""
+        """Keep the memory of a parameter, perhaps the program's own, until a gather stream has read it (L2)."""
         if self._reduction is not None:
             memory.record_stream(gather_stream)
 
     def record_write(self) -> None:
-        """The current stream writes shards of parameters, or is about to."""
+        """Record that the current stream writes shards of parameters, or is about to."""
         if self._reduction is not None:
             self._writers.add(self._current())
 
     def gathers_wait_for_writes(self, gather_streams: Sequence[Any]) -> None:
-        """Before a gather, let all gather streams wait for what the writing streams have by now (S1)."""
+        """Before a gather, make all gather streams wait for the work of the writing streams so far (S1)."""
         if not self._writers:
             return
         while self._writers:
@@ -210,7 +210,7 @@ class Streams:
         self._written = gather_streams[0].record_event()
 
     def caller_waits_for_writes(self, gather_streams: Sequence[Any]) -> None:
-        """Let the caller's stream, which reads shards itself, wait for their writes, and not for gathers (S1)."""
+        """Make the caller's stream, which reads shards itself, wait for their writes, but not for gathers (S1)."""
         self.gathers_wait_for_writes(gather_streams)
         if self._written is not None:
             self._current().wait_event(self._written)
@@ -218,14 +218,14 @@ class Streams:
     # ---- memory of the host --------------------------------------------------------------------------------------
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in memory of the host, and the device's is another."""
+        """Return whether ``tensor`` is in host memory while the device has its own."""
         is_pinned: bool = self.concurrent and (
             tensor.device.type != self._accelerator.device_name() or self._accelerator.is_pinned(tensor)
         )
         return is_pinned
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of any values on the host, pinned on a device with streams.
+        """Return an uninitialised flat tensor on the host, pinned on a device with streams.
 
         torch rounds the bytes of pinned memory up to a power of two.
         """
@@ -235,15 +235,15 @@ class Streams:
         return pinned
 
     def give_host_memory_back(self) -> None:
-        """Give pinned memory that nobody has any more back to the system, which torch keeps else."""
+        """Return unused pinned memory to the system; otherwise torch caches it."""
         if self.concurrent and self._accelerator.device_name() == "cuda":
             torch._C._host_emptyCache()
 
 
 class HostCopy:
-    """A copy on the host of a small tensor, in pinned memory that is used again and again.
+    """A copy of a small tensor on the host, in pinned memory that is reused.
 
-    It has ``numel`` elements at most. Reading it waits for the copy alone (W4), and not where that has ended.
+    It has at most ``numel`` elements. Reading it waits only for the copy (W4), and only if it has not ended.
     """
 
     def __init__(self, streams: Streams, numel: int, dtype: torch.dtype = torch.int64) -> None:
@@ -256,17 +256,16 @@ class HostCopy:
             self._copy, self._event = accelerator.pin_memory(self._copy), accelerator.Event()
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Copy ``tensor``, flat, without waiting on a device with streams."""
+        """Copy ``tensor``, flat. On a device with streams, the host does not wait."""
         self._filled = self._copy[: len(tensor)].copy_(tensor, non_blocking=True)
         if self._event is not None:
             self._event.record(self._streams.caller)
 
     def read(self) -> list[Any]:
-        """Return the elements that were copied last."""
         return self.arrived().tolist()
 
     def arrived(self) -> torch.Tensor:
-        """Return the elements that were copied last, until others are."""
+        """Return the elements that were copied last, in memory that the next copy overwrites."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._filled

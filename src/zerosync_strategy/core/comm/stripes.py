@@ -1,9 +1,9 @@
 """Stripes: how a flat buffer is divided among ranks so that every part of it belongs to all of them alike.
 
-ZeRO-1 and 2 give each rank one part of a group's flat buffer, in order. What a backward completes first then belongs to
-the last rank alone, and reductions that begin meanwhile would keep one link busy after the other. So the buffer is cut
-into *stripes*, each a matrix with one row per rank: its reduction and its gather are even, native collectives, in
-place. A rank's shard is its rows of all stripes, in order. One stripe alone is DeepSpeed's own layout.
+ZeRO-1 and 2 give each rank one contiguous part of a group's flat buffer. The parameters that a backward completes first
+then belong to the last rank alone, and reductions during the backward would use one link after the other. So the buffer
+is divided into *stripes*, each a matrix with one row per rank: its reduction and its gather are even, native
+collectives, in place. A rank's shard is its rows of all stripes, in order. One stripe alone is DeepSpeed's own layout.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 import torch
 
 ALIGNMENT = 8
-"""Elements of which each row of a stripe, but for the last one's, has a multiple: NCCL copies 16 bytes at a time."""
+"""The width of each stripe but the last is a multiple of this many elements, because NCCL copies 16 bytes at a time."""
 
 
 class ShardSlice(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flat tensor, at ``offset`` in this rank's shard; may be none."""
+    """Elements ``start`` to ``stop`` of a flat tensor, at ``offset`` in this rank's shard; perhaps none."""
 
     start: int
     stop: int
     offset: int
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return these elements of this rank's shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
@@ -49,11 +48,11 @@ class Stripes:
 
     Args:
         starts: where each stripe is to begin, ascending from 0. It begins up to ``ALIGNMENT * world_size`` elements
-            later, so that its rows are even; the last one may have no element then.
+            later, so that its rows are even; the last one may then be empty.
         numel: of the buffer, a multiple of ``world_size``.
 
     Attributes:
-        all: the stripes, those without elements too.
+        all: the stripes, including empty ones.
         is_stock: a shard has the same elements as DeepSpeed's, in the same order.
     """
 
@@ -75,11 +74,11 @@ class Stripes:
         return (stripe for stripe in self.all if stripe.width)
 
     def slices(self, stock: bool = False) -> list[ShardSlice]:
-        """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
+        """Return the elements of the flat buffer in this rank's shard; with ``stock``, in DeepSpeed's."""
         return self._own[stock]
 
     def slices_of(self, begin: int, end: int, stock: bool = False) -> list[ShardSlice]:
-        """Return which of the elements from ``begin`` up to ``end``, counted from there, are in this rank's shard."""
+        """Return which of the elements ``begin`` to ``end``, counted from ``begin``, are in this rank's shard."""
         found, slices = [], self._own[stock]
         index = max(0, bisect_right(slices, begin, key=lambda own: own.start) - 1)
         while index < len(slices) and slices[index].start < end:
@@ -91,9 +90,9 @@ class Stripes:
         return found
 
     def exchange(self, shard: torch.Tensor, to_stripes: bool, process_group: Any, device: torch.device) -> torch.Tensor:
-        """Return this rank's shard by stripes of what all ranks have in DeepSpeed's layout, or the other way round.
+        """Convert this rank's shard from DeepSpeed's layout ``to_stripes``, or back. Collective, over ``device``.
 
-        Collective, over ``device``. For what is rare: its host work grows with the number of ranks.
+        Only for rare use: its host work grows with the number of ranks.
         """
         from deepspeed import comm
 
@@ -115,7 +114,7 @@ class Stripes:
 
 
 def _slices(stripes: Sequence[Stripe], rank: int) -> list[ShardSlice]:
-    """Return what the shard of ``rank`` has of the flat buffer."""
+    """Return the elements of the flat buffer in the shard of ``rank``."""
     return [
         ShardSlice(first + rank * width, first + (rank + 1) * width, offset)
         for first, _, width, offset in stripes
@@ -124,7 +123,7 @@ def _slices(stripes: Sequence[Stripe], rank: int) -> list[ShardSlice]:
 
 
 def _common(own: list[ShardSlice], other: list[ShardSlice]) -> Iterator[tuple[int, int]]:
-    """Yield where in the shard of ``own`` the elements lie that ``other`` has too. Both ascend."""
+    """Yield the places in the shard of ``own`` of elements that ``other`` has, too. Both ascend."""
     i = j = 0
     while i < len(own) and j < len(other):
         first, last = max(own[i].start, other[j].start), min(own[i].stop, other[j].stop)

@@ -1,4 +1,4 @@
-"""The count of what this process's collectives send. All of them go through DeepSpeed's communication backend."""
+"""Counts what the collectives of this process send. All of them go through DeepSpeed's communication backend."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OTHERS = "engines without ZeroSync"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind: how many calls, the bytes that one rank sends for them, and how many to other nodes.
+    """Collectives of one kind: the calls, the bytes that one rank sends for them, and those of them to other nodes.
 
-    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; of ``isend`` and
-    ``reduce``, what this rank sends. gloo has no reduce-scatter of its own and sends an all-reduce instead; it is
-    counted as that.
+    Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; for ``isend`` and
+    ``reduce``, those of this rank. gloo has no reduce-scatter and sends an all-reduce instead, which is what is
+    counted.
     """
 
     calls: int = 0
@@ -42,16 +42,16 @@ _NONE = Traffic()
 
 
 class _Kind(NamedTuple):
-    """How to read a call of one kind: the argument whose bytes count, and what is sent of it."""
+    """How to read a call of one kind: the argument whose bytes count, and the part of them that is sent."""
 
     payload: str
     position: int
     group_position: int
     passes: int = 1  # (W-1)/W of the payload each
     passes_on_gloo: int = 1
-    to_one_rank: bool = False  # the whole payload is sent, whatever W
+    to_one_rank: bool = False  # the whole payload is sent, for any W
     to_root: bool = False  # by every rank but the root, which sends nothing
-    distinct: bool = False  # each rank receives something else
+    distinct: bool = False  # each rank receives different data
 
 
 _KINDS = {
@@ -80,7 +80,7 @@ class CollectiveCounter:
     def __init__(self, topology: Topology | None = None) -> None:
         self._topology = topology
         self.traffic: dict[str, Traffic] = {}
-        self._backend: Any = None  # that it counts
+        self._backend: Any = None  # the one that it counts
 
     def start(self) -> CollectiveCounter:
         """Begin to count. DeepSpeed's process group must exist.
@@ -119,7 +119,7 @@ class CollectiveCounter:
         self.stop()
 
     def add_gather(self, nbytes: int, process_group: Any) -> None:
-        """Count an all-gather for which this rank sends so many bytes, and that is not called by DeepSpeed."""
+        """Count an all-gather for which this rank sends ``nbytes``, and that DeepSpeed does not call."""
         self._add("all_gather_into_tensor", nbytes, process_group, None)
 
     def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None, distinct: bool = False) -> None:
@@ -131,10 +131,10 @@ class CollectiveCounter:
 class EngineCounter(CollectiveCounter):
     """Counts what one engine sends, of several in this process.
 
-    A call counts for the engine whose :meth:`attribute` is the first after it.
+    A call counts for the engine whose :meth:`attribute` is called first after it.
 
     Attributes:
-        section: what is sent from here on is for this, and not for the step; ``None``: for the step.
+        section: what the traffic from now on is for; ``None``: for the step.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -153,11 +153,11 @@ class EngineCounter(CollectiveCounter):
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else counts, so that there is nothing to tell apart."""
+        """Whether this is the only counter, so that it need not attribute."""
         return self._backend is None or len(self._backend._zerosync_counters) == 1
 
     def attribute(self) -> None:
-        """Count for this engine what the process has sent since the last such call of any engine."""
+        """Count for this engine what the process has sent since an engine last called this."""
         if not self.traffic:
             return
         if self.section is None:
@@ -169,14 +169,14 @@ class EngineCounter(CollectiveCounter):
         _reset_unattributed()
 
     def enter(self, section: str | None) -> None:
-        """What is sent from here on is for ``section``."""
+        """Count what is sent from now on for ``section``."""
         if section != self.section:
             self.attribute()
             self.section = section
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
-        """Around what is not part of a step: what is sent inside counts for the outermost ``section``."""
+        """Around what is not part of a step: its traffic counts for the outermost ``section``."""
         before = self.section
         self.enter(before or section)
         try:
@@ -190,7 +190,7 @@ class EngineCounter(CollectiveCounter):
         return traffic
 
     def take_apart(self) -> Mapping[str, int]:
-        """Return the bytes that were sent since the last call and not for a step, by section."""
+        """Return the bytes that were sent since the last call, but not for a step, by section."""
         apart, self._apart = self._apart, {}
         return apart
 
@@ -219,7 +219,7 @@ def _build(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_others(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """What an engine sends that is not attached, as a reference model's, or its modules, is for no step here."""
+    """Wrap a method so that traffic of engines that are not attached, such as a reference model's, is for no step."""
 
     @functools.wraps(stock)
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,13 +234,13 @@ def _of_others(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CountingBackend:
-    """Mixed into DeepSpeed's communication backend while someone counts."""
+    """Mixed into DeepSpeed's communication backend while a counter runs."""
 
     _zerosync_counters: list[CollectiveCounter]
     _zerosync_restore_names: Callable[[], None]
 
     def _zerosync_count_sent(self, tensor: torch.Tensor, to: int, process_group: Any) -> None:
-        """Count a message that will be sent by another thread."""
+        """Count a message that another thread will send."""
         for counter in self._zerosync_counters:
             counter._add("isend", tensor.nbytes, process_group, to)
 

@@ -1,6 +1,6 @@
-"""In which exchange or collective this process waits, and what it has launched: for errors.
+"""Which exchange or collective this process waits for, and which it has launched: for errors.
 
-The main thread notes down what it waits for; the thread that answers other ranks reads it.
+The main thread records what it waits for; the thread that answers other ranks reads it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 _KEPT = 1024
-"""Launched collectives that are remembered."""
-# Of torch; each is one collective, and waits for it unless it is asynchronous.
+"""The most launched collectives to remember."""
+# torch's functions; each is one collective, and waits for it unless it is asynchronous.
 _COLLECTIVES = frozenset(
     f"{name}{suffix}"
     for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter",
@@ -22,23 +22,23 @@ _COLLECTIVES = frozenset(
 
 
 class OfReduction(str):
-    """The label of a wait for gradients, by which ranks that reduce are known."""
+    """The label of a wait for gradients, by which reducing ranks are recognised."""
 
     __slots__ = ()
 
 
 _waits_for = ""
 _failed = ""  # the last wait that ended with an error
-_launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # a backend's own collectives: group, number, label
+_launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # the backend's own collectives: group, number, label
 
 
 def launched(group: str, number: int, label: object) -> None:
-    """Note down that this rank has launched a collective of the backend's own; ``str(label)`` is for errors."""
+    """Record that this rank has launched a collective of the backend's own; ``str(label)`` is for errors."""
     _launched.append((group, number, label))
 
 
 def labels_of_launched() -> dict[tuple[str, int], object]:
-    """Return the labels of the last collectives that were launched, by group and number."""
+    """Return the labels of the last launched collectives, by group and number."""
     return {(group, number): label for group, number, label in list(_launched)}
 
 
@@ -57,13 +57,13 @@ def waiting(label: str) -> Iterator[None]:
 
 
 def describe_wait(frame: FrameType | None, failed: bool = False) -> str:
-    """Return what the main thread waits for, or with ``failed`` has waited for in vain; nothing if it does not wait.
+    """Return what the main thread waits for, or with ``failed`` the wait that failed; empty if it does not wait.
 
     Args:
-        frame: its innermost frame, or the one that has raised.
+        frame: its innermost frame, or the frame that has raised.
     """
     global _failed
-    label = _waits_for or _failed  # which its main thread is about to report
+    label = _waits_for or _failed  # the main thread is about to report it
     if failed:
         label, _failed = _failed, ""
     if label:
@@ -75,14 +75,14 @@ def describe_wait(frame: FrameType | None, failed: bool = False) -> str:
 
 
 def reset() -> None:
-    """There are new process groups."""
+    """Forget waits and launches, because the process groups are new."""
     global _failed
     _failed = ""
     _launched.clear()
 
 
 def torch_collective(frame: FrameType | None) -> str:
-    """Return the name of torch's collective whose own code ``frame`` runs, or nothing."""
+    """Return the name of the collective of torch that ``frame`` runs itself; empty if none."""
     if frame is None or not frame.f_code.co_filename.endswith("/torch/distributed/distributed_c10d.py"):
         return ""
     return frame.f_code.co_name if frame.f_code.co_name in _COLLECTIVES else ""

@@ -1,11 +1,11 @@
-"""The files of DeepSpeed's checkpoints: who writes and reads them, what they have, and what universal ones lack.
+"""The files of DeepSpeed's checkpoints: who writes and reads them, what they contain, and what universal ones lack.
 
-From a universal checkpoint, DeepSpeed restores what the optimizer trains and its state. It leaves the rest of the
-module as the engine was built: buffers, and parameters that are not trained. Under ZeRO-3 it gives the options of the
-first group of parameters to all groups, and one count of steps to all shards, which each of them advances.
+From a universal checkpoint, DeepSpeed restores the parameters that the optimizer trains, and its state. Buffers and
+parameters that are not trained stay as the engine was built. Under ZeRO-3, it gives all parameter groups the options of
+the first one, and all shards one shared step count, which each shard advances.
 
-Of an optimizer that needs whole parameters, the state is by their names, each in the file of the rank that owned it. So
-:class:`SavedShards` reads a checkpoint by names, whatever number of ranks has written it.
+An optimizer that needs whole parameters has its state by parameter name, each in the file of the rank that owned the
+parameter. So :class:`SavedShards` reads a checkpoint by names, for any number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 def writes_at_once(engine: Any) -> bool:
-    """Return whether a file is on the disk when DeepSpeed's ``save`` of it returns, written by one rank.
+    """Return whether a file is on disk when DeepSpeed's ``save`` of it returns, written by one rank.
 
-    ``"checkpoint": {"writer": ...}`` and engines of others may write in the background, or with several ranks.
+    ``"checkpoint": {"writer": ...}`` and other checkpoint engines may write in the background, or with several ranks.
     """
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
@@ -40,7 +40,7 @@ def writes_at_once(engine: Any) -> bool:
 
 @contextmanager
 def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[None]]) -> Iterator[None]:
-    """While ``engine`` saves: write each file in ``around(path)``, and DeepSpeed's script in ``around(None)``."""
+    """While ``engine`` saves, write each file in ``around(path)``, and DeepSpeed's script in ``around(None)``."""
     writer = engine.checkpoint_engine
     save, copy_script = writer.save, engine._copy_recovery_script
 
@@ -57,8 +57,8 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
 
 
 def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: int | None = None) -> list[Path]:
-    """Return the first files that this rank, or ``rank``, reads of a checkpoint, ``shards``: the optimizer's, too."""
-    if engine.mp_world_size > 1:  # which may be divided otherwise in the checkpoint
+    """Return the first files that this rank, or ``rank``, loads; with ``shards``, those of the optimizer, too."""
+    if engine.mp_world_size > 1:  # the checkpoint may have another number of them
         return []
     names = [engine._get_ckpt_name(str(directory), tag)]
     if shards:
@@ -71,13 +71,13 @@ def files_to_load(engine: Any, directory: Path, tag: str, shards: bool, rank: in
 
 
 def frozen_missing(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the frozen parameters of ``module`` that ``state`` lacks, as they are; under each of their names."""
+    """Return the frozen parameters of ``module`` that ``state`` lacks, under each of their names."""
     params = module.named_parameters(remove_duplicate=False)
     return {name: param.data for name, param in params if not param.requires_grad and name not in state}
 
 
 class FrozenStay(Stock):
-    """Overrides of ``DeepSpeedEngine``: frozen parameters stay as they are where a checkpoint has none."""
+    """Overrides of ``DeepSpeedEngine``: frozen parameters that a checkpoint lacks keep their values."""
 
     module: torch.nn.Module
 
@@ -94,7 +94,7 @@ class FrozenStay(Stock):
 
 
 def is_readable(engine: Any) -> bool:
-    """Return whether other files than a rank's own can be read by it: no model-parallel ranks, and torch's format."""
+    """Return whether a rank can read the files of others: no model parallelism, and torch's format."""
     return bool(engine.mp_world_size == 1 and writes_at_once(engine))
 
 
@@ -109,16 +109,16 @@ def _untrained(module: torch.nn.Module, trained: Collection[Any]) -> Iterator[tu
 
 
 def not_restored(module: torch.nn.Module, trained: Collection[Any]) -> str:
-    """Return the name of a parameter that :func:`restore_rest` could give no values; empty if there is none."""
+    """Return the name of a parameter for which :func:`restore_rest` cannot restore values; empty if there is none."""
     untrained = ((name, param) for name, param in _untrained(module, trained) if zero3.is_sharded(param))
     return next((name for name, param in untrained if param.ds_numel and not zero3.has_plain_shard(param)), "")
 
 
 @torch.no_grad()
 def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict: bool, optimizer_state: bool) -> None:
-    """After DeepSpeed has loaded a universal checkpoint: restore what it has left out. Sends nothing.
+    """Restore what DeepSpeed leaves out when it loads a universal checkpoint. Sends nothing.
 
-    A ``RuntimeError`` where ``strict`` and the checkpoint lacks part of the module.
+    Raise ``RuntimeError`` if ``strict`` and the checkpoint lacks part of the module.
 
     Args:
         trained: the parameters of its optimizer, and of others over its module.
@@ -129,7 +129,7 @@ def restore_rest(engine: Any, trained: Collection[Any], model_file: str, strict:
     names = dict(module.named_parameters(remove_duplicate=False)).keys()
     saved = read(file)
     state: dict[str, Any] = saved["module"]
-    if zero.stage(engine) == 3:  # where the module's state has parameters without elements
+    if zero.stage(engine) == 3:  # the parameters in the module's state have no elements
         state = {name: value for name, value in state.items() if name not in names}
         state |= _untrained_of_stage_3(file, saved)
         if optimizer_state:
@@ -151,9 +151,7 @@ def _set_values(param: Any, full: torch.Tensor) -> None:
 
 
 def _untrained_of_stage_3(file: Path, first: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the parameters that are not trained, in full; each rank's file, the ``first`` of which is read, has a
-    shard of them.
-    """
+    """Return the untrained parameters in full. Each rank's file has a shard of them; ``first`` is that of rank 0."""
     others = range(1, first["dp_world_size"])
     saved = [first, *(read(file.with_name(file.name.replace("pp_rank_0_", f"pp_rank_{rank}_"))) for rank in others)]
     full = {}
@@ -164,7 +162,7 @@ def _untrained_of_stage_3(file: Path, first: dict[str, Any]) -> dict[str, torch.
 
 
 def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Give each group of parameters its own options again, and each shard its own count of steps."""
+    """Restore the options of each parameter group, and give each shard its own step count."""
     saved = read(checkpoint / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     for group, options in zip(stepping.param_groups, saved, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
@@ -174,12 +172,12 @@ def _separate_groups(stepping: torch.optim.Optimizer, checkpoint: Path) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what ``file`` has; tensors on the host, read where they are asked for, but for torch's old format."""
+    """Return the contents of ``file``; tensors are on the host, and read lazily except in torch's old format."""
     lazily = zipfile.is_zipfile(file)
     return torch.load(file, map_location="cpu", weights_only=False, mmap=lazily)
 
 
-# ---- what they have of the optimizer -----------------------------------------------------------------------------
+# ---- the optimizer's part ----------------------------------------------------------------------------------------
 
 State = dict[str, Any]
 """What a rank's ZeRO optimizer saves and loads."""
@@ -190,7 +188,7 @@ def torch_state_of(state: State) -> dict[str, Any]:
 
 
 def is_by_name(state: State) -> bool:
-    """Return whether the state of the torch optimizer in a rank's ``state`` is by names, each parameter's whole."""
+    """Return whether the torch optimizer's state in a rank's ``state`` has whole parameters, by name."""
     found = torch_state_of(state)
     groups = found["param_groups"] if isinstance(found, dict) else []  # a list: DeepSpeed's elastic checkpoints
     return any(isinstance(param, str) for group in groups for param in group["params"])
@@ -202,7 +200,7 @@ def masters_of(state: State) -> list[torch.Tensor]:
 
 
 def with_torch_state(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None) -> State:
-    """Return ``state`` with another one of the torch optimizer, and with other master weights, where they are given."""
+    """Return ``state`` with another state of the torch optimizer and, if given, other master weights."""
     torch_key, masters_key = _keys(state)
     return state | {torch_key: of_torch} | ({} if masters is None else {masters_key: masters})
 
@@ -219,7 +217,7 @@ def _is_of_flat(state: State) -> bool:
 
 
 class SavedShards:
-    """The optimizer's part of a checkpoint of the engine's ZeRO stage. Values are read where they are asked for."""
+    """The optimizer's part of a checkpoint of the engine's ZeRO stage, read on demand."""
 
     def __init__(self, engine: Any, directory: Path, tag: str) -> None:
         self._files = functools.partial(files_to_load, engine, directory, tag, True)
@@ -233,11 +231,11 @@ class SavedShards:
         return self._states[rank]
 
     def names(self, rank: int) -> list[list[Any]]:
-        """Return the names of the parameters that ``rank`` owned, by groups; numbers where it stepped flat shards."""
+        """Return the names of the parameters that ``rank`` owned, by group; numbers if it stepped flat shards."""
         return [group["params"] for group in torch_state_of(self.state(rank))["param_groups"]]
 
     def groups(self) -> list[set[Any]]:
-        """Return :meth:`names` of all ranks."""
+        """Return the union of :meth:`names` over all ranks, by group."""
         of_ranks = zip(*map(self.names, range(self.ranks)), strict=True)
         return [{name for names in of_group for name in names} for of_group in of_ranks]
 
@@ -255,7 +253,7 @@ class SavedShards:
         }
 
     def masters(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return the master weights of the parameters of these ``names``, flat, on the host."""
+        """Return the master weights of the parameters ``names``, flat, on the host."""
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         if _is_of_flat(self.state(0)):
             self._add_of_flat(parts)

@@ -1,13 +1,15 @@
-"""Models that torch takes and DeepSpeed 0.19.8 does not: what engines of this process may be made of.
+"""Support for models that torch accepts and DeepSpeed 0.19.8 does not.
 
-- Parameters without dimensions, as CLIP's ``logit_scale``: DeepSpeed broadcasts each as bytes, which torch makes none
-  of. It fails when it starts, and when a context has gathered one for a rank to change, as it does to save the model.
-- Parameters in any memory layout. torch makes no bytes of one whose last dimension has steps, as in ``channels_last``;
-  and flat buffers or shards lose such a layout in any case. So they are made contiguous first, with the same values.
-- Modules that return what has no attributes, as a number: under ZeRO-3 DeepSpeed looks for tensors in ``vars()`` of it.
+- Parameters without dimensions, such as CLIP's ``logit_scale``. DeepSpeed broadcasts each as bytes, and torch
+  cannot view a scalar as bytes. It fails when it starts, and when a context ends that has gathered one to change it, as
+  to save the model.
+- Parameters in any memory layout. torch cannot view a tensor as bytes if its last dimension is strided, as in
+  ``channels_last``, and flat buffers or shards lose the layout anyway. So they are made contiguous first.
+- Modules that return an object without attributes, such as a number. Under ZeRO-3, DeepSpeed looks for tensors in its
+  ``vars()``.
 
-Parameters that share memory (``b.weight.data = a.weight.data``) would come apart silently as DeepSpeed gives each one
-memory of its own, and afterwards nothing shows it: that is written down here, for ``attach()``.
+Parameters that share memory (``b.weight.data = a.weight.data``) would silently be separated, because DeepSpeed gives
+each one memory of its own, without a trace. So sharing is recorded here, for ``attach()``.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zerosync_strategy.core.engine import contract, deepspeed_internals, param_functions, patches
 
 # In a tensor's __dict__:
-_SHARES = "_zerosync_shares_memory_with"  # a reference to the tensor that it shares memory with
-_TOO_LATE = "_zerosync_shared_too_late"  # it was given the memory of one that was sharded by then, and had none
+_SHARES = "_zerosync_shares_memory_with"  # a reference to a tensor with the same memory
+_TOO_LATE = "_zerosync_shared_too_late"  # it was given the empty memory of a sharded tensor
 
 
 def allow_any_model() -> None:
-    """Let engines that are made in this process take such models."""
+    """Make engines that are built in this process accept these models."""
     contract.require(deepspeed_internals.ANY_MODEL)
     patches.wrap(patches.CONFIGURE_MODEL, _configure_model)
     patches.wrap(patches.BROADCAST_MODEL, _broadcast_model)
     patches.wrap(patches.SHARD, _shard)
-    # In place of the builtin, in that file alone.
+    # Shadows the builtin in that file alone.
     patches.replace(patches.OUTPUTS, lambda _: lambda output: getattr(output, "__dict__", {}))
     param_functions.intercept_contexts()
 
 
 def _configure_model(stock: Callable[[Any, Any], None], engine: Any, model: Any) -> None:
-    prepare_to_broadcast(model)  # and before it is converted to another dtype
+    prepare_to_broadcast(model)  # before it is converted to another dtype
     stock(engine, model)
 
 
@@ -60,14 +62,14 @@ def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
         return stock(init, param)
     param.data = param.data.view(1)
     stock(init, param)
-    param.ds_shape = torch.Size(())  # that of every gather from now on
+    param.ds_shape = torch.Size(())  # the shape after every gather from now on
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
 class _View(NamedTuple):
-    """Which elements of its memory a tensor has, counted in its own elements."""
+    """The elements of its storage that a tensor has, in units of its own elements."""
 
     tensor: weakref.ref[Any]
     shape: tuple[int, ...]
@@ -90,7 +92,7 @@ class _View(NamedTuple):
     def meets(self, other: _View) -> bool:
         """Return whether the two have an element in common."""
         if self.itemsize != other.itemsize:
-            return True  # nobody cuts one buffer into parameters of several dtypes
+            return True  # parameters of several dtypes in one buffer are not expected
         first, last = min(self.first, other.first), max(self.last, other.last)
         if self.last < other.first or other.last < self.first:
             return False
@@ -99,15 +101,15 @@ class _View(NamedTuple):
         return bool(other.mark(elements, first).any())
 
 
-_sharded: dict[int, tuple[StorageWeakRef, list[_View]]] = {}  # memory that something has beside what zero.Init sharded
+_sharded: dict[int, tuple[StorageWeakRef, list[_View]]] = {}  # storages that outlive the sharding by zero.Init
 
 
 def prepare_to_broadcast(module: torch.nn.Module) -> None:
-    """Before DeepSpeed broadcasts the parameters of ``module``: note down who shares memory, and straighten them."""
+    """Before DeepSpeed broadcasts the parameters of ``module``, record which share memory, and make them contiguous."""
     by_memory: dict[int, list[_View]] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # parameters of another engine are what DeepSpeed has left of them
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of another engine may be at rest
         for tensor in (*module.parameters(), *module.buffers()):
-            if not hasattr(tensor, "ds_id"):  # else it is what zero.Init was given that counts
+            if not hasattr(tensor, "ds_id"):  # else zero.Init has recorded it
                 tensor.__dict__.pop(_SHARES, None)
             if _has_memory(tensor):
                 _compare(tensor, by_memory.setdefault(tensor.untyped_storage()._cdata, []))
@@ -116,7 +118,7 @@ def prepare_to_broadcast(module: torch.nn.Module) -> None:
 
 
 def prepare_to_shard(param: Any) -> None:
-    """Before ``zero.Init`` shards ``param``, the same."""
+    """Do the same before ``zero.Init`` shards ``param``."""
     if _has_memory(param):
         storage = param.untyped_storage()
         for key in [key for key, (memory, _) in _sharded.items() if memory.expired()]:
@@ -126,7 +128,7 @@ def prepare_to_shard(param: Any) -> None:
 
 
 def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of two tensors of ``module`` that shared memory, of which one is trained; or one twice."""
+    """Yield the names of two tensors of ``module`` that shared memory, if one is trained; they may be equal."""
     tensors: Iterable[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors}
     for name, tensor in tensors:
@@ -139,11 +141,11 @@ def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 def _has_memory(tensor: Any) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
-    return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one has none, but of its own
+    return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one is empty, in its own storage
 
 
 def _compare(tensor: Any, others: list[_View]) -> None:
-    """Note down if ``tensor`` shares elements with one of ``others``, in the same memory, which it joins."""
+    """Record whether ``tensor`` shares elements with one of ``others``, in the same storage, and add it to them."""
     view = _View(
         weakref.ref(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size()
     )

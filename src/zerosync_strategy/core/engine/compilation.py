@@ -1,4 +1,4 @@
-"""What compilers see of ZeRO-3, and what DeepCompile does: hooks, dictionaries of parameters, schedules."""
+"""How ZeRO-3 appears to compilers, and how DeepCompile works: hooks, dictionaries of parameters, schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerosync_strategy.core.engine import contract, deepspeed_internals
 
 
 def leave_to_eager_code(tensors: Any) -> None:
-    """Let Dynamo run, as it is, whatever computes with tensors of the class ``tensors``, and how they do."""
+    """Make Dynamo run code that computes with tensors of the class ``tensors`` eagerly, and their own methods, too."""
     from torch._dynamo import config
     from torch._dynamo.eval_frame import skip_code
 
@@ -24,9 +24,9 @@ def leave_to_eager_code(tensors: Any) -> None:
 
 
 def keep_out_of_graphs(method: Any) -> None:
-    """Let compiled autograd, which traces hooks on gradients, call ``method`` as it is, with all that it calls.
+    """Make compiled autograd, which traces hooks on gradients, call ``method`` and all that it calls without tracing.
 
-    A wrapper, as ``torch.compiler.disable`` makes one, would cost each gradient a call.
+    A wrapper, such as that of ``torch.compiler.disable``, would cost one more call per gradient.
     """
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -36,7 +36,7 @@ def keep_out_of_graphs(method: Any) -> None:
 
 @functools.cache
 def passive_parameters() -> type:
-    """Return ZeRO-3's class of a module's dictionary of parameters, but one that gathers nothing when it is read."""
+    """Return a subclass of ZeRO-3's dictionary of parameters that gathers nothing when it is read."""
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
     attributes = {"__getitem__": OrderedDict.__getitem__, "__module__": ZeROOrderedDict.__module__}
@@ -44,21 +44,21 @@ def passive_parameters() -> type:
 
 
 def make_passive(module: torch.nn.Module) -> None:
-    """Let reading the parameters of ``module`` gather nothing."""
+    """Make reads of the parameters of ``module`` gather nothing."""
     module._parameters.__class__ = passive_parameters()
 
 
 def undo_passive(module: torch.nn.Module) -> None:
-    """Undo :func:`make_passive`; nothing where a later engine has given the module a dictionary of its own."""
+    """Undo :func:`make_passive`, unless a later engine has given the module its own dictionary."""
     if type(module._parameters) is passive_parameters():
         module._parameters.__class__ = passive_parameters().__bases__[0]
 
 
 @contextmanager
 def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
-    """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, whenever they run.
+    """Around DeepCompile's preparation of an engine: ``last`` runs after its own passes, each time they run.
 
-    What it lets its own reductions find at the beginning of a backward is left out.
+    The hooks that prepare its own reductions at the start of a backward are removed.
     """
     from deepspeed.compile import backend, util
 
@@ -73,5 +73,5 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
 
 
 def deepcompile_id(optimizer: Any, param: Any) -> int:
-    """Return the number by which DeepCompile's graphs name a parameter."""
+    """Return the number of a parameter in DeepCompile's graphs."""
     return int(param.ds_id if hasattr(param, "ds_id") else optimizer.get_param_id(param))

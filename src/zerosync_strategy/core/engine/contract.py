@@ -1,9 +1,9 @@
-"""Tables of what ZeroSync uses of other libraries beyond their interfaces, of one kind for all, and their check (C1).
+"""The tables of internals of other libraries that ZeroSync uses, in one format, and their check (C1).
 
 A row names a private attribute that is read, set or called, or a method that is overridden because the library calls
-it. Unchecked, a renamed one would go unnoticed: the library would go on without what ZeroSync does there. DeepSpeed's
-tables are in ``deepspeed_internals.py``, torch's in ``torch_internals.py``, each framework's in the ``contract.py`` of
-its folder.
+it. Without the check, a renamed override would go unnoticed: the library would run without what ZeroSync adds.
+DeepSpeed's tables are in ``deepspeed_internals.py``, torch's in ``torch_internals.py``, each framework's in the
+``contract.py`` of its folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class Library:
-    """A library with internals in a table: its name for people, and the oldest and newest releases that were tested."""
+    """A library with internals in a table: its display name, and the oldest and newest tested releases."""
 
     name: str
     oldest: str
@@ -34,7 +34,7 @@ class Library:
 
 
 DEEPSPEED = Library("DeepSpeed", "0.18.4", "0.19.8")
-LIBRARIES = {  # by the package that is imported
+LIBRARIES = {  # by imported package
     "torch": Library("torch", "2.10.0", "2.15.0"),
     "deepspeed": DEEPSPEED,
     "lightning": Library("Lightning", "2.5.0", "2.6.6"),
@@ -51,15 +51,15 @@ class Internal:
 
     Attributes:
         feature: the feature, for the error.
-        owner: what has the attribute: the path of a module or class, or a key of ``_LIVE`` for what belongs to a live
-            engine of DeepSpeed.
-        parameters: of a method that is called or overridden: the names that must lead its own parameters, without
-            ``self``, so that a call by position keeps its meaning.
-        named_in: the module whose source must name an attribute that objects have only at times or from their
-            constructors on, and that a look at ``owner`` would not find.
+        owner: what has the attribute: the path of a module or class, or a key of ``_LIVE`` for an object of a live
+            DeepSpeed engine.
+        parameters: for a method that is called or overridden: the names of its first parameters, without ``self``, so
+            that calls by position keep their meaning.
+        named_in: the module whose source must name the attribute, if objects have it only at times or set it in their
+            constructor, so that ``owner`` does not show it.
         public: the library documents the attribute, or torch has one of the same name; other files may use it too.
         optional: the attribute may be absent; code asks for it with a default.
-        since: the first release that has it, or has it as it is needed; empty: the oldest that is supported.
+        since: the first release that has it in the form needed; empty: the oldest supported one.
         until: the first release that no longer has it; empty: none.
     """
 
@@ -101,7 +101,7 @@ def rows(
 
 @functools.cache
 def is_before(release: str, other: str) -> bool:
-    """Return whether ``release`` is older than ``other``; its own suffixes (``+unknown``, ``.dev0``) do not count."""
+    """Return whether ``release``, without its suffix (``+unknown``, ``.dev0``), is older than ``other``."""
     from packaging.version import Version
 
     return Version(Version(release).base_version) < Version(other)
@@ -112,12 +112,12 @@ def release_of(package: str) -> str:
 
 
 def has(internal: Internal) -> bool:
-    """Return whether the installed library is of a release that has ``internal``."""
+    """Return whether the installed release of the library has ``internal``."""
     return internal.applies_to(release_of(internal.package))
 
 
 def need(internal: Internal, remedy: str) -> None:
-    """Raise a ``ContractError`` with the ``remedy`` where the release of DeepSpeed is older than ``internal.since``."""
+    """Raise a ``ContractError`` with the ``remedy`` if the installed DeepSpeed is older than ``internal.since``."""
     if not has(internal):
         raise ContractError(
             f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
@@ -127,7 +127,7 @@ def need(internal: Internal, remedy: str) -> None:
 
 # ---- the check -------------------------------------------------------------------------------------------------------
 
-_LIVE: dict[str, Callable[[Any], Any]] = {  # the owners that belong to an engine
+_LIVE: dict[str, Callable[[Any], Any]] = {  # owners of a live engine
     "engine": lambda engine: engine,
     "engine config": lambda engine: engine._config,
     "zero config": lambda engine: engine._config.zero_config,
@@ -142,7 +142,7 @@ _LIVE: dict[str, Callable[[Any], Any]] = {  # the owners that belong to an engin
 def require(table: Iterable[Internal], engine: Any = None) -> None:
     """Check that the installed libraries have what ``table`` names, in modules and classes or on ``engine``.
 
-    A ``ContractError``: one is missing or has changed.
+    Raise ``ContractError`` if an internal is missing or has changed.
     """
     for internal in table:
         if internal.optional or not has(internal):
@@ -158,7 +158,7 @@ def require(table: Iterable[Internal], engine: Any = None) -> None:
 
 
 def problem(internal: Internal, owner: Any = None) -> str:
-    """Return what is wrong with ``internal`` on ``owner``, by default the module or class; empty if nothing."""
+    """Return what is wrong with ``internal`` on ``owner``, by default its module or class; empty if nothing."""
     if internal.named_in:
         return "" if internal.name in names_in(internal.named_in) else f"is not in {internal.named_in} any more"
     if owner is None:
@@ -168,7 +168,7 @@ def problem(internal: Internal, owner: Any = None) -> str:
             return f"is missing ({error})"
     is_class = inspect.isclass(owner)
     if not hasattr(owner if is_class else type(owner), internal.name) and internal.name not in vars(owner):
-        return "is missing"  # computes no property
+        return "is missing"  # without computing properties
     if internal.parameters is None:
         return ""
     method = getattr(owner, internal.name)
@@ -182,15 +182,15 @@ def problem(internal: Internal, owner: Any = None) -> str:
 
 
 def fetch(internal: Internal) -> Any:
-    """Return what ``internal`` names in a module or class; a ``ContractError`` where it is missing or has changed."""
+    """Return what ``internal`` names in a module or class; raise ``ContractError`` if missing or changed."""
     require((internal,))
     return getattr(resolve(internal.owner), internal.name)
 
 
 def resolve(path: str) -> Any:
-    """Return the module or class at ``path``; an ``ImportError`` or ``AttributeError`` where there is none."""
+    """Return the module or class at ``path``; raise ``ImportError`` or ``AttributeError`` if it does not exist."""
     if path in sys.modules:
-        return sys.modules[path]  # a garbage collection may call this in the middle of an import
+        return sys.modules[path]  # a garbage collection may call this during an import
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -202,14 +202,14 @@ def resolve(path: str) -> Any:
 
 @functools.cache
 def names_in(module: str) -> frozenset[str]:
-    """Return the words of the source of ``module``, which is not imported for that."""
+    """Return the words of the source of ``module``, without importing it."""
     source = find_spec(module)
     assert source is not None and source.origin is not None, module
     return frozenset(re.findall(r"[A-Za-z_]\w*", Path(source.origin).read_text(encoding="utf-8")))
 
 
 def changed(feature: str, found: str, package: str = "deepspeed") -> ContractError:
-    """Return the error that says what ``feature`` found instead of the internal that it uses."""
+    """Return the error for an internal of ``feature`` that has changed, with what was ``found``."""
     library = LIBRARIES[package]
     return ContractError(
         f"ZeroSync's {feature} relies on an internal of {library.name} that has changed: {found}. Found {library.name}"

@@ -18,14 +18,14 @@ from zerosync_strategy.core.engine.compat import allow_any_model
 def prepare_cpu() -> None:
     """Make DeepSpeed run on CPU in this process. Call it before ``deepspeed.init_distributed`` or ``initialize``.
 
-    DeepSpeed 0.19.8 compiles a shared-memory collective on CPU at every start (35 to 90 s, and a killed run leaves a
-    lock on which later runs hang). Plain gloo needs none of it, so the operator is marked as unavailable.
+    DeepSpeed 0.19.8 compiles a shared-memory collective on CPU at every start. This takes 35 to 90 s, and a killed run
+    leaves a lock on which later runs hang. Plain gloo does not need it, so the operator is marked as unavailable.
 
-    On Linux this thread, and those that it starts from now on, are scheduled as ``SCHED_BATCH`` where they were as
-    ``SCHED_OTHER``, the default: as they wake, they take the processor from none.
+    On Linux, this thread and the threads that it starts later are scheduled as ``SCHED_BATCH`` if they were
+    ``SCHED_OTHER``, the default. A thread that wakes then does not preempt a running one.
 
-    Both, and what lets engines take parameters without dimensions, are undone when the last engine is detached or
-    destroyed: call it again before the next is made.
+    Both changes, and the support of parameters without dimensions, are undone when the last engine is detached or
+    destroyed. Call it again before the next one is made.
 
     Raises:
         RuntimeError: DeepSpeed's process group exists already, on another accelerator.
@@ -51,9 +51,9 @@ def prepare_cpu() -> None:
 
 
 def take_process_group() -> None:
-    """Let DeepSpeed know of a process group that torch has made, before it builds an engine.
+    """Make DeepSpeed use a process group that torch has made, before it builds an engine.
 
-    ``zero.Init`` reads the configuration first, and would take this process for the only one.
+    ``zero.Init`` reads the configuration first, and would assume a world of one process.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -65,9 +65,9 @@ def take_process_group() -> None:
 
 
 def leave_out_ranges() -> None:
-    """Let DeepSpeed's functions open no ranges for profilers, which CPUs have none of.
+    """Disable DeepSpeed's ranges for profilers, which do not exist on CPUs.
 
-    They do nothing there, by one call of Python's in six of a step of ZeRO-3.
+    They have no effect, but make one in six of the Python calls of a ZeRO-3 step.
     """
     patches.replace(patches.RANGES, lambda _: False)
 
@@ -89,9 +89,9 @@ def _start_without_compiler(operators: Any) -> None:
 
 
 def _preempt_none() -> None:
-    # Each message wakes gloo's thread on the other rank. Where there are fewer cores than threads, it may take the
-    # processor from the thread that sends, which holds the connection's lock; then that one's own thread of gloo polls
-    # until the lock is free. On two cores: a tenth of a step's time, and two fifths of the kernel's.
+    # Each message wakes gloo's thread on the other rank. With fewer cores than threads, that thread may preempt
+    # the thread that sends, which holds the connection's lock. The sender's own thread of gloo then polls
+    # until the lock is free. On two cores, this takes a tenth of a step's time, and two fifths of its kernel time.
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         own = _threads_of(os.SCHED_BATCH)  # the program's own
         with suppress(OSError):  # a sandbox may forbid it
@@ -106,7 +106,7 @@ def _preempt_none() -> None:
 
 
 def _threads_of(policy: int) -> set[int]:
-    """Return the threads of this process that are scheduled so."""
+    """Return the threads of this process with this scheduling policy."""
     found = set()
     for name in os.listdir("/proc/self/task"):
         with suppress(OSError):
@@ -118,6 +118,6 @@ def _threads_of(policy: int) -> set[int]:
 @functools.cache
 def _pause_at_exit() -> None:
     # A thread of gloo still drops the tensors of the last collectives, which takes Python's lock; if Python ends
-    # meanwhile, torch 2.13 aborts the process: 13 of 25 runs of 50 all-gathers, and none of 20 after such a pause.
+    # meanwhile, torch 2.13 aborts the process: 13 of 25 runs of 50 all-gathers, and none of 20 after this pause.
     atexit.register(time.sleep, 0.1)
     patches.install(patches.EXIT)

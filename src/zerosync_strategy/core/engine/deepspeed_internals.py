@@ -1,4 +1,4 @@
-"""The internals of DeepSpeed that ZeroSync uses (rule C1): those of every training, and those of single features."""
+"""The internals of DeepSpeed that ZeroSync uses (rule C1): for every training, and for single features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COORDINATING = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _LINEAR = "deepspeed.runtime.zero.linear"
 
-# What not every release has, or not as it is needed: code asks has() and does otherwise, or need() where it cannot.
+# Not in every supported release in the form needed. Code asks has() if it has another way, else need().
 CLEAR_BACKWARD = Internal("window", "optimizer", "clear_backward_seen_flag", (), since="0.18.5")
 SEQUENTIAL_GATHERS = Internal("gathers", "zero config", "allgather_sequential", public=True, since="0.18.5")
 COMPILE_BACKEND = Internal("DeepCompile", "engine", "get_deepcompile_backend", since="0.18.9")

@@ -1,7 +1,7 @@
-"""DeepSpeed's ``safe_get_full_grad`` and its kin, on parameters whose gradients a window keeps local.
+"""DeepSpeed's ``safe_get_full_grad`` and its kin, for parameters whose gradients a window keeps local.
 
-They reach a parameter's shards through attributes that DeepSpeed sets on it, and on ZeRO-3 through methods of the
-optimizer, which ``overrides.py`` has.
+They reach a parameter's shards through attributes that DeepSpeed sets on the parameter, and on ZeRO-3 also through
+methods of the optimizer, which ``overrides.py`` overrides.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 
-# safe_get_full_grad() calls get_full_hp_grad() of a parameter that has one, and looks no further.
+# safe_get_full_grad() calls get_full_hp_grad() of a parameter with this attribute, and returns the result.
 _MARK = deepspeed_internals.MARKED_GRADIENT.name
 _GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param"
 _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
 def intercept(params: Iterable[Any], hooks: Any) -> None:
-    """Let DeepSpeed's functions ask ``hooks``, a ``PendingGradients``, about ``params`` until :func:`release`."""
+    """Make DeepSpeed's functions call ``hooks``, a ``PendingGradients``, for ``params`` until :func:`release`."""
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
     if not contract.has(deepspeed_internals.MARKED_GRADIENT):
@@ -34,9 +34,9 @@ def intercept(params: Iterable[Any], hooks: Any) -> None:
 
 
 def _let_marks_be_looked_for() -> None:
-    """Let ``safe_get_full_grad()`` do so in this process, where it returns the local gradient otherwise.
+    """Make ``safe_get_full_grad()`` look for marks, in this process. Else it returns the local gradient.
 
-    Programs import the function by its name, so it stays the same object and gets other code.
+    Programs import the function by name, so the function object stays and gets other code.
     """
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
@@ -76,7 +76,7 @@ def _intercept(param: Any, hooks: Any) -> None:
             hooks.set_full_master(param, value, optim_state_key)
             if optim_state_key is None:
                 with torch.no_grad():
-                    param.copy_(value.view_as(param))  # a step starts from the parameters as it finds them
+                    param.copy_(value.view_as(param))  # a step starts from the present parameters
 
         attributes[_GET] = lambda: hooks.full_gradient(param, stock[_GET])
         attributes[_SET] = set_gradient
@@ -86,7 +86,7 @@ def _intercept(param: Any, hooks: Any) -> None:
 
 
 def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise a ``ValueError`` where ``value`` has not an element for each of a parameter of this ``shape``."""
+    """Raise ``ValueError`` unless ``value`` has as many elements as a parameter of this ``shape``."""
     if value.numel() != math.prod(shape):
         raise ValueError(
             f"One of DeepSpeed's safe_set_full_...() got a value of shape {tuple(value.shape)} for a parameter of shape"

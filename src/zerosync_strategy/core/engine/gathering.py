@@ -1,4 +1,4 @@
-"""Gathers of ZeRO-3 parameters: from their shards, into memory of the caller's or of the parameters."""
+"""Gathers of ZeRO-3 parameters from their shards, into the caller's memory or that of the parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
-"""Is called with this rank's shard, the place for all shards, both flat, and a process group; returns a work."""
+"""Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
 
 
 def flat_all_gather() -> FlatAllGather:
-    """Return a backend's own all-gather: DeepSpeed's, without what that costs the host (H1)."""
+    """Return the backend's own all-gather: DeepSpeed's without its host overhead (H1)."""
     from deepspeed.comm import comm
 
     backend, log = zero.comm_backend(), comm.comms_logger
@@ -36,9 +36,9 @@ def flat_all_gather() -> FlatAllGather:
 
 
 class Arrival(NamedTuple):
-    """Values of ``params`` on their way into ``received``, whose last dimension has so many ``columns`` of each.
+    """Values of ``params`` being gathered into ``received``; its last dimension has ``columns`` for each.
 
-    Row by row, the columns of a parameter are its values, flat and padded. ``wait`` is called once, before they are.
+    Read row by row, the columns of a parameter are its values, flat and padded. Call ``wait`` once before reading them.
     """
 
     params: list[Any]
@@ -47,17 +47,17 @@ class Arrival(NamedTuple):
     wait: Callable[[], object]
 
     def values(self) -> list[tuple[Any, torch.Tensor]]:
-        """Return each parameter with its values in its own shape and dtype, the caller's to keep."""
+        """Return each parameter with its values in its own shape and dtype, for the caller to keep."""
         values = []
         for param, shards in zip(self.params, self.received.split(self.columns, -1), strict=True):
-            # A column of its own is a view with steps, which those who send a parameter as bytes refuse.
+            # A range of columns is a strided view, which cannot be sent as bytes.
             full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
             values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
         return values
 
     @for_training
     def land(self) -> None:
-        """Give the parameters their values, in memory of the current stream."""
+        """Set the parameters to their values, in memory of the current stream."""
         received, records = self.received, [param._zerosync_record for param in self.params]
         if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
             received = received.to(dtype)
@@ -67,10 +67,10 @@ class Arrival(NamedTuple):
 
 
 class Message:
-    """All shards of several parameters of one process group, for one all-gather. What never changes is found out once.
+    """All shards of several parameters of one process group, for one all-gather. Constant values are computed once.
 
-    DeepSpeed's own gather puts a parameter together from each rank's part of it. This one does work that does not grow
-    with the number of ranks: row r of what is received has the shards of rank r, and a parameter is a range of columns.
+    DeepSpeed assembles each parameter from the part of each rank. Here, the work does not grow with the number of
+    ranks: row r of the received matrix has the shards of rank r, and a parameter is a range of columns.
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
@@ -85,7 +85,7 @@ class Message:
         self._rank = dist.get_rank(self._group)
 
     def send(self, all_gather: FlatAllGather) -> Arrival:
-        """Begin to gather. A collective call."""
+        """Begin to gather. Collective."""
         received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         own = received[self._rank]
         shards = [param.ds_tensor for param in self.params]
@@ -96,7 +96,7 @@ class Message:
 
 @for_training
 def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``param`` from all ranks' copies of their shards; ``shard`` is this rank's. Collective."""
+    """Return the values of ``param`` from copies of the shards on all ranks; ``shard`` is this rank's. Collective."""
     from deepspeed.runtime.zero import partition_parameters
 
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
@@ -109,9 +109,9 @@ def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
 
 @for_training
 def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
-    """Return the arrival of parameters that this rank has in full elsewhere: nothing is sent.
+    """Return an arrival of parameters that this rank has in full on the host: nothing is sent.
 
-    ``values``, in full, flat and in parts, by sharded parameter, are copied on the current stream.
+    ``values``: by sharded parameter, the full values, flat and in parts. They are copied on the current stream.
     """
     params = list(values)
     columns = [dist.get_world_size(param.ds_process_group) * zero3.shard_numel(param) for param in params]
@@ -124,12 +124,12 @@ def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
 
 @for_training
 def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], None]:
-    """Gather ``params``, of one process group, as DeepSpeed does; return what waits and gives them their values.
+    """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
-    From shards that are on disk, quantized, of hpZ, or this rank's alone. For ``returns`` see :func:`~parameter.free`.
+    For shards that are on disk, quantized, of hpZ, or on this rank alone. For ``returns`` see :func:`~parameter.free`.
     """
     handle = params[0].all_gather_coalesced(list(params))
-    # Nothing is sent, and the host would wait. It has to where the shard is in memory that the host writes to.
+    # Nothing is sent, but the host would wait. It has to if the shard is in memory that the host writes to.
     is_alone = dist.get_world_size(params[0].ds_process_group) == 1 and all(map(_is_on_device, params))
 
     @for_training
@@ -139,7 +139,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
             handle.wait()
         for param in params:
             record, values = record_of(param), param.data
-            if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # a group of one rank has them in its shard
+            if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # equal in a group of one rank
                 rows_of([record], (), [-1])
                 assert record.full is not None
                 values = record.full.copy_(values)
@@ -157,7 +157,7 @@ def _is_on_device(param: Any) -> bool:
 
 
 def gather_empty(param: Any) -> bool:
-    """Gather ``param`` if it has no elements; return whether. DeepSpeed gathers none alone, and then misses it."""
+    """Gather ``param`` if it has no elements; return whether. DeepSpeed skips it and then fails."""
     if param.ds_numel == 0:
         with zero3.as_it_is():
             record_of(param).unshard()
@@ -166,14 +166,14 @@ def gather_empty(param: Any) -> bool:
 
 
 def gathers_plainly(engine: Any) -> bool:
-    """Return whether DeepSpeed gathers several parameters by one all-gather of values."""
+    """Return whether DeepSpeed gathers several parameters by one all-gather of their values."""
     config = config_of(engine)
     one_by_one = contract.has(deepspeed_internals.SEQUENTIAL_GATHERS) and config.allgather_sequential
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
 def config_of(engine: Any) -> Any:
-    """Return what the configuration has under ``zero_optimization``, with DeepSpeed's own names and defaults."""
+    """Return the ``zero_optimization`` section of the configuration, with DeepSpeed's names and defaults."""
     return engine._config.zero_config
 
 
@@ -185,20 +185,20 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
 
 
 def is_leaf(module: Any) -> bool:
-    """Return whether a program has made ``module`` one that DeepSpeed gathers as a whole."""
+    """Return whether the program has made ``module`` a leaf module, which DeepSpeed gathers as a whole."""
     from deepspeed.utils import z3_leaf_module
 
     return bool(z3_leaf_module(module))
 
 
 def parameters_of(module: Any, is_whole: bool) -> list[Any]:
-    """Return the parameters that ``module`` has itself, and in a whole also those below it; and registered ones."""
+    """Return the parameters of ``module``, if ``is_whole`` also of its submodules, and registered external ones."""
     registered = (param for _, param in module.ds_external_parameters())
     return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))
 
 
 def leave_sharded(engine: Any) -> None:
-    """End ``engine``; another may train its module, whose parameters stay sharded."""
+    """Destroy ``engine`` but leave the parameters of its module sharded, so that another engine may train it."""
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
@@ -206,7 +206,7 @@ def leave_sharded(engine: Any) -> None:
 
 @contextmanager
 def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine without an optimizer; DeepSpeed 0.19.8 asks for what only one has."""
+    """Around ``load_checkpoint`` of an engine without an optimizer, which DeepSpeed 0.19.8 requires to have one."""
     contract.require(deepspeed_internals.EVALUATION)
     engine.optimizer._restore_from_bit16_weights = lambda: None
     try:

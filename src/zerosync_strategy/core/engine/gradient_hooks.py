@@ -1,7 +1,7 @@
-"""The hooks on the gradients of one ZeRO optimizer: ours, and DeepSpeed's, which they replace.
+"""The hooks on the gradients of one ZeRO optimizer: ours, which replace DeepSpeed's.
 
-A program may register hooks on a parameter's gradient at any time, as to mask or to log it. What they leave is what is
-reduced. PyTorch runs the hooks of a tensor in the order of its dictionary of them, of which ours is one.
+A program may register hooks on a parameter's gradient at any time, for example to mask or log it. The gradient that
+they leave is the one to reduce, so ours must run last. PyTorch runs the hooks of a tensor in the order of a dictionary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class GradientHooks:
-    """One hook on each of ``params``, until :meth:`remove`; DeepSpeed's, on parameters and leaf modules, are off."""
+    """One hook on each of ``params``, until :meth:`remove`, in place of DeepSpeed's on parameters and leaf modules."""
 
     def __init__(self, optimizer: Any, hooks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
         stock = [*optimizer._grad_acc_hooks, *getattr(optimizer, "_leaf_module_hooks", ())]
@@ -21,7 +21,7 @@ class GradientHooks:
         self._handles = [_register(param, hook) for param, hook in hooks]
         self._of_params = [(handle.id, handle.hooks_dict_ref()) for handle in self._handles]
         self._dicts = [of for _, of in self._of_params]
-        self._orders: list[tuple[int, ...]] = []  # in which they were left
+        self._orders: list[tuple[int, ...]] = []  # after the last run_last()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -30,15 +30,15 @@ class GradientHooks:
             of[key] = hook
 
     def run_last(self) -> bool:
-        """Let them run after all hooks of the program, in backwards from here on; return whether some did not."""
-        if list(map(tuple, self._dicts)) == self._orders:  # for all parameters by three calls
+        """Make these hooks run after all hooks of the program from now on; return whether some did not."""
+        if list(map(tuple, self._dicts)) == self._orders:  # three calls for all parameters
             return False
         moved = False
         for own_key, of in self._of_params:
             own = [key for key, hook in of.items() if key == own_key or _is_ours(hook)]
             if list(of)[-len(own) :] != own:
                 moved = True
-                for key in own:  # C reads the order of insertion, which an OrderedDict's move_to_end() leaves as it is
+                for key in own:  # C reads the order of insertion, which OrderedDict.move_to_end() does not change
                     of[key] = of.pop(key)
         self._orders = list(map(tuple, self._dicts))
         return moved

@@ -1,4 +1,4 @@
-"""What ``zerosync plan`` asks of an engine: what it keeps in memory."""
+"""What ``zerosync plan`` asks an engine: which tensors it keeps in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 
 
 def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
-    """Return what an engine keeps from one optimizer step to the next, by kind.
+    """Return the tensors that an engine keeps between optimizer steps, by kind.
 
-    ``"optimizer"``: master weights, and the states of the optimizer. ``"parameters"``: the module's, sharded or whole,
+    ``"optimizer"``: master weights and optimizer states. ``"parameters"``: the module's parameters, sharded or full,
     and its buffers. ``"gradients"``: the shards in which ZeRO-3 keeps gradients. In fp32, master weights may be
     parameters, too.
     """
@@ -26,7 +26,7 @@ def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
         own, masters, gradients = [], optimizer.single_partition_of_fp32_groups, []
     stepping = zero.stepping_optimizer(engine)
     states = (value for state in stepping.state.values() for value in state.values())
-    stepped = (param.data for group in stepping.param_groups for param in group["params"])  # whole ones on ZeRO-3
+    stepped = (param.data for group in stepping.param_groups for param in group["params"])  # whole ones on ZeRO-3 (R6)
     return {
         "optimizer": [*(master.data for master in masters), *stepped, *filter(torch.is_tensor, states)],
         "parameters": [*(param.data for param in module.parameters()), *module.buffers(), *own],

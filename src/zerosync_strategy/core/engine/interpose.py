@@ -1,7 +1,7 @@
-"""Overriding methods of a live object: its class becomes a subclass with our methods first, and can be put back.
+"""Overrides methods of a live object: its class becomes a subclass with our methods first, which can be undone.
 
-A class, unlike an attribute on the instance, is also found by code that looks methods up through the type, as
-Lightning's optimizer wrapper does; and restoring it leaves no trace.
+Unlike an attribute of the instance, a class also works for code that looks up methods on the type, such as Lightning's
+optimizer wrapper. Restoring it leaves no trace.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 Stock: Any = object
-"""The base of a class of overrides: its ``super()`` comes to the methods of whatever object it is interposed on."""
+"""The base of a class of overrides: ``super()`` refers to the object on which it is interposed."""
 _PREFIX = "ZeroSync"
 
 
 def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
-    """Put the methods of ``layer`` before those of ``target``; they reach the others through ``super()``.
+    """Put the methods of ``layer`` before those of ``target``, which they call through ``super()``.
 
-    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``. It is a subclass of
-    ``also``, too, whose methods come after those of ``target``.
+    The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``. It also inherits from
+    ``also``, whose methods come after those of ``target``.
     """
     stock = type(target)
     name = f"{_PREFIX}{stock.__name__.removeprefix(_PREFIX)}"
-    # With the layer as a base, objects would be laid out otherwise than those of a class whose first base has no
-    # __dict__, as abc.ABC, and Python would refuse.
+    # With the layer as a base, the object layout would differ if the first base of the class has no
+    # __dict__, such as abc.ABC, and Python would refuse the assignment.
     kind = type(stock)
     metaclass = kind if issubclass(kind, _Layered) else type("_Layered", (_Layered, kind), {})
     members = {"__module__": layer.__module__, "__doc__": stock.__doc__, "__slots__": (), "_zerosync_layer": layer}
@@ -34,17 +34,17 @@ def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
 
 
 class _Layered(type):
-    """Of classes in whose order of methods a layer, which is no base, comes before the bases."""
+    """The metaclass of classes whose method resolution order has a layer, which is no base, before the bases."""
 
     def mro(cls) -> list[type]:
         stock = super().mro()
-        layer = vars(cls).get("_zerosync_layer")  # a subclass has it in its bases' order
+        layer = vars(cls).get("_zerosync_layer")  # a subclass inherits it from its bases' order
         return stock if layer is None else [cls, *(each for each in layer.__mro__ if each not in stock), *stock[1:]]
 
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """While active, ``target`` has another ``value`` of its attribute ``name``; it need not be an own one."""
+    """While active, the attribute ``name`` of ``target``, its own or inherited, is ``value``."""
     before, is_own = getattr(target, name), name in getattr(target, "__dict__", ())
     setattr(target, name, value)
     try:
@@ -57,7 +57,7 @@ def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def restore(target: Any, layer: type) -> None:
-    """Undo :func:`interpose` of ``layer``; a ``RuntimeError`` where that is not the last one on ``target``."""
+    """Undo :func:`interpose` of ``layer``; raise ``RuntimeError`` if it is not the outermost layer of ``target``."""
     outermost = vars(type(target)).get("_zerosync_layer")
     if outermost is not layer:
         raise RuntimeError(
@@ -68,7 +68,7 @@ def restore(target: Any, layer: type) -> None:
 
 
 class ModeOverrides(Stock):
-    """Overrides of ``DeepSpeedEngine``: its mode is its module's. DeepSpeed's own says training for ever."""
+    """Overrides of ``DeepSpeedEngine``: its ``training`` mode is that of its module. DeepSpeed's own is always true."""
 
     module: torch.nn.Module
 
@@ -82,7 +82,7 @@ class ModeOverrides(Stock):
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
-        return self  # as every other module; DeepSpeed returns nothing
+        return self  # as torch's modules do; DeepSpeed returns nothing
 
     def eval(self) -> Any:
         super().eval()

@@ -1,4 +1,4 @@
-"""What DeepSpeed puts around the modules and linear layers of a model for ZeRO-3, which ours take the place of."""
+"""DeepSpeed's hooks on modules and its linear function for ZeRO-3, which ours replace."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.interpose import replaced
 
-_DISABLED = "_torchdynamo_orig_callable"  # on what torch.compiler.disable() returns
+_DISABLED = "_torchdynamo_orig_callable"  # attribute of what torch.compiler.disable() returns
 
 
 def remove(engine: Any) -> None:
-    """Let DeepSpeed gather for no module of ``engine``, and a linear layer be torch's own.
+    """Stop DeepSpeed's gathers for the modules of ``engine``, and make linear layers torch's own.
 
-    DeepSpeed's linear layer is an autograd function, there for weights whose memory is another in the backward.
+    DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
     """
     _remove(engine.optimizer.parameter_offload)
     _use_plain_linear()
     for hooks, key in _of_engine(engine):
         if not hasattr(hooks[key], _DISABLED):
-            hooks[key] = torch.compiler.disable(hooks[key])  # what the engine does around a forward is in no graph
+            hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
 
 def made_again(engine: Any) -> bool:
-    """Return whether a program, as TRL's when it generates, has let DeepSpeed make its hooks anew."""
+    """Return whether a program has made DeepSpeed register its hooks again, as TRL does to generate."""
     return bool(engine.optimizer.parameter_offload.forward_hooks)
 
 
@@ -35,15 +35,15 @@ def make_anew(engine: Any) -> None:
     from deepspeed.runtime.zero import parameter_offload
 
     offload = engine.optimizer.parameter_offload
-    with replaced(offload, "module", engine.module):  # of several engines over one module, it has a part
+    with replaced(offload, "module", engine.module):  # with several engines over one module, it is a part
         offload.setup_zero_stage3_hooks()
-    parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is there already
+    parameter_offload.FWD_MODULE_STACK.pop()  # the model, which was pushed a second time
     for hooks, key in _of_engine(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
 
 def _of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
-    """Yield where each of the engine's own hooks around a forward is, and by which key."""
+    """Yield the dictionary and key of each of the engine's own hooks around a forward."""
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if handle is not None and (hooks := handle.hooks_dict_ref()) is not None and handle.id in hooks:
             yield hooks, handle.id
@@ -55,7 +55,7 @@ def _remove(offload: Any) -> None:
 
 
 def _use_plain_linear() -> None:
-    """Programs have the function by ``torch.nn.functional.linear``: it stays the same object and gets other code."""
+    """Replace the code of DeepSpeed's linear function, because programs refer to the function object."""
     from deepspeed.runtime.zero import linear
 
     def zero3_linear_wrap(input: Any, weight: Any, bias: Any = None) -> Any:
@@ -73,9 +73,9 @@ def _use_plain_linear() -> None:
 
 
 def drop_functions(module: Any) -> None:
-    """Let DeepSpeed make its autograd functions anew, with the hooks of its next engine on ``module`` and inside it.
+    """Make DeepSpeed create new autograd functions when it next registers hooks on ``module`` and its submodules.
 
-    They gather by the engine for which they were made, and DeepSpeed 0.19.8 would use them for every later one.
+    Each gathers by the engine for which it was made, but DeepSpeed 0.19.8 reuses it for later engines.
     """
     for submodule in module.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
@@ -83,11 +83,11 @@ def drop_functions(module: Any) -> None:
 
 
 def unwrap_compiled(engine: Any) -> None:
-    """Give ``engine`` the modules inside what ``torch.compile(module)`` made of them before ``deepspeed.initialize``.
+    """Replace the wrappers that ``torch.compile(module)`` made before ``deepspeed.initialize`` by the modules inside.
 
-    They stay compiled, as by ``module.compile()``. The wrapper hands attributes that are set on it to the module
-    inside, so DeepSpeed 0.19.8 takes the two for one: it gives the module the wrapper's own empty dictionary of
-    parameters, the wrapper none, and both one set of backward hooks. Without a wrapper nothing is changed.
+    They stay compiled, as by ``module.compile()``. A wrapper forwards attributes that are set on it to the module
+    inside, so DeepSpeed 0.19.8 confuses the two: it gives the module the wrapper's own empty dictionary of parameters,
+    the wrapper none, and both one set of backward hooks. Without wrappers, nothing changes.
     """
 
     def unwrap(module: Any) -> Any:
@@ -108,12 +108,12 @@ def unwrap_compiled(engine: Any) -> None:
             if child is not None:
                 vars(parent)["_modules"][name] = unwrap(child)
     module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
-    vars(engine)["module"] = module  # where DeepSpeed puts it, too, and older releases look for it
+    vars(engine)["module"] = module  # DeepSpeed puts it here, too, and older releases read it here
     for param, name in engine.param_names.items():
         engine.param_names[param] = name.replace("_orig_mod.", "")
         owner, _, name = engine.param_names[param].rpartition(".")
         module.get_submodule(owner)._parameters.setdefault(name, param)
-        param._z3_optimizer = optimizer  # which older releases give those alone that they find in the wrapper
+        param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
     for submodule in module.modules():
         _gather_when_read(submodule)
     drop_functions(module)
@@ -123,7 +123,7 @@ def unwrap_compiled(engine: Any) -> None:
 
 
 def _gather_when_read(module: Any) -> None:
-    """Let the parameters of ``module`` be in ZeRO-3's dictionary."""
+    """Put the parameters of ``module`` into ZeRO-3's dictionary, if they are not."""
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
     if not isinstance(module._parameters, ZeROOrderedDict):

@@ -1,4 +1,4 @@
-"""DeepSpeed's functions of a ZeRO-3 parameter, as ``all_gather`` and ``partition``, and its ``GatheredParameters``."""
+"""DeepSpeed's functions of a ZeRO-3 parameter, such as ``all_gather`` and ``partition``, and ``GatheredParameters``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STOCK = "_zerosync_stock_functions"
 
 
 def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``method`` give parameters memory that can be trained with, in torch's inference mode too."""
+    """Run ``method`` outside of torch's inference mode, so that parameters get memory that can be trained."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def internal(method: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`for_training`; parameters at rest are as they are in it, and a program's modes see none of it."""
+    """As :func:`for_training`, with parameters at rest as DeepSpeed has left them, hidden from a program's modes."""
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
@@ -45,16 +45,16 @@ def internal(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def intercept(param: Any) -> None:
-    """Let whoever calls the functions of ``param`` find it as DeepSpeed has left it, and settle its class.
+    """Wrap the gather and reshard functions of ``param``: they see DeepSpeed's own parameter, and settle its class.
 
-    What modules have written to the gathered values goes to the shards before they are resharded. A context that was
-    there to read, at its end, leaves what is held.
+    Before a reshard, what modules have written to the gathered values goes to the shards. The end of a context that
+    only reads does not reshard held parameters.
     """
     stock = param.all_gather, param.partition, param.all_gather_coalesced
 
     @for_training
     def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
-        # Hooks of engines that are not attached, replaced or without an optimizer, gather by this too, and wait.
+        # Hooks of engines that are not attached, or were replaced, or have no optimizer, gather with this function too.
         with zero3.as_it_is():
             handle = stock[2](params, *args, **kwargs)
         wait = for_training(handle.wait)
@@ -111,9 +111,9 @@ def restore(param: Any) -> None:
 
 
 def gather_at_once(params: Iterable[Any]) -> None:
-    """Let ``params`` of an engine that is not attached arrive when several are gathered at once.
+    """Make a gather of several ``params`` of an engine that is not attached wait for all of them.
 
-    Every engine that evaluates a module asks for it; those of attached engines (:func:`intercept`) do so anyway.
+    Every engine that evaluates a module asks for it. Attached engines do so anyway (:func:`intercept`).
     """
     if contract.has(deepspeed_internals.WHOLE_GATHER):
         return
@@ -131,7 +131,7 @@ def _gather_by_default(
 def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarchy: int) -> Any:
     """Gather ``params`` as ``stock`` does, and wait for all of them.
 
-    Of several, releases before ``WHOLE_GATHER`` wait for the last alone, which is not enough off NCCL.
+    For several parameters, releases before ``WHOLE_GATHER`` wait only for the last, which is not enough off NCCL.
     """
     on_cpu = bool(params) and params[0].device.type == "cpu"
     one_by_one = on_cpu and not async_op and not contract.has(deepspeed_internals.WHOLE_GATHER)
@@ -145,7 +145,7 @@ def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarch
 
 
 def intercept_contexts() -> None:
-    """Let what a ``GatheredParameters`` context holds be gathered in buckets, and have a claim until its end."""
+    """Make ``GatheredParameters`` contexts gather in buckets and claim their parameters until they end."""
     patches.wrap(patches.ENTER_GATHERED, _enter)
     patches.wrap(patches.LEAVE_GATHERED, _leave)
 
@@ -155,7 +155,7 @@ def _enter(stock: Callable[[Any], None], context: Any) -> None:
     with ExitStack() as stack:
         for owner in {record.owner for record in records}:
             stack.enter_context(owner.issuing.count.in_context())
-        if context.enabled and _STOCK not in context.params[0].__dict__:  # else its own all_gather() does
+        if context.enabled and _STOCK not in context.params[0].__dict__:  # else their all_gather() does so
             _gather_in_buckets(context.params)
         stock(context)
     for record in records:
@@ -182,13 +182,13 @@ def _gather_in_buckets(params: Iterable[Any]) -> None:
 
 
 def _records(params: Iterable[Any]) -> list[Record]:
-    """Return the records of those of ``params`` that an attached engine has."""
+    """Return the records of the parameters of attached engines in ``params``."""
     return [param._zerosync_record for param in params if "_zerosync_record" in param.__dict__]
 
 
 @contextmanager
 def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
-    """While active, gathered ``params`` have a dimension: DeepSpeed broadcasts bytes (``compat.py``)."""
+    """While active, gathered ``params`` without dimensions have one: DeepSpeed broadcasts bytes (``compat.py``)."""
     scalars = [param for param in params if param.dim() == 0]
     with zero3.as_it_is():  # on a device its class may still wait for the gather
         for param in scalars:

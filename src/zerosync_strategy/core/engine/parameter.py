@@ -1,9 +1,9 @@
-"""The record of a ZeRO-3 parameter: where its values are, who claims them, how often its shards were written (E1).
+"""The record of a ZeRO-3 parameter: the state of its values, their claims, and how often its shards were written (E1).
 
-Between a forward and its backward, the memory of the values stays the same and has no bytes. So what autograd has saved
-of a parameter in the forward, itself or a view of it, has the values again when they are back. What uses it while they
-are gone gets torch's own error of a tensor that was modified: the version of the parameter is then another. The idea is
-that of PyTorch's FSDP, but for the version.
+Between a forward and its backward, the storage of the values stays the same but is resized to zero bytes. So what
+autograd has saved of a parameter in the forward, itself or a view, has its values again once they are unsharded.
+Reading it in between raises torch's own error of a modified tensor, because the version of the parameter differs then.
+The idea is that of PyTorch's FSDP, except for the version.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zerosync_strategy.core.engine.parameter_states import MODULE, TRANSITIONS, 
 _HELD = (Claim.WINDOW | Claim.PHASE).value
 _CONTEXT = Claim.CONTEXT.value
 _BRIEF = MODULE | _CONTEXT
-_statuses: dict[str, Any] = {}  # DeepSpeed's, by name
+_statuses: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
 class _Modules(set[Any]):
-    """The modules of engines that are not attached which use a parameter, a set of DeepSpeed's."""
+    """DeepSpeed's set of modules that use a parameter, for engines that are not attached."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.param.ds_active_sub_modules)
@@ -43,30 +43,30 @@ class _Modules(set[Any]):
 
 
 class Record:
-    """What ZeroSync knows of one parameter. It is the parameter's attribute ``_zerosync_record``.
+    """What ZeroSync knows about one parameter. It is the parameter's attribute ``_zerosync_record``.
 
     Attributes:
-        owner: has ``shards_written()``, called when the current stream writes the shards, ``arrive(param)``, which
-            ends a gather that is under way, and ``issuing.unsharded``, which counts bytes.
+        owner: the scheduler: ``shards_written()`` is called when the current stream writes the shards,
+            ``arrive(param)`` waits for a gather in flight, and ``issuing.unsharded`` counts bytes.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
-        order: in which it is gathered among others (U1).
+        order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
-        users: how many units use it, each with the claim ``MODULE``; ``runs``: forwards of these that run.
-        gather: the last that was issued (``comm/collectives.py``); ``None``: none was.
-        writes: how often the shards were written, by steps, checkpoints and programs: alike on all ranks.
-        found: how often this rank has found out that a module had written to the gathered values.
-        unseen: by stream, what the device knows of that and the host does not.
-        watched: whoever reshards the values compares them with the shards.
+        users: how many units claim it with ``MODULE``; ``runs``: how many of their forwards are running.
+        gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
+        writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
+        found: how often this rank has found that a module had written to the gathered values.
+        unseen: by stream, flags on the device of such writes, which the host has not read yet.
+        watched: the values are compared with the shards before each reshard.
         plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
-        gathers: how often it was gathered for a module of a step since the last step.
+        gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
         constant: no optimizer step changes it.
         full: the values in their memory, in the shape of the parameter; ``None`` before the first gather.
-        is_in_own_memory: the values are there, and no context of the program has put them elsewhere.
-        nbytes: of the values, but for persistent ones; ``counted``: those that are counted as unsharded.
-        values: sees what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
-        own_class, class_at_rest: the same without ``values``.
-        placeholders: which stand for it in graphs, by whether they have a gradient.
+        is_in_own_memory: the parameter is unsharded in that memory, and no context has put it elsewhere.
+        nbytes: of the values; 0 if persistent. ``counted``: the bytes that are counted as unsharded.
+        values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
+        own_class, class_at_rest: the classes of the parameter; equal without ``values``.
+        placeholders: stand for it in graphs, by whether they need a gradient.
     """
 
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
@@ -86,10 +86,10 @@ class Record:
         self.is_in_own_memory = False
         self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
         self._none = param.data.new_empty(0)
-        self._gone: tuple[int, int] | None = None  # version and writes when the values went
+        self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
-        self.version = self.writes_at_use = -1  # of the tensor when the shards had its values, and when modules began
+        self.version = self.writes_at_use = -1  # version when values and shards were equal; writes when modules began
         self.placeholders: dict[bool, torch.Tensor] = {}
         if not _statuses:
             _statuses.update((status.name, status) for status in type(param.ds_status))
@@ -111,7 +111,7 @@ class Record:
 
     @property
     def stays(self) -> bool:
-        """Whether the values stay between modules: they are persistent, or held."""
+        """Whether the values stay between modules: they are persistent or held."""
         return bool(self.param.ds_persist or self.bits & _HELD)
 
     # ---- transitions ---------------------------------------------------------------------------------------------
@@ -122,11 +122,10 @@ class Record:
         )
 
     def unshard(self) -> None:
-        """A gather is issued."""
         unshard((self,))
 
     def _allocate(self) -> torch.Tensor:
-        """Make the memory of the values, padding included, and return it; not in torch's inference mode."""
+        """Allocate the memory of the values, padding included; not in torch's inference mode."""
         param = self.param
         numel = param.ds_process_group.size() * param.ds_tensor.ds_numel
         rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
@@ -135,33 +134,32 @@ class Record:
         return rows
 
     def arrive(self, values: torch.Tensor) -> None:
-        """The gather has ended; ``values`` is the parameter's memory from here on."""
+        """End the gather; ``values`` is the parameter's memory from now on."""
         _enter((self,), Event.ARRIVE)
         self.param.data = values
         returned((self,))
 
     def claim(self, claim: Claim) -> None:
-        """Keep the values, which are here or on their way."""
+        """Keep the values, unsharded or in flight."""
         _enter((self,), Event.CLAIM)
         self.bits |= claim.bit
         self.settle()
 
     def drop(self, claim: Claim) -> None:
-        """End a claim, if there is one."""
         self.bits &= ~claim.bit
         self.settle()
 
     def write(self) -> None:
-        """The current stream is about to write the shards, or has just done so."""
+        """Record that the current stream is about to write the shards, or has just done so."""
         if self.state is State.IN_FLIGHT:
-            self.owner.arrive(self.param)  # which would bring the values of before
+            self.owner.arrive(self.param)  # it would deliver the values before the write
         self.writes += 1
         self.owner.shards_written()
 
     # ---- the class -----------------------------------------------------------------------------------------------
 
     def intercept(self, values: Any, class_at_rest: type) -> None:
-        """From here on ``values`` sees what is done with the parameter at rest, and whether gathered values change."""
+        """Let ``values`` handle what is done with the parameter at rest, and watch for writes to gathered values."""
         self.values, self.class_at_rest = values, class_at_rest
         self.version, self.watched = self.param._version, True
         self.param.ds_active_sub_modules = _Modules(self)
@@ -174,38 +172,37 @@ class Record:
         self.param.__class__ = self.own_class
 
     def settle(self) -> None:
-        """Give the parameter the class that is right for its state and claims."""
         settle((self,))
 
     def use(self) -> None:
-        """Until :meth:`settle`, code sees the own class: the current stream has waited for the values."""
+        """Give code the own class until :meth:`settle`; the current stream has waited for the values."""
         self.param.__class__ = self.own_class
 
     # ---- changes of the gathered values --------------------------------------------------------------------------
 
     def carry_changes(self) -> None:
-        """Before the values go: let ``values`` carry what was written to them to the shards, which may have it not."""
+        """Before the values are freed, let ``values`` carry writes to them over to the shards."""
         if self.values is not None and (self.watched or self.version != self.param._version or self.stays):
             self.values.resharding(self)
 
     def forget_changes(self) -> None:
-        """The shards have what was written to the values, or are newer."""
+        """Treat the values as unchanged: the shards have what was written to them, or are newer."""
         self.version = self.param._version
 
     def changed(self) -> bool | torch.Tensor:
-        """Return whether modules have written to the values, which they had found as the shards have them; once.
+        """Return whether modules have written to the values since these were equal to the shards; reset the answer.
 
-        What goes through ``.data`` leaves no trace but the values, and is unseen if those are not watched. All ranks'
-        own parts are all of them, so each rank has an answer of its own, in a tensor: the host need not wait for it.
+        Writes through ``.data`` change only the values, so they are found only if those are watched. Each rank compares
+        its own part, so the answer differs between ranks. It is a tensor, so that the host need not wait for it.
         """
         param, version = self.param, self.version
         self.forget_changes()
         if param._version != version:
             return True
         if not self.watched or self.writes_at_use != self.writes or not self.plain:
-            return False  # unseen, or the shards are newer
+            return False  # not detectable, or the shards are newer
         if zero3.gather_dtype(param) is not param.ds_tensor.dtype:
-            return False  # the values are not those of the shards, to the bit
+            return False  # the values are not equal to the shards to the bit
         if param.shape != param.ds_shape:
             return True
         pair = zero3.own_part(param)
@@ -222,9 +219,9 @@ class Record:
             shard.copy_(part, non_blocking=True)
 
     def set_values(self, full: torch.Tensor) -> bool:
-        """Give the parameter the values ``full``: this rank's shard of it, and what is gathered of it.
+        """Set the parameter to the values ``full``: this rank's shard, and the gathered values if there are any.
 
-        Return whether that is possible: not where the shard is in no memory, quantized, or not the only one.
+        Return whether that is possible: the shard must be in memory, not quantized, and the only one.
         """
         param = self.param
         if param.ds_numel == 0:
@@ -240,16 +237,15 @@ class Record:
         return True
 
 
-# ---- transitions of several, in as few calls as of one -----------------------------------------------------------
+# ---- transitions of several records, in as few calls as for one --------------------------------------------------
 
 
 def unshard(records: Iterable[Record]) -> None:
-    """Gathers are issued."""
     _enter(records, Event.UNSHARD)
 
 
 def rows_of(records: Iterable[Record], leading: Sequence[int], columns: Iterable[int]) -> list[torch.Tensor]:
-    """Return the memory of the values, with those leading dimensions and so many columns each, for a gather to fill."""
+    """Return the memory of the values for a gather to fill: ``leading`` dimensions, and one width per record."""
     found = []
     for record, width in zip(records, columns, strict=True):
         rows, memory = record._rows, record._memory
@@ -265,7 +261,7 @@ def rows_of(records: Iterable[Record], leading: Sequence[int], columns: Iterable
 
 
 def arrive(records: Collection[Record]) -> None:
-    """The gathers have ended, into :func:`rows_of`."""
+    """End the gathers, which have filled :func:`rows_of`."""
     _enter(records, Event.ARRIVE)
     for record in records:
         record.param.data = record.full
@@ -273,7 +269,7 @@ def arrive(records: Collection[Record]) -> None:
 
 
 def reshard(records: Collection[Record], returns: bool) -> None:
-    """Free the values; what was written to them goes to the shards. For ``returns`` see :func:`free`."""
+    """Free the values, after what was written to them has gone to the shards. For ``returns`` see :func:`free`."""
     with zero3.as_it_is():
         for record in records:
             param, bits = record.param, record.bits
@@ -288,13 +284,13 @@ def reshard(records: Collection[Record], returns: bool) -> None:
 
 
 def settle(records: Iterable[Record]) -> None:
-    """Give the parameters the classes that are right for their states and claims."""
+    """Give the parameters the classes that fit their states and claims."""
     for record in records:
         param, gather = record.param, record.gather
         if record.bits & MODULE or param.ds_active_sub_modules:
-            continue  # the first of them has given it its own
+            continue  # its first user has set the own class
         is_there = (record.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
-        # The stream that has entered a context of the program's has waited; others are the program's to order.
+        # The stream that entered a context has waited; ordering other streams is up to the program.
         is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
@@ -315,7 +311,7 @@ def _enter(records: Iterable[Record], event: Event) -> None:
 
 
 def returned(records: Iterable[Record]) -> None:
-    """The values are there again, as whoever has saved them knows them unless the shards were written."""
+    """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
     back = [record for record in records if record._gone is not None]
     for record in back:
         version, writes = record._gone  # type: ignore[misc]
@@ -324,9 +320,10 @@ def returned(records: Iterable[Record]) -> None:
 
 
 def free(records: Collection[Record], returns: bool) -> None:
-    """The parameters have no values from here on, whoever has resharded them.
+    """Free the values of parameters that have been resharded.
 
-    With ``returns`` they will be back in the same memory. Else that, if they are in it, is whoever's who has it.
+    With ``returns``, they will return to the same memory. Otherwise that memory is dropped, and stays only for other
+    references to it.
     """
     gone = [record for record in records if record._gone is None]
     for record in gone:
@@ -356,11 +353,12 @@ def record_of(param: Any) -> Record:
 
 
 def is_in_use(param: Any) -> bool:
-    """Return whether ``param`` has its values, and keeps them for a reader's backward.
+    """Return whether ``param`` has its values and keeps them for a reader's backward.
 
-    So do the parameters of a unit while its forward runs, held and persistent ones; where no backward follows, those of
-    a unit that a backward needs, and of a user's ``GatheredParameters`` context, too. Others may be there by
-    chance, gathered ahead or not yet resharded, and gone by then.
+    True for held and persistent parameters, and for a unit's parameters while its forward runs. Without gradients, no
+    backward follows, so it is also true for parameters that a unit claims for a backward, and in a
+    ``GatheredParameters`` context. Other unsharded parameters were gathered ahead or not yet resharded, and may be gone
+    by the backward.
     """
     try:
         record, status = param._zerosync_record, param.ds_status
@@ -379,6 +377,6 @@ def is_in_use(param: Any) -> bool:
 
 
 def is_at_rest(param: Any) -> bool:
-    """Return whether each operation on ``param`` passes elsewhere first: also where the host cannot see it arrived."""
+    """Return whether operations on ``param`` are intercepted; true also until the host sees its gather complete."""
     record = getattr(param, "_zerosync_record", None)
     return record is not None and param.__class__ is not record.own_class

@@ -1,6 +1,6 @@
-"""The states of a ZeRO-3 parameter, what changes them, and the claims that keep its values (E1).
+"""The states of a ZeRO-3 parameter, the events that change them, and the claims that keep its values (E1).
 
-The state is DeepSpeed's own ``ds_status``, of which nothing here keeps a copy. These are its transitions:
+The state is DeepSpeed's own ``ds_status``; there is no copy of it. These are its transitions:
 
 ===========  ================  ============================  =====================================
 event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
@@ -13,10 +13,11 @@ event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
 ``WRITE``    stay              waits: -> ``UNSHARDED``       stay
 ===========  ================  ============================  =====================================
 
-A claim says why the values stay. Who reshards in spite of one, as a step or a context that has written, leaves it: the
-values are then unsharded again before the next use. An unclaimed parameter has its *class at rest*, by which the values
-are gathered for whoever reads it; one with a claim and its values has its own class. On a device with streams, that
-begins when the host sees that the gather is complete: until then, a reader's stream has to wait (U2).
+A claim is a reason to keep the values. An optimizer step, or a context that has written, may reshard in spite of a
+claim and leaves the claim set; the values are then unsharded again before the next use. A parameter without a claim has
+its *class at rest*, which gathers the values for each reader. A parameter with a claim and its values has its own
+class. On a device with streams, it gets its own class when the host sees that the gather is complete; until then, a
+reader's stream has to wait (U2).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ class State(enum.Enum):
 
 
 class Claim(enum.Flag):
-    """Why a parameter keeps its values. ``bit`` is the value of one claim, which ``enum`` gives in several calls."""
+    """A reason to keep a parameter's values. ``bit`` is the value of one claim, cached because ``enum`` is slow."""
 
     bit: int
 
     MODULE = enum.auto()  # its unit runs, forward or backward, or a graph will need it
-    PERSISTENT = enum.auto()  # DeepSpeed shards it for the step alone
+    PERSISTENT = enum.auto()  # DeepSpeed shards it only for the step
     CONTEXT = enum.auto()  # a GatheredParameters context of the program
     WINDOW = enum.auto()  # it is held until the optimizer step
-    STEPS = enum.auto()  # a step has left it, for it does not change it (R4)
+    STEPS = enum.auto()  # a step that does not change it has left it unsharded (R4)
     PHASE = enum.auto()  # gathered_for_inference()
 
 
 class Event(enum.Enum):
-    """What happens to a parameter. ``legal``: the status of DeepSpeed's that follows, by that before."""
+    """What happens to a parameter. ``legal`` maps DeepSpeed's status before to the status after."""
 
     legal: dict[str, str]
 
@@ -61,7 +62,7 @@ class Event(enum.Enum):
 _SHARDED, _IN_FLIGHT, _UNSHARDED = State
 _WAIT, _UNSHARD = "Wait for its gather first.", "Unshard it first."
 _TAKE, _USE = "Use the gather that is under way.", "Use the values that are there."
-TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a text: the transition is an error, with this remedy
+TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a string: an error with this remedy
     Event.UNSHARD: {_SHARDED: _IN_FLIGHT, _IN_FLIGHT: _TAKE, _UNSHARDED: _USE},
     Event.ARRIVE: {_SHARDED: _UNSHARD, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: "Each gather ends once."},
     Event.CLAIM: {_SHARDED: _UNSHARD, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},

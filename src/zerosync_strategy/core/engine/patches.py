@@ -1,8 +1,8 @@
-"""What ZeroSync replaces in the whole process: one list, with what each entry is for.
+"""What ZeroSync replaces in the whole process: one list, with the purpose of each entry.
 
-Everything that is installed goes with the last user: an attached engine that is detached, destroyed or collected; or a
-frontend's object, which is a user before there is an engine and after it. What someone else has replaced on top of ours
-stays: ours is then out of reach, and does what the stock one does until it is installed again.
+All that is installed is undone with the last user: an attached engine that is detached, destroyed or collected; or an
+object of a frontend, which exists before and after its engine. If someone else has replaced ours in turn, theirs stays.
+Ours then cannot be removed, and acts like the stock one until it is installed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerosync_strategy.core.engine.contract import resolve
 class Patch:
     """One replacement, of ``name`` in the module or class at the path ``owner``.
 
-    ``stays``: why the last user does not undo it, or what does before; empty: it is undone then.
+    ``stays``: why the last user does not undo it, or what undoes it earlier; empty: the last user undoes it.
     """
 
     owner: str
@@ -95,16 +95,16 @@ ALLOCATOR = Patch("the process", "malloc", "on CPU, glibc keeps what is freed, i
 # fmt: on
 
 EVERY = tuple(value for value in list(globals().values()) if isinstance(value, Patch))
-"""All of them, in the order of the documentation."""
+"""All patches, in the order of the documentation."""
 
 _ABSENT: Any = object()
-_installed: dict[Patch, Callable[[], None]] = {}  # with how each is undone
-_buried: dict[Patch, tuple[Any, Any]] = {}  # stock and ours, where someone has replaced ours since
+_installed: dict[Patch, Callable[[], None]] = {}  # with the function that undoes each
+_buried: dict[Patch, tuple[Any, Any]] = {}  # stock and ours, if someone has replaced ours since
 _users: dict[int, weakref.ref[Any]] = {}
 
 
 def add_user(user: Any) -> None:
-    """Keep what is installed until :func:`remove_user`, or until nothing refers to ``user`` any more."""
+    """Keep what is installed until :func:`remove_user`, or until ``user`` is collected."""
     key = id(user)
     _users[key] = weakref.ref(user, lambda _: _remove(key))
 
@@ -115,25 +115,25 @@ def remove_user(user: Any) -> None:
 
 
 def is_installed(patch: Patch) -> bool:
-    """Return whether the process is in use by ZeroSync, and has ``patch``."""
+    """Return whether ``patch`` is installed; it is only while ZeroSync has users."""
     return patch in _installed
 
 
 def install(patch: Patch, undo: Callable[[], None] | None = None) -> None:
-    """Note down that ``patch`` was installed, and how it is undone; one that stays is not."""
+    """Record that ``patch`` was installed, and how to undo it; one that stays has no ``undo``."""
     assert (undo is None) is bool(patch.stays), patch
     _installed[patch] = undo or (lambda: None)
 
 
 def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
-    """Replace the attribute of ``patch`` by what ``make`` makes of the stock one. Does nothing the second time."""
+    """Replace the attribute of ``patch`` by the result of ``make(stock)``. Does nothing if it is installed."""
     if patch in _installed:
         return
     owner = resolve(patch.owner)
     stock = vars(owner).get(patch.name, _ABSENT)
     buried = _buried.pop(patch, None)
     if buried is not None and stock is not buried[0]:
-        stock, ours = buried  # it is on top, or below someone else's, and in use again
+        stock, ours = buried  # ours is outermost, or below someone else's: use it again
     else:
         ours = make(getattr(owner, patch.name, None))
         setattr(owner, patch.name, ours)
@@ -151,7 +151,7 @@ def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
 
 
 def wrap(patch: Patch, around: Callable[..., Any]) -> None:
-    """:func:`replace` a function by one that calls ``around``, with the stock one before its arguments."""
+    """:func:`replace` a function by one that calls ``around`` with the stock function and its arguments."""
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)

@@ -1,9 +1,9 @@
 """Several engines over one module, each with an optimizer and a part of the parameters.
 
-The first engine wraps the module itself. Forwards run through it, and under ZeRO-3 its hooks gather whatever parameters
-a module needs, whoever steps them. Every other engine wraps a *part*: a tree of modules that is never called and holds
-the parameters of its optimizer, the very objects, under their names in the module. So each engine partitions, steps and
-saves its own parameters, and gradients reach it by the hooks that DeepSpeed sets on each of them.
+The first engine wraps the module itself. Forwards run through it, and under ZeRO-3 its hooks gather the parameters of
+all engines. Every other engine wraps a *part*: a tree of modules that is never called, with the same parameter objects
+as the module, those of its optimizer, under the same names. So each engine shards, steps and saves its own parameters,
+and receives gradients by the hooks that DeepSpeed sets on each of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.engine.interpose import Stock, interpose
 
-_FIRST = "_zerosync_first"  # in the __dict__ of an engine that answers for a part of a module
+_FIRST = "_zerosync_first"  # in the __dict__ of an engine for a part of a module
 
 
 def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
-    """The ``parameters`` of ``module``, under their names in it, in modules that are never called."""
+    """Return modules that are never called, with ``parameters`` of ``module`` under their names in it."""
     part = nn.Module()
     for name, param in module.named_parameters():
         if param not in parameters:
@@ -39,11 +39,11 @@ def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Modul
 
 
 def restrict(engine: Any, part: nn.Module, first: Any) -> None:
-    """Let ``engine`` answer for the parameters of ``part`` alone, next to ``first``, which wraps the whole module.
+    """Restrict ``engine`` to the parameters of ``part``; ``first`` is the engine of the whole module.
 
-    On ZeRO-1 and 2 an engine touches no parameters but those of its optimizer. On ZeRO-3 its step would release and
-    gather again whatever its module holds, and an engine over a part has no hooks that run. ``engine`` may be
-    ``first``, which has the parameters that no optimizer trains.
+    On ZeRO-1 and 2, an engine touches only the parameters of its optimizer. On ZeRO-3, its step would release and
+    gather all parameters of its module, and an engine over a part has no hooks that run. ``engine`` may be ``first``,
+    which keeps the parameters that no optimizer trains.
     """
     if zero.stage(engine) != 3:
         return
@@ -53,24 +53,24 @@ def restrict(engine: Any, part: nn.Module, first: Any) -> None:
     optimizer, params = engine.optimizer, set(part.parameters())
     offload = optimizer.parameter_offload
     for module in part.modules():
-        partition_parameters._init_external_params(module)  # what an engine's own module has been given
+        partition_parameters._init_external_params(module)  # as the module of an engine has
     offload.module = optimizer.module = part
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     offload.persistent_parameters = optimizer.persistent_parameters = persistent
-    vars(engine)[_FIRST] = first  # no module of its own
+    vars(engine)[_FIRST] = first  # vars(): must not become a submodule
 
 
 def first_of(engine: Any) -> Any:
-    """Return the engine whose hooks run in the module of which ``engine`` has a part, or all."""
+    """Return the engine whose hooks run in the module of ``engine``, even if ``engine`` has only a part of it."""
     return vars(engine).get(_FIRST, engine)
 
 
 @contextmanager
 def requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterator[None]:
-    """While active, ``parameters`` need a gradient, or do not.
+    """While active, the ``requires_grad`` of ``parameters`` is ``value``.
 
-    ZeRO trains only what needs one while its engine is built. ZeRO-3 saves and loads what is in no optimizer only if it
-    needs none.
+    ZeRO trains only parameters that require a gradient when its engine is built. ZeRO-3 saves and loads parameters
+    outside of its optimizer only if they require none.
     """
     changed = [param for param in parameters if param.requires_grad is not value]
     for param in changed:
@@ -83,17 +83,18 @@ def requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterato
 
 
 def show_parameters(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Let ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, and not its flat partitions.
+    """Make ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, instead of flat partitions.
 
-    ``toggle_optimizer``, and code that freezes or looks at parameters by their optimizer, then means what it says. It
-    is an ``Optimizer``, too: a scheduler that is made during the training, as the learning-rate finder's, wants one.
+    ``toggle_optimizer``, and code that freezes or inspects parameters through their optimizer, then works. The
+    optimizer becomes an ``Optimizer``, too, which schedulers made during training require, such as the learning-rate
+    finder's.
     """
     optimizer._zerosync_groups = groups
     interpose(optimizer, _ParamGroupsOverrides, also=(Optimizer,))
 
 
 class _ParamGroupsOverrides(Stock):
-    """Overrides of a ZeRO optimizer: its ``param_groups``, and what it lacks as an ``Optimizer``."""
+    """Overrides of a ZeRO optimizer: its ``param_groups``, and the attributes that it lacks as an ``Optimizer``."""
 
     _zerosync_groups: Sequence[Sequence[nn.Parameter]]
     optimizer: Optimizer
@@ -109,7 +110,7 @@ class _ParamGroupsOverrides(Stock):
 
 
 class _Group(UserDict[str, Any]):
-    """One of DeepSpeed's parameter groups, with these ``params``; all else is read and written there."""
+    """One of DeepSpeed's parameter groups, with other ``params``; all else is read from and written to the group."""
 
     def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
         self.data = group

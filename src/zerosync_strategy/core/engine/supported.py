@@ -1,4 +1,4 @@
-"""Whether an engine of DeepSpeed's is one that ZeroSync supports, of a release that it supports."""
+"""Checks that ZeroSync supports a DeepSpeed engine and its release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerosync_strategy.core.engine.contract import ContractError, Internal
 
 
 def require_supported(engine: Any) -> None:
-    """Check that ``engine`` is one that ZeroSync supports and has every internal that ZeroSync uses on it.
+    """Check that ZeroSync supports ``engine``, and that it has every internal that ZeroSync uses on it.
 
     ``TypeError``: it is not a ``DeepSpeedEngine``. ``ValueError``: its configuration is not supported.
     """
@@ -29,7 +29,7 @@ def require_supported(engine: Any) -> None:
 
 
 def internals_of(engine: Any) -> tuple[Internal, ...]:
-    """Return what ZeroSync uses on an engine of this stage and configuration, optional features left out."""
+    """Return the internals that ZeroSync uses on an engine of this stage, without optional features."""
     is_3 = engine.zero_optimization_stage() == 3
     of_stage = deepspeed_internals.STAGE_3 if is_3 else deepspeed_internals.STAGE_1_2
     return (*deepspeed_internals.ALL_STAGES, *deepspeed_internals.REFUSED, *of_stage)
@@ -42,7 +42,7 @@ def trains(engine: Any) -> bool:
 
 
 def without_zero(engine: Any) -> str:
-    """Return how ``engine`` is parallel where it is not by ZeRO; empty where it is."""
+    """Return how ``engine`` is parallel if not by ZeRO; empty if by ZeRO."""
     from deepspeed.runtime.engine import PipelineModule
 
     if isinstance(engine.module, PipelineModule):
@@ -51,7 +51,7 @@ def without_zero(engine: Any) -> str:
 
 
 def check_release() -> None:
-    """Raise a ``ContractError`` where the installed DeepSpeed is too old."""
+    """Raise a ``ContractError`` if the installed DeepSpeed is too old."""
     oldest, found = contract.DEEPSPEED.oldest, contract.release_of("deepspeed")
     if contract.is_before(found, oldest):
         raise ContractError(

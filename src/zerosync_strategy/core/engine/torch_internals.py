@@ -1,4 +1,4 @@
-"""The internals of torch that ZeroSync uses (rule C1): those of every training, and those of single features."""
+"""The internals of torch that ZeroSync uses (rule C1): for every training, and for single features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING = (
         _current_graph_task_id _will_engine_execute_node +DisableTorchFunctionSubclass _storage_Use_Count
         _are_functorch_transforms_active _DisableFuncTorch _len_torch_dispatch_stack
     """),
-    *rows("training", "torch._C", "_host_emptyCache _cuda_getCurrentRawStream", optional=True),  # of builds for a GPU
+    *rows("training", "torch._C", "_host_emptyCache _cuda_getCurrentRawStream", optional=True),  # in builds for a GPU
     *rows("training", "torch._C._autograd", "_unsafe_set_version_counter"),
     *rows("training", "torch._C._nn", "+linear"),
     *rows("training", "torch._C._FunctionBase", "_set_sequence_nr"),
@@ -49,8 +49,8 @@ TRAINING = (
     *rows("communication", f"{_BINDINGS}.Backend", "_get_sequence_number_for_group"),
     *rows("communication", f"{_BINDINGS}.Backend.Options", "_timeout"),
     *rows("communication", _C10D, "_get_default_timeout(backend) _get_default_group() _get_default_store() _world"),
-    *rows("communication", _C10D, "_set_pg_timeout(timeout, group)", optional=True),  # or it is public: set_timeout
-    *rows("communication", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # by build
+    *rows("communication", _C10D, "_set_pg_timeout(timeout, group)", optional=True),  # or the public set_timeout
+    *rows("communication", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # depends on the build
 )  # fmt: skip
 COMPILATION = (
     *rows("compiled models", "torch._dynamo.OptimizedModule", "_orig_mod +dynamo_ctx", named_in=_DYNAMO),
@@ -69,7 +69,7 @@ EVERY_TABLE = (TRAINING, COMPILATION, PLAN)
 
 
 def is_plain() -> bool:
-    """Return whether no mode of the program changes what operators do: of dispatch, of torch.func, or of inference."""
+    """Return whether no dispatch mode, torch.func transform or inference mode changes what operators do."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
@@ -78,9 +78,9 @@ def is_plain() -> bool:
 
 
 def plain_torch() -> AbstractContextManager[object]:
-    """Around operators of our own inside of a program's: no dispatch mode and no transform of torch.func sees them.
+    """Around operators of our own inside of a program's: hide them from dispatch modes and transforms of torch.func.
 
-    But for modes with the attribute ``sees_zerosync``.
+    Modes with the attribute ``sees_zerosync`` still see them.
     """
     transforms = torch._C._are_functorch_transforms_active()
     stack = ExitStack()

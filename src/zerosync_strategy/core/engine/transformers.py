@@ -1,4 +1,4 @@
-"""transformers, where a program uses it."""
+"""Access to transformers, if a program uses it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ INTERNALS = (
 
 
 def not_split(module: torch.nn.Module) -> set[str]:
-    """Return the names of classes that models in ``module`` say not to split; not only those of transformers do."""
+    """Return the names of classes that models in ``module`` say not to split, in transformers and elsewhere."""
     return {name for each in module.modules() for name in getattr(each, "_no_split_modules", None) or ()}
 
 
 def tell_transformers(config: Any) -> Any:
-    """Let ``from_pretrained`` know, as long as the returned object lives, that ZeRO-3 shards what is built."""
+    """Tell ``from_pretrained``, while the returned object lives, that ZeRO-3 shards the models that it builds."""
     if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
-        return None  # unused, or unable to
+        return None  # transformers is unused, or does not support it
     transformers = importlib.import_module(_MODULE)
     return None if transformers.is_deepspeed_zero3_enabled() else transformers.HfDeepSpeedConfig(config)
 
 
 @contextmanager
 def nothing_is_sharded() -> Iterator[None]:
-    """While active, transformers takes no model to be sharded, and its ``generate()`` ends on each rank by itself.
+    """While active, transformers assumes that no model is sharded, and its ``generate()`` ends on each rank separately.
 
-    Else it exchanges after every token whether all ranks have ended, and goes on until they have (``synced_gpus``).
+    Else the ranks report after every token whether they have ended, and go on until all have (``synced_gpus``).
     """
     deepspeed: Any = sys.modules.get(_MODULE)
     if deepspeed is not None:

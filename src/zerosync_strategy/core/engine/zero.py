@@ -1,4 +1,4 @@
-"""What ZeRO's engine and optimizer have on every stage."""
+"""What ZeRO's engine and optimizer have in common on all stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Item = TypeVar("_Item")
 class MasterShard:
     """This rank's master weights of one flat group, as the torch optimizer has them in ``flat``.
 
-    ``slices``: parameters, each with where its elements begin and end in ``flat``; in this order.
+    ``slices``: parameters, each with the begin and end of its elements in ``flat``, in this order.
     """
 
     flat: torch.Tensor
@@ -34,7 +34,7 @@ def stage(engine: Any) -> int:
 
 
 def user_config(engine: Any) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of ``engine`` as the user gave it, unknown blocks included."""
+    """Return the DeepSpeed configuration of ``engine`` as the user gave it, including unknown blocks."""
     found = engine._config._param_dict
     if not isinstance(found, dict):
         raise contract.changed("configuration block", f"DeepSpeedConfig._param_dict is a {type(found).__name__}")
@@ -42,16 +42,16 @@ def user_config(engine: Any) -> dict[str, Any]:
 
 
 def offloads_optimizer(configured: dict[str, Any]) -> bool:
-    """Return whether a DeepSpeed configuration, not an engine's yet, asks for an offloaded optimizer."""
+    """Return whether a DeepSpeed configuration, before there is an engine, asks for an offloaded optimizer."""
     asked = configured.get("zero_optimization", {}).get("offload_optimizer") or {}
     return bool(asked.get("device", "none") != "none")
 
 
 def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
-    """While active, DeepSpeed's throughput is one by the host's clock, unless its configuration says otherwise.
+    """While active, DeepSpeed measures throughput by the host's clock, unless its configuration says otherwise.
 
-    The host would wait for the device before every forward and after every step, for what overlaps, too. The option is
-    ``"timers": {"throughput": {"synchronized": true}}``.
+    Else the host would wait for the device before every forward and after every step, and work would not overlap. The
+    option is ``"timers": {"throughput": {"synchronized": true}}``.
     """
     timers = engine._config.timers_config
     asked = user_config(engine).get("timers", {}).get("throughput", {}).get("synchronized", False)
@@ -59,9 +59,9 @@ def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
 
 
 def accumulate_outside(engine: Any) -> None:
-    """Let every ``step()`` of ``engine`` be an optimizer step, and its losses be as they are given.
+    """Make every ``step()`` of ``engine`` an optimizer step, and leave its losses unscaled.
 
-    What DeepSpeed's ``set_train_batch_size`` does, which does not know the ranks under sequence parallelism.
+    DeepSpeed's ``set_train_batch_size`` does this too, but miscounts the ranks under sequence parallelism.
     """
     contract.require(deepspeed_internals.ACCUMULATION, engine)
     config = engine._config
@@ -80,7 +80,7 @@ def stepping_optimizer(engine: Any) -> Any:
 
 
 def step_torch_optimizer(optimizer: Any) -> None:
-    """Step the torch optimizer with all its groups at once, through the gradient scaler of torch's autocast."""
+    """Step all groups of the torch optimizer at once, through the gradient scaler of torch's autocast."""
     scaler = optimizer.torch_autocast_gradscaler
     if scaler is None:
         optimizer.optimizer.step()
@@ -90,7 +90,7 @@ def step_torch_optimizer(optimizer: Any) -> None:
 
 
 def comm_backend() -> Any:
-    """Return DeepSpeed's process-wide communication backend, through which all its collectives go."""
+    """Return DeepSpeed's process-wide communication backend, which issues all its collectives."""
     from deepspeed.comm import comm
 
     found = getattr(comm, "cdb", None)
@@ -100,9 +100,9 @@ def comm_backend() -> Any:
 
 
 def use_current_names(backend: Any) -> Callable[[], None]:
-    """Let DeepSpeed's backend call collectives by the names that torch 2.13 has given them; the old ones warn.
+    """Make DeepSpeed's backend call collectives by their names in torch 2.13, because the old names warn.
 
-    Returns what undoes it.
+    Return a function that undoes it.
     """
     stock = {}
     for name, current in (
@@ -115,21 +115,21 @@ def use_current_names(backend: Any) -> Callable[[], None]:
 
 
 def is_plain(backend: Any) -> bool:
-    """Return whether DeepSpeed adds nothing to torch's collectives through ``backend`` but host work and its log.
+    """Return whether DeepSpeed's ``backend`` adds only host work and a log to torch's collectives.
 
-    Else it has another way for some devices.
+    For some devices, it communicates in another way.
     """
     from deepspeed.comm.torch import TorchBackend
 
     return isinstance(backend, TorchBackend) and torch.version.hip is None
 
 
-_building = 0  # nested, as a frontend's own do
+_building = 0  # depth: frontends nest
 
 
 @contextmanager
 def building_engine() -> Iterator[None]:
-    """While a frontend builds an engine, before :func:`use_current_names`: no warning."""
+    """While a frontend builds an engine, before :func:`use_current_names`, suppress these warnings."""
     global _building
     _building += 1
     try:
@@ -142,12 +142,12 @@ def building_engine() -> Iterator[None]:
 
 
 def is_building_engine() -> bool:
-    """Return whether a frontend builds an engine, to which it attaches by itself if it is to train."""
+    """Return whether a frontend is building an engine. The frontend attaches to it itself, if it trains."""
     return _building > 0
 
 
 def messenger() -> Any:
-    """Return what has ``isend()`` and ``irecv()``; those of ``deepspeed.comm`` block before ``ASYNC_MESSAGES``."""
+    """Return an object with ``isend()`` and ``irecv()``; ``deepspeed.comm`` blocks before ``ASYNC_MESSAGES``."""
     from deepspeed import comm
 
     return comm if contract.has(deepspeed_internals.ASYNC_MESSAGES) else comm_backend()
@@ -158,7 +158,7 @@ def data_parallel_group(optimizer: Any) -> Any:
 
 
 def process_groups(engine: Any) -> list[Any]:
-    """Return the process groups that ``engine`` shards parameters, gradients or states over."""
+    """Return the process groups over which ``engine`` shards parameters, gradients or states."""
     optimizer = engine.optimizer
     if stage(engine) == 3:
         groups = [param.ds_process_group for param in engine.module.parameters() if hasattr(param, "ds_process_group")]
@@ -173,7 +173,7 @@ def accumulation_dtype(optimizer: Any) -> torch.dtype:
 
 
 def reduction_dtype(engine: Any) -> torch.dtype:
-    """Return the dtype in which gradients are reduced: as configured, else none that rounds what they are summed in."""
+    """Return the dtype in which gradients are reduced: as configured, else one wide enough for the summed ones."""
     optimizer = engine.optimizer
     dtype: torch.dtype = optimizer.communication_data_type
     if user_config(engine).get("communication_data_type") is not None:
@@ -182,22 +182,22 @@ def reduction_dtype(engine: Any) -> torch.dtype:
 
 
 def expect_backward(optimizer: Any) -> None:
-    """Let ``optimizer`` take the coming backward for one that runs inside no other.
+    """Tell ``optimizer`` that the next backward is not nested in another.
 
-    DeepSpeed counts one entry for every forward that a backward goes through, and one exit: after a backward through
-    two forwards it would take the next ``loss.backward()`` for one inside another.
+    DeepSpeed counts one entry for every forward that a backward passes, but one exit. So after a backward through two
+    forwards, it would treat the next ``loss.backward()`` as a nested one.
     """
     optimizer._backward_active_depth = 0
 
 
 def expect_end(engine: Any) -> None:
-    """Let DeepSpeed do at the end of the running backward what it has to: by 0.18.4 in the last hook on a gradient."""
+    """Make DeepSpeed do its work at the end of the running backward; 0.18.4 does it in the last gradient hook."""
     if not contract.has(deepspeed_internals.CLEAR_BACKWARD):
         torch.autograd.Variable._execution_engine.queue_callback(engine.optimizer.run_grad_acc_post_hooks)
 
 
 def reset_backward(optimizer: Any) -> None:
-    """Reset what ``optimizer`` knows of a backward that raised."""
+    """Reset the state of ``optimizer`` after a backward that raised."""
     optimizer._backward_active_depth = 0
     if contract.has(deepspeed_internals.CLEAR_BACKWARD):
         optimizer.clear_backward_seen_flag()
@@ -206,7 +206,7 @@ def reset_backward(optimizer: Any) -> None:
 def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements of at least one tensor, a scalar in fp64.
 
-    The norm of a shard may be no number of its own dtype: fp16 ends at 65,504.
+    The norm of a shard may overflow its own dtype: fp16 ends at 65,504.
     """
     wide = [(shard, torch.promote_types(shard.dtype, torch.float32)) for shard in shards]
     norms = [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in wide]
@@ -214,14 +214,14 @@ def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def offloads(optimizer: Any) -> bool:
-    """Return whether the optimizer's states are on the host, or on disk."""
+    """Return whether the optimizer's states are on the host or on disk."""
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
 def swap_clip_norm(optimizer: Any, norm: float) -> float:
-    """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the one before.
+    """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the previous one.
 
-    To clip, it computes the norm, which DeepSpeed's ``compute_grad_norm`` = false saves a step that does not.
+    Clipping needs the norm, so it is computed then even if DeepSpeed's ``compute_grad_norm`` is false.
     """
     before, optimizer.clip_grad = optimizer.clip_grad, norm
     computes = deepspeed_internals.COMPUTES_NORM.name

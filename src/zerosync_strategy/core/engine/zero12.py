@@ -1,6 +1,6 @@
 """ZeRO-1 and ZeRO-2: where the optimizer keeps gradients, and how its step gathers parameters.
 
-Each parameter group lies in one flat buffer, which is cut into equal shards, one per rank.
+Each parameter group lies in one flat buffer, which is divided into equal shards, one per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerosync_strategy.core.engine.zero import sum_of_squares
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One parameter group of the optimizer: its parameters that have elements, with their places in the flat buffer.
+    """One parameter group of the optimizer: its parameters that have elements, with their offsets in the flat buffer.
 
     Each rank of ``process_group`` has one shard, of ``shard_numel`` elements, padding included.
     """
@@ -34,7 +34,7 @@ class FlatGroup:
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
-    """Return the parameter groups; a ``ContractError`` where the parameters do not lie in the flat buffers."""
+    """Return the parameter groups; raise ``ContractError`` if the parameters do not lie in the flat buffers."""
     groups = []
     for index, flat in enumerate(optimizer.bit16_groups_flat):
         params = [param for param in optimizer.bit16_groups[index] if param.numel()]
@@ -49,9 +49,9 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def leave_graphs(optimizer: Any) -> None:
-    """Take the flat parameters out of the graph by which DeepSpeed 0.18.7 to 0.18.9 makes them of the model's own.
+    """Detach the flat buffers from the graph in which DeepSpeed 0.18.7 to 0.18.9 makes them.
 
-    In it, torch refuses to gather into them. They stay where they lie.
+    In that graph, torch refuses to gather into them. Their memory stays the same.
     """
     shards, flats = optimizer.parallel_partitioned_bit16_groups, optimizer.bit16_groups_flat
     for index, flat in enumerate(flats):
@@ -60,17 +60,17 @@ def leave_graphs(optimizer: Any) -> None:
 
 
 def averaging_divisor(optimizer: Any) -> float:
-    """Return what a sum of gradients over the data-parallel ranks is divided by.
+    """Return the divisor for a sum of gradients over the data-parallel ranks.
 
-    The ranks of one sequence count each, as in ZeRO-3 and plain data parallelism: every rank's loss is that of the
-    sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count the sequences; their gradients are a multiple.
+    Each rank of a sequence counts, as in ZeRO-3 and plain data parallelism, because every rank's loss is that of the
+    sequence, or of its own tokens. DeepSpeed's ZeRO-1 and 2 count sequences, so their gradients are a multiple.
     """
     averages = optimizer.gradient_average if contract.has(deepspeed_internals.AVERAGES) else True
     return float(dist.get_world_size(optimizer.dp_process_group)) if averages else 1.0
 
 
 class _GradientShard(list[torch.Tensor]):
-    """A gradient shard as DeepSpeed's step takes it: the parts, here one, of one flat tensor."""
+    """A gradient shard in the form of DeepSpeed's step: the parts, here one, of one flat tensor."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         super().__init__([flat])
@@ -78,7 +78,7 @@ class _GradientShard(list[torch.Tensor]):
 
 
 def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor | None) -> None:
-    """Let the optimizer have ``flat``, of any values, as this rank's gradient shard of one group; ``None``: none."""
+    """Set this rank's gradient shard of one group to ``flat``, with any values; ``None``: no shard."""
     optimizer.averaged_gradients[index] = None if flat is None else _GradientShard(flat)
 
 
@@ -87,7 +87,7 @@ def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
 
 
 def hand_over_gradients(optimizer: Any) -> None:
-    """Let the coming step find the gradient shards; an offloaded one as copies, which are on their way."""
+    """Give the gradient shards to the next step. For an offloaded optimizer, begin to copy them to the host."""
     if not optimizer.cpu_offload:
         return
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -99,19 +99,19 @@ def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
 
 
 def master(optimizer: Any, index: int) -> Any:
-    """Return the master weights of this rank's shard of one group, flat: what the torch optimizer steps."""
+    """Return the master weights of this rank's shard of one group, flat, which the torch optimizer steps."""
     return optimizer.single_partition_of_fp32_groups[index]
 
 
 def params_in_order(optimizer: Any, index: int) -> list[Any]:
-    """Return the parameters of one group in the order in which the program has given them to its optimizer."""
+    """Return the parameters of one group in the order in which the program gave them to its optimizer."""
     return list(optimizer.bit16_groups[index])
 
 
 def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
-    """Let this rank's shard of a group have ``numel`` elements, as many as it likes; return it, flat, of any values.
+    """Make this rank's shard of a group have ``numel`` elements, any number; return it, flat and uninitialised.
 
-    DeepSpeed's own, and what parameters know of where they are in it, are dropped.
+    DeepSpeed's own shard, and the mapping of parameters to it, are dropped.
     """
     before = master(optimizer, index)
     flat = torch.empty(numel, dtype=before.dtype, device=before.device, requires_grad=True)
@@ -123,35 +123,35 @@ def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
 
 
 def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> AbstractContextManager[None]:
-    """While active, DeepSpeed finds ``masters`` in place of those that this rank steps, by group."""
+    """While active, DeepSpeed uses ``masters`` in place of the master weights that this rank steps, by group."""
     return replaced(optimizer, "single_partition_of_fp32_groups", masters)
 
 
 def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
-    """Return this rank's shard of one group as the step has left it. Offloaded, from pinned memory."""
+    """Return this rank's shard of one group as the step has left it; in pinned memory if offloaded."""
     if optimizer.cpu_offload:
         return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[index].data
     return master(optimizer, index).data
 
 
 def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
-    """Return what :func:`stepped_shard` does, where something else than a step has changed the master weights."""
+    """Return the same as :func:`stepped_shard`, after something other than a step has changed the master weights."""
     shard = stepped_shard(optimizer, index)
     if not optimizer.cpu_offload:
         return shard
-    # A copy that is not pinned: the device may still read what was pinned for it before.
+    # A copy that is not pinned, because the device may still read the pinned buffer.
     return master(optimizer, index).data.to(shard.dtype, copy=True)
 
 
 def relink_states(optimizer: Any) -> None:
-    """Let the parameters have the states that the torch optimizer has made since they were given theirs."""
+    """Make parameters refer to states that the torch optimizer has made since the last linking."""
     optimizer._hp_optimizer_states_linked = False
 
 
 def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
-    """Return which of ``params`` this rank counts in a norm: the first tensor-parallel rank counts what all have.
+    """Return the ``params`` that this rank counts in a norm. The first tensor-parallel rank counts replicated ones.
 
-    What is divided has one of Megatron's marks.
+    Parameters that are divided over tensor-parallel ranks have one of Megatron's marks.
     """
     if optimizer.model_parallel_rank == 0:
         return params
@@ -162,7 +162,7 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
 def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
     """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
 
-    ``shards``: of each group, what this rank counts of its gradient shard.
+    ``shards``: by group, the parts of this rank's gradient shard that it counts.
     """
     from deepspeed import comm
 
@@ -177,7 +177,7 @@ def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> 
 
 
 class _Elsewhere:
-    """In place of the shards of the parameters, to which DeepSpeed's step copies the stepped ones: copies nothing."""
+    """Replaces the shards of the parameters, to which DeepSpeed's step copies the stepped ones: copies nothing."""
 
     @property
     def data(self) -> _Elsewhere:
@@ -194,7 +194,7 @@ class _Elsewhere:
 def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[None]:
     """While active, the step of ``optimizer`` gives the updated parameters to all ranks by ``gather`` alone.
 
-    They must lie in the flat buffers: DeepSpeed's step would make each a view of its part anew.
+    The parameters must lie in the flat buffers; DeepSpeed's step would make each a view of its part again.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 

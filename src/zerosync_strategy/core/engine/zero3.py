@@ -1,6 +1,6 @@
 """A parameter of ZeRO-3: its shape, values, shard, process group and state.
 
-One that ZeRO-3 does not shard has its values, its own shape and no group.
+A parameter that ZeRO-3 does not shard has its values, its own shape and no group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_sharded(param: Any) -> bool:
 
 def param_id(param: Any) -> int:
     """Return the number of ``param`` in the order in which parameters were built; 0 without ZeRO-3."""
-    try:  # here and below: asked for each parameter in each step, and a call of getattr() is one more
+    try:  # here and below: called for each parameter in each step, and getattr() would be one more call
         return param.ds_id
     except AttributeError:
         return 0
@@ -62,7 +62,7 @@ def process_group(param: Any) -> Any:
 
 
 def is_persistent(param: Any) -> bool:
-    """Return whether DeepSpeed keeps ``param`` gathered for good."""
+    """Return whether DeepSpeed keeps ``param`` gathered permanently."""
     try:
         return param.ds_persist
     except AttributeError:
@@ -70,7 +70,7 @@ def is_persistent(param: Any) -> bool:
 
 
 def is_gathered(param: Any) -> bool:
-    """Return whether ``param`` has its values: neither released nor still on its way."""
+    """Return whether ``param`` has its values: it is neither released nor in flight."""
     try:
         return bool(param.ds_status._name_ == "AVAILABLE")
     except AttributeError:
@@ -78,7 +78,7 @@ def is_gathered(param: Any) -> bool:
 
 
 def is_left_sharded(param: Any) -> bool:
-    """Return whether no attached engine gives ``param`` its values, and it has none."""
+    """Return whether ``param`` has no values and no attached engine that could gather them."""
     return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
 
 
@@ -90,7 +90,7 @@ def all_gathered(params: Iterable[Any]) -> bool:
 
 
 def is_released(param: Any) -> bool:
-    """Return whether ``param`` is neither gathered nor on its way."""
+    """Return whether ``param`` is neither gathered nor in flight."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
@@ -115,10 +115,10 @@ def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
 
 @contextmanager
 def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
-    """While active, those of ``params`` that are released have their shapes, and read as NaN.
+    """While active, the released ``params`` have their full shapes, and read as NaN.
 
-    A program may choose by the shapes what an optimizer does with each, and set and change gradients; and autograd
-    wants a parameter so when it is given one.
+    A program may choose optimizer options by shape, and set and change gradients, which autograd requires to have the
+    shape of the parameter.
     """
     placeholders = []
     with as_it_is():
@@ -150,11 +150,11 @@ def gather(param: Any) -> torch.Tensor:
 
 
 as_it_is = torch._C.DisableTorchFunctionSubclass
-"""A context in which a parameter at rest is what DeepSpeed has left of it."""
+"""A context in which a parameter at rest is an ordinary tensor, as DeepSpeed has left it."""
 
 
 def answer_of_gathered(name: str, param: Any) -> Any:
-    """Return what a gathered ``param`` answers to who asks whether it is; an ``AttributeError`` for other names."""
+    """Return the attribute ``name`` of a gathered ``param``, by which programs ask for its state; or raise."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -163,14 +163,14 @@ def answer_of_gathered(name: str, param: Any) -> Any:
 
 
 def shard_numel(param: Any) -> int:
-    """Return the elements of one rank's shard of ``param`` or of its gradient, padding included."""
+    """Return the size of one rank's shard of ``param`` or of its gradient, padding included."""
     return int(param.ds_tensor.ds_numel)
 
 
 def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
 
-    Without ``full``, of its gathered values. ``None`` where the shard is all padding, or is in no memory.
+    By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
     size = shard_numel(param)
     start = param.ds_process_group.rank() * size
@@ -182,7 +182,7 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``full``, flat and padded with zeros; a ``ValueError`` where its size is another."""
+    """Return this rank's shard of ``full``, flat and zero-padded. ``ValueError``: the size differs."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
@@ -207,7 +207,7 @@ def has_plain_shard(param: Any) -> bool:
 
 
 def has_secondary_shard(param: Any) -> bool:
-    """Return whether ZeRO-3 keeps ``param`` a second time, sharded over the ranks of a node (hpZ)."""
+    """Return whether ZeRO-3 has a second copy of ``param``, sharded over the ranks of a node (hpZ)."""
     return getattr(param, "ds_zero_param_process_group", None) is not None
 
 
@@ -216,34 +216,33 @@ def is_quantized(param: Any) -> bool:
 
 
 def gather_dtype(param: Any) -> torch.dtype:
-    """Return the dtype in which ``param`` is gathered: with DeepSpeed's ``torch_autocast``, not always its own."""
+    """Return the dtype in which ``param`` is gathered; with DeepSpeed's ``torch_autocast``, it may not be its own."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
     return get_allgather_dtype(param, param.ds_tensor)
 
 
 def shard_dtype(param: Any) -> torch.dtype:
-    """Return the dtype of the values that the ranks keep of ``param``."""
     return param.ds_tensor.dtype
 
 
 def has_own_group(param: Any) -> bool:
-    """Return whether :func:`shard_over` or DeepSpeed has chosen the process group of this one parameter."""
+    """Return whether :func:`shard_over` or DeepSpeed has chosen a process group for this parameter alone."""
     return hasattr(param, "ds_zero_partition_process_group")
 
 
 def shard_over(param: Any, group: Any) -> None:
-    """Let ZeRO-3 shard ``param``, still whole, over ``group``, with the values of its first rank."""
+    """Make ZeRO-3 shard ``param``, still full, over ``group``, with the values of the group's first rank."""
     contract.need(deepspeed_internals.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
-    # Or the engine would give all ranks the values of rank 0 first. DeepSpeed's mark of weights that differ by rank.
+    # DeepSpeed's mark of weights that differ by rank; else the engine would first broadcast the values of rank 0.
     param.ds_optim_param = True
 
 
 def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
-    """Call ``check(inner group, outer group)`` where a ``zero.Init`` of this process is nested.
+    """Call ``check(inner group, outer group)`` when a ``zero.Init`` of this process is entered inside another.
 
-    It is called where the inner one is enabled and was given a process group of fewer ranks than all.
+    Only if the inner one is enabled and has a process group of fewer than all ranks.
     """
     from deepspeed.runtime.zero import partition_parameters
 

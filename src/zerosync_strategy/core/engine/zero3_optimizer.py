@@ -20,26 +20,26 @@ def param_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def gradient_group(optimizer: Any, param: Any) -> Any:
-    """Return the process group whose ranks each keep a shard of the gradient of ``param``."""
+    """Return the process group whose ranks each have a shard of the gradient of ``param``."""
     if not contract.has(deepspeed_internals.PARAM_GROUP):
         return optimizer.dp_process_group
     return optimizer._get_param_partition_group(param)
 
 
 def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
-    """Return what a sum of the gradients of ``params`` is divided by, if ``world_size`` ranks add to it."""
+    """Return the divisor for a sum of the gradients of ``params`` over ``world_size`` ranks."""
     if not contract.has(deepspeed_internals.AVERAGED_RANKS):
         return float(world_size)
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
 def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return this rank's shard of each gradient, flat, by the id of the parameter."""
+    """Return this rank's shard of each gradient, flat, by parameter id."""
     return getattr(optimizer, deepspeed_internals.GRADIENT_SHARDS)
 
 
 def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
-    """Let the coming step find the gradient shards of ``params``; not ``joined``: as DeepSpeed's norm has them."""
+    """Give the gradient shards of ``params`` to the next step; if ``joined``, joined by sub-group if possible."""
     shards = gradient_shards(optimizer)
     if offloads(optimizer) and contract.has(deepspeed_internals.STEPPED_OFFLOADED):
         optimizer._offload_boundary_param_ids = {param.ds_id for param in params}
@@ -58,12 +58,12 @@ def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> 
 
 
 def give_gradients(optimizer: Any, by_group: list[list[torch.Tensor]]) -> None:
-    """Let the optimizer have these gradients, of any number of elements, as its own of each sub-group."""
+    """Set the optimizer's own gradients of each sub-group, with any number of elements."""
     optimizer.averaged_gradients = dict(enumerate(by_group))
 
 
 def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
-    """Return the gradient shards of a sub-group as one tensor, which its step need not copy; ``None``: they lie apart.
+    """Return the gradient shards of a sub-group as one tensor, without a copy; ``None`` if they are not contiguous.
 
     DeepSpeed has made them, in this order, as parts of one buffer.
     """
@@ -76,12 +76,12 @@ def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
 
 
 def scales_gradients(optimizer: Any) -> bool:
-    """Return whether a step multiplies its gradients: to undo the scale of the loss, or to clip them."""
+    """Return whether a step multiplies its gradients, to undo the loss scale or to clip."""
     return bool(optimizer.loss_scale != 1 or optimizer.clip_grad > 0)
 
 
 def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
-    """Return by what a step multiplies its gradients of this ``norm``: to undo the scale of the loss, and to clip."""
+    """Return the factor for gradients of this ``norm``, to undo the loss scale and to clip."""
     scale = optimizer.loss_scale
     if optimizer.clip_grad > 0:
         scale = scale * ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
@@ -89,14 +89,14 @@ def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
 
 
 def is_model_parallel(optimizer: Any) -> bool:
-    """Return whether ranks that hold other parts of the model share its norm."""
+    """Return whether ranks with other parts of the model take part in its norm."""
     return optimizer.model_parallel_group is not None
 
 
 def norm_of_shards(optimizer: Any) -> torch.Tensor:
-    """Compute the norm of the gradients that were handed over, an infinity where it is not finite. Collective.
+    """Return the norm of the gradients that were handed over; infinity if it is not finite. Collective.
 
-    The data-parallel ranks have the whole model, and each element of it once, over whichever of them it is sharded.
+    The data-parallel ranks together have each element of the model once, over whichever of them it is sharded.
     """
     from deepspeed import comm
 
@@ -108,9 +108,9 @@ def norm_of_shards(optimizer: Any) -> torch.Tensor:
 
 
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this rank's shards of the parameters, flat, with their master weights, where both are in memory.
+    """Yield this rank's shards of the parameters, flat, with their master weights, if both are in memory.
 
-    In fp32 the two may be one tensor, and are left out.
+    In fp32, the two may be one tensor, which is left out.
     """
     pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     for shard, master in pairs:
@@ -119,14 +119,14 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def take_master_weights(optimizer: Any, param: Any) -> None:
-    """Set this rank's shard of ``param`` to its master weights. What is gathered of it is gathered anew when needed."""
+    """Set this rank's shard of ``param`` to its master weights, and reshard gathered values."""
     record_of(param).write()
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     _reshard(param)
 
 
 def take_all_master_weights(optimizer: Any) -> None:
-    """Do what :func:`take_master_weights` does for all parameters, frozen ones included."""
+    """Do so for all parameters, frozen ones included."""
     params = list(itertools.chain.from_iterable(optimizer.fp16_groups))
     for param in params:
         record_of(param).write()
@@ -136,7 +136,7 @@ def take_all_master_weights(optimizer: Any) -> None:
 
 
 def _reshard(param: Any) -> None:
-    """Let go of what is gathered of ``param``, whose shard is newer: it is neither kept nor carried to the shard."""
+    """Reshard ``param`` in spite of claims, without carrying changes to the shard, which is newer."""
     record = record_of(param)
     record.forget_changes()
     if zero3.is_gathered(param):
@@ -148,13 +148,13 @@ def _reshard(param: Any) -> None:
 
 
 def flat_master_weights(optimizer: Any) -> list[Any]:
-    """Return what the optimizer steps, by sub-group."""
+    """Return the master weights that the optimizer steps, by sub-group."""
     return list(optimizer.fp32_partitioned_groups_flat)
 
 
 @contextmanager
 def masters_in_groups(optimizer: Any) -> Iterator[None]:
-    """While active, the groups of the torch optimizer have the master weights, which DeepSpeed puts there in a step."""
+    """While active, the groups of the torch optimizer have the master weights, as in DeepSpeed's step."""
     optimizer._set_fp32_optimizer_param_groups()
     try:
         yield
@@ -163,14 +163,14 @@ def masters_in_groups(optimizer: Any) -> Iterator[None]:
 
 
 def steps_from_disk(optimizer: Any) -> bool:
-    """Return whether master weights and states are on NVMe between two steps of their sub-group."""
+    """Return whether master weights and states are on NVMe except while their sub-group is stepped."""
     return bool(getattr(optimizer, "swap_optimizer", False))
 
 
 class JointStep:
-    """Steps the sub-groups of the optimizer in one call of the torch optimizer, in place of one call for each.
+    """Steps all sub-groups of the optimizer in one call of the torch optimizer, instead of one call per sub-group.
 
-    A class that counts its steps by group would count those of the other sub-groups, too.
+    Otherwise a class that counts its steps by group would count one step per sub-group.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -178,11 +178,11 @@ class JointStep:
         self._gradients: list[torch.Tensor] = []
 
     def ready(self, index: int) -> None:
-        """DeepSpeed has the gradient of sub-group ``index`` ready; with that of the last one, step."""
+        """Take the gradient of sub-group ``index``, which DeepSpeed has ready; with the last one, step."""
         flats = flat_master_weights(self._optimizer)
         if index == 0:
             self._gradients = []
-        self._gradients.append(flats[index].grad)  # which DeepSpeed takes away after each
+        self._gradients.append(flats[index].grad)  # DeepSpeed removes it after each
         if index < len(flats) - 1:
             return
         for flat, gradient in zip(flats, self._gradients, strict=True):
@@ -196,9 +196,9 @@ class JointStep:
 
 
 def master_shards(optimizer: Any) -> list[MasterShard]:
-    """Return this rank's master weights of each group, by the parameters that they are of, padding included.
+    """Return this rank's master weights of each group, with the slice of each parameter, padding included.
 
-    A ``ValueError``: their states are not in memory, or another optimizer steps some of them.
+    Raise ``ValueError`` if their states are not in memory, or if another optimizer steps some of them.
     """
     if steps_from_disk(optimizer) or hasattr(optimizer, "backup_optimizer"):
         raise ValueError(
@@ -221,15 +221,16 @@ def torch_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def reassign_shards(optimizer: Any) -> None:
-    """Let the shards of the parameters have the master weights that a step has changed."""
+    """Set the shards of the parameters to the master weights that a step has changed."""
     for index, _ in enumerate(optimizer.fp16_groups):
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
 def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
-    """Free the buffers for DeepSpeed's own reductions, of ``reduce_bucket_size`` elements; return what undoes it.
+    """Free DeepSpeed's own reduction buffers, of ``reduce_bucket_size`` elements; return a function that undoes it.
 
-    Their memory, 1 GB in bf16 by default, goes back to the device: the allocator would keep it for the run.
+    Their memory, by default 1 GB in bf16, is returned to the device; else the allocator would keep it for the whole
+    run.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -249,5 +250,5 @@ def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
 
 
 def reload_master_weights(optimizer: Any) -> None:
-    """Set the weights that the optimizer steps to the present values of the parameters. Collective."""
+    """Set the master weights to the present values of the parameters. Collective."""
     optimizer.refresh_fp32_params()

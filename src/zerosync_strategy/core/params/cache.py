@@ -1,15 +1,15 @@
-"""ZeRO-3: parameters unsharded once and held over the window (``held.py``): how units find them.
+"""ZeRO-3: how units use parameters that are unsharded once per window and held until the step (``held.py``).
 
-Without this, a unit is gathered anew for each forward and backward, though its values change only in the optimizer
-step. A held parameter stays until the step reshards it.
+Without this, a unit is gathered for each forward and backward, though its values change only in the optimizer step. A
+held parameter stays unsharded until the step reshards it.
 
-Held parameters are gathered in *runs*, of the parameters of one process group in the order in which they were built,
-and each unit waits for its own (U2). Where all parameters of the model are held, the first unit that needs one in a
-window issues all gathers, so that no later one communicates, and ranks may run different modules (W6). Else a unit
-issues its own runs and the next, in the order of U1.
+Held parameters are gathered in *runs*. A run has parameters of one process group, in the order in which they were
+built. Each unit waits for its own runs (U2). If all parameters of the model are held, the first unit that needs one in
+a window issues all gathers; later units do not communicate, and ranks may run different modules (W6). Else a unit
+issues its own runs and the next ones, in the order of U1.
 
-Others may reshard a held parameter: a ``GatheredParameters`` context that writes, a checkpoint. The unit's hooks see it
-before and after its forward, and what a backward may need is looked through when the backward begins.
+A ``GatheredParameters`` context that writes, or a checkpoint, may reshard a held parameter. The unit's hooks check for
+that before and after its forward, and the start of a backward checks all parameters that the backward may need.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.units import Unit
 
 AHEAD = 2
-"""Runs that are gathered ahead of their use, where not all parameters are held."""
+"""Runs to gather ahead if not all parameters are held."""
 
 
 @dataclass
@@ -38,10 +38,10 @@ class HeldRun:
     """Held parameters that are gathered by one message.
 
     Attributes:
-        place: among all runs; those of a process group follow each other.
+        place: its place among all runs; the runs of a process group are contiguous.
         group: the place of the process group in the order of gathers (U1).
         params: in the order in which they were built.
-        issued: in this window: what was missing is gathered, or on its way.
+        issued: in this window, the gather of what was sharded has been issued.
     """
 
     place: int
@@ -54,7 +54,7 @@ class ParameterCache:
     """Keeps parameters of a ZeRO-3 engine unsharded from their first use in a window to the optimizer step.
 
     Attributes:
-        infers: all parameters are there, for a phase without backwards.
+        infers: all parameters are unsharded, for a phase without backwards.
     """
 
     def __init__(self, units: list[Unit], scheduler: GatherScheduler, plan: HoldPlan) -> None:
@@ -68,7 +68,6 @@ class ParameterCache:
             self._hold_units()
 
     def detach(self) -> None:
-        """Nothing is held any more."""
         self.release_constants()
         self.plan.drop(self.plan.records)
         self._reshard(unclaimed(self.plan.records))
@@ -77,7 +76,7 @@ class ParameterCache:
         self._scheduler.before_read = None
 
     def end_window(self, params: Iterable[Any]) -> None:
-        """A step has resharded ``params``, but for those that it does not change."""
+        """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
         self.plan.drop(record for record in records if not record.bits & STEPS)
         for run in self._runs:
@@ -89,9 +88,9 @@ class ParameterCache:
         self.plan.reset_counts()
 
     def set_budget(self, budget: int) -> tuple[int, int]:
-        """Hold what fits into ``budget`` bytes from the coming window on, where nothing was held before.
+        """Hold what fits into ``budget`` bytes from the next window on, where nothing was held before.
 
-        Between two windows. A model that fits is held in full. Return the bytes that are held in full, and those of
+        Call it between two windows. A model that fits is held in full. Return the bytes held in full, and the bytes of
         node shards within the budget.
         """
         self.plan.set_budget(budget)
@@ -103,9 +102,9 @@ class ParameterCache:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Around forwards without backwards: all parameters are there, and no unit communicates. Collective.
+        """Around forwards without backwards: all parameters are unsharded, and no unit communicates. Collective.
 
-        What is not held is resharded at the end.
+        Parameters that are not held are resharded at the end.
         """
         records = self._gather_all()
         if self.plan.holds_all:
@@ -122,7 +121,7 @@ class ParameterCache:
 
     @internal
     def _gather_all(self) -> list[Record]:
-        """Let all parameters be there; return those that were not."""
+        """Unshard all parameters; return the records of those that were sharded."""
         if self.plan.holds_all:
             self._issue_all()
         arrived(self.plan.records)
@@ -135,11 +134,11 @@ class ParameterCache:
     # ---- units whose parameters are all held -----------------------------------------------------------------------
 
     def _hold_units(self) -> None:
-        """Let the units know which of all runs of what stays until the step are theirs."""
+        """Divide the parameters of held units into runs, and assign each unit its runs."""
         held = [unit for unit in self._units if self.plan.holds_all or (unit.params and all(map(_stays, unit.records)))]
         unit_of = {param: unit for unit in held for param in unit.params}
         self._runs, self._run_of = [], {}
-        for trains in (True, False):  # apart, since those that are frozen are gathered once
+        for trains in (True, False):  # separately, since frozen ones are gathered once
             params = [param for param in unit_of if param.requires_grad == trains]
             for group, runs in self._scheduler.runs(params, unit_of):
                 for members in runs:
@@ -151,7 +150,7 @@ class ParameterCache:
             unit.held = [self._runs[place] for place in sorted({self._run_of[record].place for record in unit.records})]
 
     def use(self, unit: Unit, model_runs: bool) -> None:
-        """The forward of ``unit``, which is held, begins; ``model_runs``: as part of a forward of the whole model."""
+        """Unshard ``unit``, which is held, for its forward. ``model_runs``: a forward of the whole model is running."""
         if unit.pending or not zero3.all_gathered(unit.params):
             self._unshard(unit, model_runs)
             if unit.pending:
@@ -159,9 +158,9 @@ class ParameterCache:
                     record.use()
 
     def used(self, unit: Unit) -> None:
-        """It has ended."""
+        """Unshard ``unit`` again if its forward has resharded some of it, because the backward needs it."""
         if not zero3.all_gathered(unit.params):
-            self._unshard(unit, False)  # for the backward: the forward has resharded some
+            self._unshard(unit, False)
         if unit.pending:
             settle(unit.records)
 
@@ -188,7 +187,7 @@ class ParameterCache:
         unit.pending = not all(gather.is_complete for gather in pending)
 
     def _issue_all(self) -> None:
-        """Issue the gathers of all runs that are missing in this window: on every rank alike, whatever runs (W6)."""
+        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6)."""
         for run in self._runs:
             if not run.issued:
                 self._issue(run)
@@ -203,7 +202,7 @@ class ParameterCache:
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """A backward uses what the forwards of this window have used; it is there, whoever has resharded it since."""
+        """Unshard what the forwards of this window have used, if something has resharded it since."""
         held = [record.param for record in self.plan.held()]
         if zero3.all_gathered(held) or not any(zero3.is_released(p) and not zero3.is_persistent(p) for p in held):
             return
@@ -213,9 +212,9 @@ class ParameterCache:
         arrived(records)
 
     def before_read(self, param: Any) -> None:
-        """A reader whom no hook serves finds what is held there, or on its way."""
+        """Issue the run of ``param`` for a reader that no hook serves."""
         if self._steps:
-            return  # at its end DeepSpeed gathers what is persistent, which is not to bring the rest of a run
+            return  # at its end DeepSpeed gathers persistent parameters; the rest of their run is not needed
         run = self._run_of.get(param._zerosync_record)
         if run is not None:
             if self.plan.holds_all:
@@ -223,16 +222,16 @@ class ParameterCache:
             self._issue(run)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Around an optimizer step: of what it does not change, what is held stays."""
+        """Around an optimizer step, which leaves held parameters unsharded if it does not change them."""
         return replaced(self, "_steps", True)
 
     def release(self, records: Iterable[Record]) -> None:
-        """Reshard ``records``, which no unit uses; in an optimizer step, but for what it does not change."""
+        """Reshard ``records``, which no unit uses; in an optimizer step, only what the step changes."""
         stay = set(self.plan.before_step()) if self._steps else set()
         self._reshard([record for record in records if record not in stay])
 
     def release_constants(self) -> None:
-        """Reshard what steps have left: shards are about to be read or written."""
+        """Reshard what steps have left unsharded, because shards are about to be read or written."""
         records = self.plan.held(Claim.STEPS)
         self._release([record for record in records if not zero3.is_persistent(record.param)])
         for record in records:
@@ -247,9 +246,9 @@ class ParameterCache:
     # ---- other units -----------------------------------------------------------------------------------------------
 
     def reshard(self, records: list[Record]) -> None:
-        """No unit uses ``records`` any more: reshard those without another claim that are not to be held.
+        """Reshard those of ``records`` that have no other claim and are not to be held. No unit uses them any more.
 
-        What autograd has saved of them finds the values again, when they are back.
+        Tensors that autograd has saved of them get their values back with the next unshard.
         """
         if held := [record for record in records if record.hold and zero3.is_gathered(record.param)]:
             self.plan.claim(held)
@@ -259,7 +258,6 @@ class ParameterCache:
         self._reshard(free, returns=True)
 
     def recover(self) -> None:
-        """After an exception: reshard whatever is gathered without a claim."""
         self.reshard([record for record in self.plan.records if not record.hold])
 
     def _reshard(self, records: Iterable[Record], returns: bool = False) -> None:

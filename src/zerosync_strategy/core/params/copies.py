@@ -1,15 +1,15 @@
-"""ZeRO-3: copies of parameters that stay where they need not be gathered from, or not from far away: on host and node.
+"""ZeRO-3: copies of parameters in memory that is nearer than the shards of all ranks: on the host and on the node.
 
-A copy holds until the parameter's shards are written, by whomever: each write is counted (``Record.writes``), alike on
-all ranks. So what has a copy is known on all of them without a message. An optimizer step ends what it changes; a copy
-of a parameter that no optimizer trains serves for the whole run (R4).
+A copy is valid until the parameter's shards are written. Each write is counted (``Record.writes``), alike on all ranks,
+so all ranks know without a message which parameters have a valid copy. An optimizer step invalidates the copies of what
+it changes. A copy of a parameter that no optimizer trains is valid for the whole run (R4).
 
-- In host memory, in full: the first gather of a window leaves a copy there, and later ones copy it back, over the bus
-  and not over the network. The idea is that of FCDP (arXiv 2602.06499). It is made and read on the stream on which its
-  parameter is gathered: neither waits for the other.
-- In *node shards* (``comm/nodes.py``): of the shards of all ranks, a rank keeps those of the ranks that have its place
-  on their node. So later gathers of the window send nothing between nodes. DeepSpeed's hpZ has such shards, too; it
-  refills them, by a gather from all ranks, in every step.
+- In host memory, full parameters: the first gather of a window stores a copy, and later gathers copy it back over the
+  bus instead of the network. The idea is that of FCDP (arXiv 2602.06499). A copy is written and read on the stream on
+  which its parameter is gathered, so neither waits for the other.
+- In *node shards* (``comm/nodes.py``): a rank keeps the shards of the ranks that have its local rank on each node, so
+  later gathers of the window send nothing between nodes. DeepSpeed's hpZ has these shards, too, but refills them in
+  every step by a gather from all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 
-_PAGE = 4096  # bytes that a block of pinned memory has at least
+_PAGE = 4096  # least bytes of a block of pinned memory
 Values = TypeVar("Values")
 
 
@@ -33,7 +33,7 @@ Values = TypeVar("Values")
 class _Copy(Generic[Values]):
     """The memory of one parameter's copy, of ``nbytes`` bytes.
 
-    ``writes``: to the parameter's shards before it was made; ``None``: it has no values.
+    ``writes``: ``Record.writes`` when it was made; ``None``: it has no values.
     """
 
     values: Values
@@ -46,8 +46,8 @@ class Copies(ABC, Generic[Values]):
 
     Attributes:
         limit: bytes of the memory of all copies; ``None``: no limit.
-        chosen: the parameters to keep; ``None`` while it is unknown which are gathered more than once: whatever comes
-            first and fits.
+        chosen: the parameters to keep; ``None`` until it is known which are gathered more than once: then each that
+            fits is kept, in the order of gathers.
         now, peak_bytes: bytes of copies, and the most at once since the last :meth:`reset_counts`.
     """
 
@@ -55,7 +55,7 @@ class Copies(ABC, Generic[Values]):
         self.limit = limit
         self._copies: dict[Any, _Copy[Values]] = {}
         self.now = self.peak_bytes = 0
-        self._at_begin: dict[Any, int | None] = {}  # what had a copy when the window began
+        self._at_begin: dict[Any, int | None] = {}  # the copies that were valid when the window began
         self.chosen: set[Any] | None = None
 
     def may_have(self, param: Any) -> bool:
@@ -81,17 +81,17 @@ class Copies(ABC, Generic[Values]):
         return [copy.values for copy in self._copies.values()]
 
     def keeps(self, param: Any) -> bool:
-        """Return whether ``param`` is copied once in a window, and then taken from here."""
+        """Return whether ``param`` is copied once per window and then read from the copy."""
         return param in (self._copies if self.chosen is None else self.chosen)
 
     def was_there(self, param: Any) -> bool:
-        """Return whether the values that ``param`` has now were here when the window began."""
+        """Return whether the present values of ``param`` had a copy when the window began."""
         return param in self._at_begin and self._at_begin[param] == param._zerosync_record.writes
 
     def to_fill(self, param: Any) -> Values | None:
-        """Return the memory for the values of ``param``, just gathered, which are here from now on.
+        """Return the memory to which to copy the values of ``param``, just gathered, and mark this copy as valid.
 
-        ``None``: none is needed, wanted, or left.
+        Return ``None`` if a copy exists, is not wanted, or does not fit.
         """
         is_wanted = not zero3.is_persistent(param) if self.chosen is None else param in self.chosen
         if not is_wanted or self.get(param) is not None:
@@ -108,7 +108,7 @@ class Copies(ABC, Generic[Values]):
         return copy.values
 
     def choose(self, params: set[Any], leaving: Iterable[Any]) -> None:
-        """Keep ``params`` from here on, and beside them what fits of ``leaving``, until the device holds it."""
+        """Keep copies of ``params``, and existing copies of ``leaving`` that also fit until the device holds them."""
         self.chosen = params
         room = None if self.limit is None else self.limit - sum(map(self.bytes_of, params))
         stays = params.union(fitting(leaving, room, self.bytes_of))
@@ -126,7 +126,7 @@ class Copies(ABC, Generic[Values]):
 
 
 def fitting(params: Iterable[Any], room: int | None, bytes_of: Callable[[Any], int] = zero3.full_bytes) -> list[Any]:
-    """Return those of ``params``, the first first, that fit into ``room`` bytes; ``None``: all."""
+    """Return the parameters of ``params``, in order, that fit into ``room`` bytes; all if it is ``None``."""
     chosen = []
     for param in params:
         nbytes = bytes_of(param)
@@ -140,12 +140,12 @@ def fitting(params: Iterable[Any], room: int | None, bytes_of: Callable[[Any], i
 
 
 class HostCache(Copies[list[torch.Tensor]]):
-    """Full parameters of one ZeRO-3 engine in host memory, pinned on devices that are not the CPU; flat.
+    """Full parameters of one ZeRO-3 engine in host memory: flat, and pinned unless the device is the CPU.
 
     Torch allocates pinned memory in blocks of a power of two: 33 MiB in one block take 64. So a copy lies in several
-    parts, which are a sixteenth larger at most (:func:`pinned_blocks`).
+    parts, which together are at most a sixteenth larger than the values (:func:`pinned_blocks`).
 
-    :attr:`loaded_bytes`: copied back to the device since the last :meth:`reset_counts`.
+    :attr:`loaded_bytes`: bytes copied back to the device since the last :meth:`reset_counts`.
     """
 
     def __init__(self, limit: int | None, streams: Streams) -> None:
@@ -170,7 +170,7 @@ class HostCache(Copies[list[torch.Tensor]]):
         return values
 
     def keep(self, params: Iterable[Any]) -> None:
-        """``params`` have just been gathered, on the current stream: copy those that are to be kept."""
+        """Copy those of ``params`` that are to be kept. All have just been gathered, on the current stream."""
         for param in params:
             if (values := self.to_fill(param)) is not None:
                 _store(param, values)
@@ -196,7 +196,7 @@ def _store(param: Any, parts: list[torch.Tensor]) -> None:
 
 
 def pinned_blocks(nbytes: int) -> list[int]:
-    """Return powers of two, the largest first, whose sum is ``nbytes``, a sixteenth of it more, or a page."""
+    """Return powers of two, largest first, that sum to ``nbytes`` or more: by at most a sixteenth, or a page."""
     blocks, spare, left = [], nbytes // 16, nbytes
     while left > 0:
         block = max(_PAGE, 1 << (left - 1).bit_length())
@@ -211,9 +211,10 @@ def pinned_blocks(nbytes: int) -> list[int]:
 
 
 class NodeShards(Copies[torch.Tensor]):
-    """Node shards of the parameters of one engine: a matrix for each, with one row per node, in the gather's dtype.
+    """Node shards of the parameters of one engine: for each a matrix with one row per node, in the dtype of the gather.
 
-    Those of process groups with one level have none. ``shared``: the limit is that of what is held on the device, too.
+    Parameters of process groups that are gathered in one level have none. ``shared``: the limit also covers what is
+    held on the device.
     """
 
     def __init__(self, limit: int | None, shared: bool) -> None:
@@ -234,7 +235,7 @@ class NodeShards(Copies[torch.Tensor]):
             return torch.empty(shape, dtype=dtype, device=param.device)
 
     def keep(self, arrival: gathering.Arrival) -> None:
-        """Wait for all ranks' shards of parameters, a row each, on the current stream, and keep those of the node."""
+        """Wait on the current stream for the shards of all ranks, one row each, and keep this rank's node shards."""
         arrival.wait()
         for param, rows in zip(arrival.params, arrival.received.split(arrival.columns, -1), strict=True):
             nodes = _nodes(param)
@@ -255,7 +256,7 @@ def _nodes(param: Any) -> Any:
 
 @for_training
 def gather_node_shards(nodes: Any, shards: Mapping[Any, torch.Tensor], tag: int, label: object) -> gathering.Arrival:
-    """As :class:`gathering.Message`, from the ranks of this node alone.
+    """Gather parameters as :class:`gathering.Message` does, but from the ranks of this node alone.
 
     ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """

@@ -1,10 +1,11 @@
-"""Parameters that a program changes outside of the optimizer: the coming step starts from what it finds in them (N1).
+"""Parameters that a program edits outside of the optimizer: the next step starts from the edited values (N1).
 
-ZeRO steps weights of its own, the *master weights* of this rank's shard, and then overwrites the parameters with them.
-So before each step, a rank compares its shard of the parameters with the master weights, as the last step has written
-them there, and adopts what differs. Memory does not grow with the shard: it is done piece by piece. Where the device
-has the shard and the host the master weights (an offloaded optimizer), the two are compared only if a digest of the
-shard, for which the host waits once per step, is another than after the last step.
+ZeRO steps the *master weights* of this rank's shard and then overwrites the parameters with them. So before each step,
+a rank compares its shard of the parameters with the values that the last step wrote, and copies the elements that
+differ into the master weights. The comparison goes piece by piece, so its memory does not grow with the shard. With an
+offloaded optimizer, the shard is on the device and the master weights are on the host. Then a rank first compares a
+digest of the shard with the digest after the last step, for which the host waits once per step, and compares the values
+only if the digests differ.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from zerosync_strategy.core.engine import zero3, zero12
 from zerosync_strategy.core.failures.errors import HANDLE
 
 PIECE_NUMEL = 2**22
-"""Elements of a shard that are looked at together: with them, 16 bytes each are in use at most."""
+"""Elements of a shard that are compared at once. They take at most 16 bytes each of temporary memory."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
-"""A flat part of this rank's shard of the parameters, and its master weights."""
+"""A flat part of this rank's shard of the parameters, and the master weights of that part."""
 
 
 @torch.no_grad()
 def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
-    """Let all parameters of ZeRO-1 or ZeRO-2 lie in the flat buffers, where ``param.data = ...`` has replaced them.
+    """Copy parameters of ZeRO-1 or ZeRO-2 that ``param.data = ...`` has replaced back into the flat buffers.
 
-    A ``ValueError``: a parameter was given data of another shape.
+    Raise ``ValueError`` if a parameter was given data of another shape.
     """
     for group in groups:
         flat = zero12.flat_parameters(optimizer, group.index)
@@ -42,10 +43,10 @@ def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], 
 
 @torch.no_grad()
 def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) -> None:
-    """Let the shards of ZeRO-3 have the values of those ``params`` that are gathered, which may have been edited.
+    """Copy the values of the gathered parameters among ``params``, which may have been edited, to their ZeRO-3 shards.
 
-    Those that are not may have been edited in their shards. A ``ValueError``: a parameter was given data of another
-    shape, or any while it was not gathered.
+    The other parameters may have been edited in their shards. Raise ``ValueError`` if a parameter was given data of
+    another shape, or was given data while it was not gathered.
     """
     gathered = []
     for param in params:
@@ -53,7 +54,7 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
             if not zero3.has_full_shape(param):
                 _check_shape(param, zero3.full_shape(param), names)
             gathered.append(param)
-        elif param.numel() > 0 and zero3.is_released(param):  # one in flight has its memory already
+        elif param.numel() > 0 and zero3.is_released(param):  # a parameter in flight has memory already
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
                 f" where it would be lost. Change it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
@@ -64,13 +65,13 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
 
 
 class MasterWeights:
-    """Adopts what a program has edited into the master weights of one engine."""
+    """Copies what a program has edited into the master weights of one engine."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._factors: torch.Tensor | None = None
-        self._answer: tuple[int, HostCopy] | None = None  # with the number of its elements
-        self._digests: list[torch.Tensor] = []  # after the last step, of the shards whose master weights are elsewhere
+        self._answer: tuple[int, HostCopy] | None = None  # the number of its elements, and the copy
+        self._digests: list[torch.Tensor] = []  # after the last step, of device shards with master weights on the host
 
     @torch.no_grad()
     def adopt(self, weights: Iterable[WeightPair]) -> None:
@@ -87,7 +88,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def stepped(self, weights: Iterable[WeightPair]) -> None:
-        """A step has written the master weights to the shards."""
+        """Record digests of the shards, to which a step has just written the master weights."""
         if self._streams.concurrent:
             self._digests = [self.digest(shard) for shard, _ in self._elsewhere(weights)]
 
@@ -96,7 +97,7 @@ class MasterWeights:
         return [(shard, master) for shard, master in weights if on_host(master) and not on_host(shard)]
 
     def _changed(self, shards: list[torch.Tensor]) -> list[bool]:
-        """Return which of ``shards`` are others than after the last step, as far as that is known."""
+        """Return for each of ``shards`` whether it has changed since the last step; true if that is unknown."""
         before, self._digests = self._digests, []
         now = [self.digest(shard) for shard in shards]
         if not now or [digest.shape for digest in now] != [digest.shape for digest in before]:
@@ -108,10 +109,10 @@ class MasterWeights:
         return [found != 0 for found in answer.read()]
 
     def digest(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return a number for each piece of ``shard``.
+        """Return one number for each piece of ``shard``.
 
-        It is the sum of all elements' bits, each times a random number of 64 bits, modulo 2**64: of two different
-        shards it is the same by a chance of 2**-32 at most.
+        It is the sum of the bits of all elements, each times a random number of 64 bits, modulo 2**64. Two different
+        shards have the same digest with a probability of at most 2**-32.
         """
         bits = shard.view(_INTEGERS[shard.element_size()])
         numel = min(bits.numel(), PIECE_NUMEL)
@@ -121,13 +122,13 @@ class MasterWeights:
         return torch.stack([(piece * self._factors[: piece.numel()]).sum() for piece in bits.split(PIECE_NUMEL)])
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int32}  # of fewer bits than a factor has
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int32}  # of fewer bits than a factor
 
 
 def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
-    """Copy to ``master`` where ``shard`` is not what ``master`` becomes in its dtype.
+    """Copy ``shard`` to ``master`` where it differs from ``master`` converted to the dtype of the shard.
 
-    On a device, of a shard in half precision, four kernels read and write 30 bytes of memory for each element.
+    On a device, for a shard in half precision, four kernels read and write 30 bytes of memory per element.
     """
     if shard.dtype == master.dtype:
         master.copy_(shard)
@@ -135,7 +136,7 @@ def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
     for piece, of_master in zip(shard.split(PIECE_NUMEL), master.split(PIECE_NUMEL), strict=True):
         piece = piece.to(of_master.device)
         written = of_master.to(piece.dtype)
-        if concurrent or not torch.equal(piece, written):  # on the host, a look is cheaper than a copy
+        if concurrent or not torch.equal(piece, written):  # on the host, comparing is cheaper than copying
             torch.where(piece == written, of_master, piece.to(of_master.dtype), out=of_master)
 
 

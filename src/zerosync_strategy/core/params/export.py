@@ -1,10 +1,10 @@
-"""The full weights of a module, one run at a time, for whoever takes them; and as safetensors files, tensor by tensor.
+"""The full weights of a module, one run at a time, as tensors for a consumer or as safetensors files.
 
-A run is of parameters that one message gathers. Its values are memory of their own and the parameters stay as
-they are, so that nothing of the engine waits for the consumer, and a consumer that stops early leaves nothing behind.
+A run is the parameters that one message gathers. Its values are in memory of their own and the parameters stay as they
+are. So nothing in the engine waits for the consumer, and a consumer that stops early leaves nothing to clean up.
 
-The format is a header that says where in the file each tensor lies, and the bytes. Shapes and dtypes are known before
-anything is gathered, so the header comes first and no tensor waits in memory for another one, or for its file.
+A file is a header with the offset of each tensor, and the bytes. Shapes and dtypes are known before the first gather,
+so the header is written first and each tensor is written as soon as it is gathered.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_PART = ".part"  # what a file is called until all are complete
+_PART = ".part"  # suffix of a file until all files are complete
 
 
 class WeightSpec(NamedTuple):
     """One entry of a module's ``state_dict()``, with the shape and dtype of the tensor that is yielded.
 
-    ``tied_to``: the name under which the same tensor comes before; empty if it has no other.
+    ``tied_to``: the name under which the same tensor was yielded before; empty if it was not.
     """
 
     name: str
@@ -53,14 +53,14 @@ class WeightSpec(NamedTuple):
 
 
 class FullWeights:
-    """The tensors of ``module.state_dict()``, in full. A ``ValueError``: an entry is no tensor.
+    """The full tensors of ``module.state_dict()``. Raises ``ValueError`` if an entry is no tensor.
 
     Args:
-        module: of an attached engine, or in it.
+        module: of an attached engine, or a submodule of it.
         scheduler: gathers the parameters; ``None``: they are not sharded.
         dtype: for floating-point tensors; ``None``: their own.
-        version: returns another value once the weights are others.
-        activity: around what communicates.
+        version: returns a value that changes whenever the weights change.
+        activity: the context for communication.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FullWeights:
         version: Callable[[], int], activity: Callable[[str], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._scheduler, self._dtype, self._version, self._activity = scheduler, dtype, version, activity
-        self._names: dict[Any, list[str]] = {}  # of each tensor; several where it is tied
+        self._names: dict[Any, list[str]] = {}  # of each tensor; several if it is tied
         entries: dict[str, Any] = module.state_dict(keep_vars=True)
         for name, tensor in entries.items():
             if not isinstance(tensor, torch.Tensor):
@@ -85,7 +85,7 @@ class FullWeights:
 
     @property
     def specs(self) -> list[WeightSpec]:
-        """Of all tensors, in the order in which they are yielded."""
+        """Specs of all tensors, in the order in which they are yielded."""
         return [
             WeightSpec(name, zero3.full_shape(tensor), self._converted(tensor.dtype), names[0] if number else "")
             for tensor in itertools.chain(*self._runs, self._others)
@@ -94,10 +94,10 @@ class FullWeights:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name with its tensor, on its own device and the caller's to keep and to change. Collective.
+        """Yield each name with its tensor, on its own device, for the caller to keep and change. Collective.
 
         ``RankError``: other ranks did not take part. ``RuntimeError``: an optimizer step or a checkpoint has changed
-        the weights since the first.
+        the weights since the first tensor.
         """
         version = self._version()
         for run in self._runs:
@@ -107,7 +107,7 @@ class FullWeights:
                 values = self._scheduler.values(run, "full_weights()")
             values.reverse()
             for param in run:
-                full = values.pop()  # so that only the consumer has it
+                full = values.pop()  # so that only the consumer refers to it
                 yield from self._named(param, full.to(self._converted(full.dtype)))
                 del full
         for tensor in self._others:
@@ -137,15 +137,14 @@ def export(
     weights: FullWeights, directory: Path, max_shard_bytes: int, process_group: Any, module: Any,
     dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Write ``weights``, of ``module``, on the first rank of ``process_group``, of all ranks that take part.
-    Collective.
+    """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective over all its ranks.
 
     ``ValueError``: a file cannot hold a tensor of this dtype. ``CheckpointError``, on every rank: the first could not
     write.
 
     Args:
         weights: with floating-point tensors of ``dtype``; ``None``: of their own.
-        max_shard_bytes: of the tensors in one file.
+        max_shard_bytes: most bytes of tensors in one file.
         module: may be a model of transformers.
     """
     specs = weights.specs
@@ -182,7 +181,7 @@ def export(
         with writing():
             files.open()
         agree()
-        for name, tensor in weights:  # to the end: the other ranks take part in that
+        for name, tensor in weights:  # even after a failure: the other ranks gather all
             with writing():
                 if failed is None:
                     bar.update(files.write(name, tensor))
@@ -196,12 +195,13 @@ def export(
 class WeightFiles:
     """The files of one export, as transformers names and loads them.
 
-    A file gets its name when all are complete. Before that the files of an earlier export, which would be loaded in
-    their stead or with them, are removed, the index first: what an interrupted export leaves is complete or refused.
+    Files get their final names when all are complete. Just before, the files of an earlier export are removed, the
+    index first, because they could be loaded with or instead of the new ones. So what an interrupted export leaves is
+    either complete or refused by loaders.
 
     Args:
-        specs: of the tensors that will be written, in this order. What is tied to an earlier one is written once.
-        max_shard_bytes: of the tensors in one file. A larger tensor has a file of its own.
+        specs: the tensors that will be written, in this order. A tied tensor is written once.
+        max_shard_bytes: most bytes of tensors in one file. A larger tensor has a file of its own.
     """
 
     def __init__(self, directory: Path, specs: Sequence[WeightSpec], max_shard_bytes: int) -> None:
@@ -222,7 +222,7 @@ class WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # said already, where the file could not be written
+        with suppress(OSError):  # a failed write is reported already
             self._close()
         for name in self.names:
             with suppress(OSError):
@@ -258,7 +258,7 @@ class WeightFiles:
                 os.fsync(file.fileno())
 
     def complete(self) -> None:
-        """All is written: give the files their names."""
+        """Give the files their final names, after all tensors are written."""
         self._close()
         found = [self._directory / INDEX, self._directory / "model.safetensors"]
         for path in [*found, *self._directory.glob("model-*-of-*.safetensors")]:
@@ -276,7 +276,7 @@ class WeightFiles:
 
 
 def save_transformers_config(module: Any, dtype: torch.dtype | None, directory: Path) -> None:
-    """Where ``module`` is a model of transformers, write what ``from_pretrained`` wants beside the weights."""
+    """Write the other files that ``from_pretrained`` needs, if ``module`` is a model of transformers."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -293,7 +293,7 @@ def save_transformers_config(module: Any, dtype: torch.dtype | None, directory: 
 
 @contextmanager
 def progress_bar(nbytes: int) -> Iterator[Any]:
-    """Show how far an export has come, on a terminal, where it takes longer than a moment."""
+    """Show the progress of an export that takes longer than two seconds, on a terminal."""
     tqdm = importlib.import_module("tqdm").tqdm  # DeepSpeed needs it
     with tqdm(total=nbytes, desc="export", unit="B", unit_scale=True, delay=2.0, disable=None) as bar:
         yield bar

@@ -1,7 +1,7 @@
-"""Full parameters: to read and write in place, to average, and to save where ZeRO-3 shards some over groups of ranks.
+"""Full parameters: to read and write in place, to average, and to save when ZeRO-3 shards some over groups of ranks.
 
-DeepSpeed collects full parameters on rank 0, whose model lacks those of other groups. Here each is saved on the first
-rank that shards it. torch's ``AveragedModel`` of a ZeRO-3 model has an average of full parameters (N1).
+DeepSpeed collects full parameters on rank 0, whose model lacks the parameters of other groups. Here, the first rank
+that shards a parameter saves it. torch's ``AveragedModel`` of a ZeRO-3 model averages full parameters (N1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
-    """While active, ``parameters`` (by default all) have their values, and keep what is written to them. Collective."""
+    """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective."""
     if zero.stage(engine) != 3:
         yield
         return
@@ -31,10 +31,11 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
 
 
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Return in full the parameters of the groups whose first rank this is. A collective call.
+    """Return, in full, the parameters of the groups whose first rank this is. Collective.
 
-    By name, in the dtype of training, on the CPU. All ranks' together are the model; the same name on two ranks is two
-    parameters, of two groups. A ``ValueError``: the engine is not of stage 3.
+    The result maps names to tensors in the dtype of training, on the CPU. The results of all ranks together are the
+    model; the same name on two ranks means two parameters, of two groups. Raise ``ValueError`` if the engine is not of
+    stage 3.
     """
     _check_stage(engine)
     state = {}
@@ -46,10 +47,10 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def load_full_state(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Set the parameters to those that ``full_state`` gave this rank. A collective call. Optimizer states stay.
+    """Set the parameters to those that ``full_state`` returned on this rank. Collective. Optimizer states stay.
 
-    A ``ValueError`` on every rank, and nothing is set, if on some rank ``state`` lacks a parameter that the rank is the
-    first to shard, or has one of another shape.
+    Raise ``ValueError`` on every rank, and set nothing, if on some rank ``state`` lacks a parameter of which it is the
+    first rank, or has one of another shape.
     """
     _check_stage(engine)
     problem = next(_misfits(engine, state), None)
@@ -92,9 +93,9 @@ def _is_first(param: Any) -> bool:
 
 
 def let_average() -> None:
-    """Let ``AveragedModel.update_parameters`` in this process gather what ZeRO-3 has sharded; it is then collective.
+    """Make ``AveragedModel.update_parameters`` in this process gather sharded parameters. It is then collective.
 
-    Of a model that ZeRO-3 does not shard it does what it did.
+    For a model without sharded parameters, it does not change.
     """
     patches.wrap(patches.MAKE_AVERAGE, _init)
     patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
@@ -117,7 +118,7 @@ def _update_parameters(stock: Callable[..., None], average: AveragedModel, model
 
 
 def copy_problem(model: torch.nn.Module) -> str:
-    """Return why ``model`` cannot be copied to average it, after the name of who would; empty if it can."""
+    """Return why ``model`` cannot be copied to average it, as the predicate of a sentence; empty if it can."""
     if not any(map(zero3.is_sharded, model.parameters())):
         return ""
     return (
@@ -128,5 +129,5 @@ def copy_problem(model: torch.nn.Module) -> str:
 
 
 def readable(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-    """While active, ``parameters`` have their values; those that a caller has gathered stay gathered. Collective."""
+    """While active, ``parameters`` are full; those that a caller has gathered stay gathered. Collective."""
     return _gathered([param for param in parameters if not zero3.is_gathered(param)])

@@ -1,8 +1,8 @@
-"""The process groups whose ranks share parameters of ZeRO-3, in the order in which all ranks gather (U1).
+"""The process groups whose ranks shard parameters of ZeRO-3, in the order in which all ranks gather (U1).
 
-And a log of what each has gathered, with a digest of it, by which ranks that gather different parameters are found
-(W4). Where gathers can have a tag, the digest is the tag, and gathers that differ do not meet. Where they cannot, the
-ranks of a group compare digests before each optimizer step, by one message of 16 bytes.
+Each group has a log of its gathers and a digest of it, which find ranks that gather different parameters (W4). Where
+gathers can have a tag, the digest is the tag, so gathers that differ do not match. Elsewhere the ranks of a group
+compare digests before each optimizer step, by one message of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 MAX_STREAMS = 8
-"""Gather streams of one engine. A rank in more groups than that lets some share a stream (U4)."""
+"""The most gather streams of one engine. A rank in more groups shares streams among them (U4)."""
 
 
 _Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
 
 
 class GatherDigest:
-    """The log and digest of what this rank has gathered over one process group, of several ranks, since the last step.
+    """The log and digest of this rank's gathers over one process group of several ranks since the last step.
 
-    ``tagged``: gathers of different parameters do not meet. The ``device`` is that on which it communicates.
+    ``tagged``: gathers of different parameters do not match. ``device``: on which the group communicates.
     """
 
     def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
@@ -41,28 +41,28 @@ class GatherDigest:
         self.tagged = tagged
         self._streams = streams
         self._gathers: _Gathers = []
-        self._before: _Gathers = []  # of the last window
+        self._before: _Gathers = []  # in the last window
         self._step = self._digest = 0
-        # Made once: a tensor from a list, or new pinned memory, would let the host wait for the device.
+        # Made once: with a tensor from a list, or new pinned memory, the host would wait for the device.
         self._extremes = torch.zeros(2, dtype=torch.int64, device=device)
         self._answer = HostCopy(streams, 2)
-        self._unread: tuple[int, _Gathers] | None = None  # the digest and the log of what was compared
+        self._unread: tuple[int, _Gathers] | None = None  # the digest and the log that were compared
 
     def add(self, ids: tuple[int, ...], digested: bytes) -> int:
-        """A gather of parameters with these ids, also as bytes, is issued; return a tag of 31 bits, the highest set.
+        """Add a gather of the parameters with these ids, also given as bytes; return a tag of 31 bits.
 
-        It is the same on all ranks of the group if they have gathered the same since the last step, and now gather the
-        same again.
+        Its highest bit is set. Ranks of the group get the same tag if all their gathers since the last step are the
+        same.
         """
         self._gathers.append(ids)
         self._digest = zlib.crc32(digested, self._digest)
         return 2**30 | self._digest % 2**30
 
     def compare_window(self, name: Callable[[int], str]) -> None:
-        """Before a step: compare digests over the ranks, unless gathers have tags, and begin anew. Collective.
+        """Before a step, compare digests over the ranks, unless gathers have tags, and start a new log. Collective.
 
-        On a device with streams the host does not wait for the answer, but reads it in the next call. The
-        ``RankError``, on every rank of the group, has the first gather that differs.
+        On a device with streams, the host does not wait for the result but reads it in the next call. If digests
+        differ, every rank of the group raises a ``RankError`` with the first gather that differs.
         """
         self.check(name)
         if not self.tagged:
@@ -73,7 +73,7 @@ class GatherDigest:
             self.check(name)
 
     def departure(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the first gather of this window that is another than in the last, and what came there then."""
+        """Return the first gather of this window that differs from the last window, and its counterpart."""
         return next(((now, then) for now, then in zip(self._gathers, self._before, strict=False) if now != then), None)
 
     def _compare(self) -> None:
@@ -88,7 +88,7 @@ class GatherDigest:
         self._unread = self._digest, self._gathers
 
     def check(self, name: Callable[[int], str]) -> None:
-        """Read the answer of the last :meth:`compare_window`, once. Collective, and raises, where digests differ."""
+        """Read the result of the last :meth:`compare_window`, once. If digests differ: collective, and raises."""
         if self._unread is None:
             return
         (digest, gathers), self._unread = self._unread, None
@@ -110,15 +110,15 @@ class GatherDigest:
 
 @dataclass(eq=False)
 class GatherGroup:
-    """A process group whose ranks share parameters.
+    """A process group whose ranks shard parameters.
 
     Attributes:
-        place: in the order of gathers (U1).
+        place: its place in the order of gathers (U1).
         ranks: for errors.
-        digest: of what it has gathered; ``None`` for one rank, which gathers nothing.
-        nodes: that its messages go between and within; ``None``: in one level.
-        is_nccl: torch's flight recorder has its gathers.
-        stream: on which it gathers (U4); ``None`` on a device without streams.
+        digest: of its gathers; ``None`` for a group of one rank, which gathers nothing.
+        nodes: for gathers in two levels, within and between nodes; ``None``: in one level.
+        is_nccl: torch's flight recorder records its gathers.
+        stream: the stream on which it gathers (U4); ``None`` on a device without streams.
     """
 
     process_group: Any
@@ -131,7 +131,7 @@ class GatherGroup:
 
     @property
     def is_tagged(self) -> bool:
-        """Whether gathers of different parameters do not meet."""
+        """Whether gathers of different parameters do not match."""
         return self.digest is not None and self.digest.tagged
 
 
@@ -141,7 +141,7 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
     ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one.
     """
     by_all_reduce = gathering.config_of(engine).use_all_reduce_for_fetch_params  # sums each rank's shard and zeros
-    # Two groups of the same ranks stay in the order of their parameters.
+    # Two groups of the same ranks keep the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
     count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)
     made = streams.make_gather_streams(count, gathering.config_of(engine).overlap_comm) or [None]
@@ -157,5 +157,5 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
-    """Where a group comes in the order: larger ones first, and all rows of a mesh before all its columns, or after."""
+    """Return the sort key of a group: larger groups first, and all rows of a mesh before or after all its columns."""
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks

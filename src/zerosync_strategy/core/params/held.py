@@ -1,8 +1,8 @@
 """Which ZeRO-3 parameters are held from their first use in a window to the optimizer step, and why.
 
-All if the budget allows, else those that save most bytes per byte held: those that the first window gathered most
-often. A parameter that no optimizer trains is not resharded by a step, and so crosses the wire once (R4). What does not
-fit may be kept in the memory of the host (``copies.py``): among the others, those that save most.
+All are held if the budget allows; else those that save the most bytes per byte held: the ones that the first window
+gathered most often. A step does not reshard a held parameter that no optimizer trains, so it is sent once (R4). Of the
+parameters that do not fit, those that save the most may be copied to host memory (``copies.py``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
 class HoldPlan:
-    """The parameters of a ZeRO-3 engine that are held (``record.hold``), and the bytes of those that are.
+    """Which parameters of a ZeRO-3 engine are to be held (``record.hold``), and the bytes of those that are.
 
     Args:
-        budget: bytes of gathered parameters to hold beyond DeepSpeed's own persistent ones; ``None``: no limit. Node
-            shards are within it, unless they have a limit of their own.
-        automatic: :meth:`set_budget` will set it.
-        is_constant: whether no optimizer trains a parameter.
+        budget: bytes of gathered parameters to hold in addition to persistent ones; ``None``: no limit. It includes
+            node shards unless they have a limit of their own.
+        automatic: :meth:`set_budget` will set the budget.
+        is_constant: returns whether no optimizer trains a parameter.
 
     Attributes:
-        counts: how often parameters are gathered; until it is known what to hold.
-        peak_bytes: the most held at once since the last step.
+        counts: gathers are being counted, because it is unknown yet what to hold.
+        peak_bytes: the most bytes held at once since the last step.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class HoldPlan:
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
         self._constants: list[Record] | None = None
-        self._crossed: set[Record] = set()  # which the last step but one had left unsharded
-        self._persisting: set[Record] = set()  # persistent ones that no step changes, once a step has gathered them
+        self._crossed: set[Record] = set()  # left unsharded by the last step but one
+        self._persisting: set[Record] = set()  # persistent constants that a step has gathered
         self.held_bytes = self.peak_bytes = 0
         self._set_budget(budget)
         self.counts = budget is not None and (budget > 0 or automatic or bool(self._copies))
@@ -56,19 +56,19 @@ class HoldPlan:
 
     @property
     def holds_all(self) -> bool:
-        """Whether no module gathers anything between the first of a window and its step.
+        """Whether all parameters are held, so that only the first module of a window gathers.
 
-        Not where all others are persistent: the modules that need those first gather them.
+        False if all others are persistent: the modules that first need those gather them.
         """
         return self.budget is None
 
     @property
     def everything(self) -> int:
-        """Bytes of all parameters that may be held."""
+        """Bytes of all parameters that can be held."""
         return sum(zero3.full_bytes(record.param) for record in self.records if not zero3.is_persistent(record.param))
 
     def constants(self) -> list[Record]:
-        """Return those that no optimizer step changes."""
+        """Return the parameters that no optimizer step changes."""
         if self._constants is None:
             for record in self.records:
                 record.constant = self._is_constant(record.param)
@@ -76,17 +76,17 @@ class HoldPlan:
         return self._constants
 
     def forget_constants(self) -> None:
-        """Another engine may train what the others do not."""
+        """Find the constants anew: another engine may train parameters that the others do not."""
         self._constants = None
 
     # ---- the choice ----------------------------------------------------------------------------------------------
 
     def count(self, params: Iterable[Any]) -> None:
-        """Units are about to gather those of ``params`` that are released."""
+        """Count the sharded parameters among ``params``, which units are about to gather."""
         self._gathers.update(param._zerosync_record for param in zero3.released(params))
 
     def count_window(self) -> bool:
-        """After an optimizer step: choose what to hold once a window was counted; return whether that is done now."""
+        """After an optimizer step that ends a counted window, choose what to hold; return whether this was done."""
         self.peak_bytes = self.held_bytes
         if not (self.counts and self._gathers):
             return False
@@ -98,7 +98,7 @@ class HoldPlan:
         return bool(self.budget)
 
     def set_budget(self, budget: int) -> None:
-        """Between two windows: choose what fits into ``budget`` bytes."""
+        """Choose, between two windows, what to hold within ``budget`` bytes."""
         self.counts = False
         self._set_budget(None if self.everything <= budget else budget)
         if self.budget is not None:
@@ -109,21 +109,21 @@ class HoldPlan:
 
     @property
     def chosen_in_shards(self) -> int:
-        """Bytes of the node shards that are within the budget, in a window at most."""
+        """The most bytes of node shards, within the budget, in a window."""
         shards = self._in_budget
         return 0 if shards is None else sum(map(shards.bytes_of, shards.chosen or ()))
 
     def wanted_in_shards(self) -> int:
-        """Return the bytes of the node shards, within the budget, of all parameters that are worth one."""
+        """Return the bytes of node shards, within the budget, if all parameters that save bytes by one had one."""
         return sum(map(self._shard_bytes, self._saving()))
 
     def _shard_bytes(self, param: Any) -> int:
-        """Return the bytes of the node shard, within the budget, that ``param`` may have; 0: it has none."""
+        """Return the bytes of the node shard, within the budget, that ``param`` may have; 0 if it has none."""
         shards = self._in_budget
         return shards.bytes_of(param) if shards is not None and self._is_plain(param) else 0
 
     def _saving(self) -> list[Any]:
-        """Return the parameters that are gathered more than once, those that save most first."""
+        """Return the parameters that are gathered more than once per window, in falling order of what they save."""
         self.constants()
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
@@ -148,9 +148,9 @@ class HoldPlan:
             others = [param for param in others if param not in chosen]
 
     def _fitting(self, params: list[Any], budget: int) -> list[Any]:
-        """Return those of ``params``, the first first, that are held within ``budget`` bytes.
+        """Return the parameters of ``params``, in order, to hold within ``budget`` bytes.
 
-        Node shards save as many bytes between nodes and take less memory, so they come first where they share it.
+        Node shards in the same budget take precedence: they save as many bytes between nodes and take less memory.
         """
         shards = self._in_budget
         if shards is None:
@@ -164,7 +164,7 @@ class HoldPlan:
     # ---- what is held --------------------------------------------------------------------------------------------
 
     def claim(self, records: Iterable[Record]) -> None:
-        """``records`` are gathered, or about to be, and stay so until the step."""
+        """Claim ``records``, which are unsharded or about to be gathered, until the step."""
         for record in records:
             if not record.bits & WINDOW:
                 record.claim(Claim.WINDOW)
@@ -188,7 +188,7 @@ class HoldPlan:
         return [record for record in self.records if record.bits & bit]
 
     def before_step(self) -> list[Record]:
-        """Return what stays unsharded in the coming step, for that does not change it; each gets the claim on it."""
+        """Claim and return the unsharded parameters that the next step does not change, and so leaves unsharded."""
         self._crossed = set(self.held(Claim.STEPS))
         stay = []
         for record in self.constants():
@@ -206,9 +206,9 @@ class HoldPlan:
         self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def gathers_in(self, record: Record) -> tuple[int, int]:
-        """Return how often the window that a step has ended had to gather a parameter, at all and from other nodes.
+        """Return how often the window of the last step had to gather a parameter, from any rank and from other nodes.
 
-        By what its modules asked for.
+        It is derived from what modules asked for.
         """
         host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
         if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):

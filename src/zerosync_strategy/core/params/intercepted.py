@@ -1,22 +1,22 @@
-"""ZeRO-3: what a sharded parameter is to a program: its values, wherever it is read or written (N1).
+"""ZeRO-3: a sharded parameter acts as its full values, wherever a program reads or writes it (N1).
 
-A parameter that nobody has gathered is an empty tensor to torch, and what is written to it would be lost. So while it
-is *at rest* it has a class of its own, and each operation on it passes here:
+To torch, a sharded parameter is an empty tensor, and what is written to it would be lost. So while a parameter is *at
+rest*, it has a class of its own that intercepts each operation on it:
 
 ===================================  ==================================================================================
 what a program does                  what happens
 ===================================  ==================================================================================
-asks for a shape                     it is that of the values
-asks for a gradient, a device, ...   what DeepSpeed has left of the parameter answers
+asks for a shape                     it gets the full shape
+asks for a gradient, a device, ...   DeepSpeed's sharded parameter answers
 reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation; gradients go to the parameter
-writes (``p.mul_(2)``, ``init``)     they are gathered, changed, and written back to this rank's shard
-``p.data``, ``p.detach()``           an :class:`Alias`, which is the same in all this
-takes a view (``p.data[0]``)         an :class:`Unsharded` tensor: the values of now; a write is written back
-``module.state_dict()``              each an :class:`Entry`, which one rank alone may copy and save
+writes (``p.mul_(2)``, ``init``)     the values are gathered, changed, and written back to this rank's shard
+``p.data``, ``p.detach()``           an :class:`Alias`, which acts in the same way
+takes a view (``p.data[0]``)         an :class:`Unsharded` tensor with the present values; writes are written back
+``module.state_dict()``              an :class:`Entry` for each parameter, which one rank alone may copy and save
 ===================================  ==================================================================================
 
-It is at rest unless a module that runs uses it, a user's context has gathered it, or DeepSpeed keeps it gathered for
-good. Gathers are collective: a program reads and writes alike on all ranks, as in plain data parallelism.
+A parameter is at rest unless a running module uses it, a user's context has gathered it, or DeepSpeed keeps it gathered
+permanently. Gathers are collective: a program reads and writes alike on all ranks, as in plain data parallelism.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
 
 
 class _Intercepted:
-    """A tensor whose operations pass through this file."""
+    """A tensor whose operations this file intercepts."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class _Intercepted:
 
 
 class _Sharded(_Intercepted):
-    """One without the values."""
+    """An intercepted tensor without the values."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         raise RuntimeError(
@@ -99,7 +99,7 @@ class Alias(_Sharded, torch.Tensor):
 
 
 class Entry(StateEntry, Alias):
-    """What a ``state_dict()`` has of a sharded parameter."""
+    """The entry of a ``state_dict()`` for a sharded parameter."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_gathered = zero3.is_gathered(self.zerosync_param)
@@ -115,7 +115,7 @@ class Entry(StateEntry, Alias):
 
 
 class Unsharded(_Intercepted, torch.Tensor):
-    """Values of a parameter that is read where no hook has gathered it, or a view of them."""
+    """Values of a parameter that was read where no hook had gathered it, or a view of them."""
 
     zerosync_memory: Memory
 
@@ -126,12 +126,12 @@ class Unsharded(_Intercepted, torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
-        # What a program asks of a parameter to know whether it has to gather it.
+        # Attributes by which programs find out whether they have to gather a parameter.
         return zero3.answer_of_gathered(name, self.zerosync_memory.param)
 
 
 class Read(Unsharded):
-    """Such values as a whole, which a program takes for the parameter: that answers what is asked of a leaf."""
+    """The whole values, which a program takes for the parameter: questions about a leaf go to the parameter."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +155,7 @@ for _class in (Alias, Entry, Unsharded, Read):
 
 
 def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsharded) -> Unsharded:
-    """Return ``tensor``, which lies in ``memory``, as one whose changes are written back."""
+    """Return ``tensor``, which lies in ``memory``, as a tensor whose changes are written back."""
     tensor.__class__ = as_a
     tensor.zerosync_memory = memory  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
@@ -163,7 +163,7 @@ def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsh
 
 @functools.cache
 def class_at_rest(stock: type) -> type:
-    """Return the class at rest of parameters whose own class is ``stock``."""
+    """Return the class of parameters at rest whose own class is ``stock``."""
     attributes = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     found = type(stock.__name__, (_AtRest, stock), attributes)
     compilation.leave_to_eager_code(found)
@@ -179,7 +179,7 @@ def _values_of(tensor: Any) -> ParameterValues:
 
 
 def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do what looks for tensors in a graph, which are there as themselves."""
+    """Run a function that looks up tensors in a graph, with their own classes."""
     given = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, _Intercepted)}
     classes: list[tuple[Any, type]] = [(each, type(each)) for each in given.values()]
     for each, cls in classes:
@@ -206,7 +206,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") in CONVERSIONS:
             with zero3.as_it_is():
                 if func(*args, **kwargs) is args[0]:
-                    return args[0]  # of that dtype, and there, already
+                    return args[0]  # already of that dtype and on that device
     operation = _Operation()
     args, kwargs = tree_map(operation.operand, (args, kwargs))
     try:
@@ -218,15 +218,15 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _Operation:
-    """One operation: what it computes with in place of parameters, and what it has done to that."""
+    """One operation: its operands with values in place of parameters, and what has to be written back."""
 
     def __init__(self) -> None:
         self._operands: dict[int, tuple[Any, torch.Tensor, Memory, int]] = {}
         self._gathered: dict[Any, Memory] = {}
-        self._used: list[Record] = []  # of parameters that the operation is given themselves
+        self._used: list[Record] = []  # parameters that are operands themselves
 
     def operand(self, given: Any) -> Any:
-        """Return what to compute with where ``given`` was given."""
+        """Return what to compute with in place of ``given``."""
         if isinstance(given, Copied):
             given.zerosync_gather()
         if not isinstance(given, _Intercepted):
@@ -240,7 +240,7 @@ class _Operation:
         memory = given.zerosync_memory
         memory.check()
         plain = given.as_subclass(torch.Tensor)
-        if isinstance(given, Read) and not plain.requires_grad:  # read without gradients, and used with them, perhaps
+        if isinstance(given, Read) and not plain.requires_grad:  # read under no_grad, but perhaps used with gradients
             return memory.for_use(), memory
         return plain, memory
 
@@ -265,7 +265,7 @@ class _Operation:
                 memory.write_back()
 
     def result(self, computed: Any) -> Any:
-        """Return what to give the program where the operation has returned ``computed``."""
+        """Return what the program gets for ``computed``."""
         if type(computed) is not torch.Tensor or computed.layout is not torch.strided or is_transformed(computed):
             return computed
         storage = computed.untyped_storage()._cdata
@@ -291,7 +291,7 @@ def _detach(tensor: Any) -> Any:
 def _view_as(tensor: Any, other: Any) -> Any:
     if other is not tensor:
         return NotImplemented
-    with zero3.as_it_is():  # torch.autograd.graph looks for the parameter's node so
+    with zero3.as_it_is():  # this is how torch.autograd.graph looks up the parameter's node
         return _alias(tensor, tensor.view_as(tensor))
 
 

@@ -1,7 +1,4 @@
-"""ZeRO-3: a gather of parameters in flight, and what the issue of all has in common, from whatever place they come.
-
-That is what is said and counted of them, and the bytes that are unsharded (E1).
-"""
+"""ZeRO-3: a gather of parameters in flight, and what the issue of all gathers shares, whatever their source (E1)."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _NOWHERE = nullcontext()
 
 
 class UnshardedBytes:
-    """Counts bytes of unsharded parameters, and of values for readers until nothing refers to them; the most at once.
+    """Counts bytes of unsharded parameters, and of values for readers while something refers to them.
 
     ``watch`` is called before bytes are added.
     """
@@ -40,24 +37,23 @@ class UnshardedBytes:
     def __init__(self) -> None:
         self.watch: Callable[[], None] | None = None
         self._now = self.peak = 0
-        self._freed: deque[int] = deque()  # by whichever thread drops a tensor last; a thread of gloo may be late
+        self._freed: deque[int] = deque()  # appended by any thread; one of gloo may be late
 
     @property
     def now(self) -> int:
-        """Bytes that are unsharded, or on their way, now."""
         while self._freed:
             self._now -= self._freed.popleft()
         return self._now
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are being gathered; fewer than none: that are resharded."""
+        """Count bytes that are being gathered; a negative number counts bytes that are resharded."""
         if self.watch is not None and nbytes > 0:
             self.watch()
         self._now = self.now + nbytes
         self.peak = max(self.peak, self._now)
 
     def free_with(self, tensor: torch.Tensor, nbytes: int) -> None:
-        """Count ``nbytes`` of those added before until the memory of ``tensor`` is free."""
+        """Subtract ``nbytes``, which were added before, when the memory of ``tensor`` is freed."""
         weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes)
 
     def reset_peak(self) -> None:
@@ -65,14 +61,14 @@ class UnshardedBytes:
 
 
 def arrived(records: Iterable[Record]) -> None:
-    """Wait for those of ``records`` that are on their way."""
+    """Wait for the gathers of ``records`` that are in flight."""
     for record in records:
         if record.gather is not None and not record.gather.is_done:
             record.gather.wait()
 
 
 class GatherActivity(NamedTuple):
-    """What a rank does that gathers parameters with these ids. Keeps no engine: it is remembered for a while."""
+    """What a rank does that gathers the parameters with these ids. Holds no engine: it is kept for a while."""
 
     names: Mapping[int, str]
     ids: tuple[int, ...]
@@ -94,7 +90,7 @@ class GatherActivity(NamedTuple):
 
 
 def listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
-    """Return the names of the parameters with these ``ids``, the first three at most."""
+    """Return the names of at most the first three parameters with these ``ids``."""
     more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
     return ", ".join(name_of(names, param_id) for param_id in ids[:3]) + more
 
@@ -105,7 +101,7 @@ def name_of(names: Mapping[int, str], param_id: int) -> str:
 
 
 NO_GRADIENTS = "forwards without gradients"
-"""The section of what modules gather where there is no backward to come, as to evaluate."""
+"""The section of what modules gather where no backward follows, as in an evaluation."""
 CONTEXTS = "GatheredParameters"
 """The section of what a program gathers itself, as to generate."""
 
@@ -113,7 +109,7 @@ CONTEXTS = "GatheredParameters"
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
-    ``counters`` are of the engines that gather here: of a module, or of parts of one.
+    ``counters``: of the engines of this module, or of parts of it.
     """
 
     def __init__(self) -> None:
@@ -122,33 +118,32 @@ class GatherCount:
         self._in_context = False
 
     def add(self, params: Iterable[Any]) -> None:
-        """``params`` are gathered for modules, or for readers whom no hook serves."""
+        """Count a gather of ``params`` for modules, or for readers that no hook serves."""
         if self._is_for_step:
             for param in params:
                 param._zerosync_record.gathers += 1
 
     def issued(self) -> None:
-        """A gather was sent by the engine of this module; where it has several, their gradients tell by which."""
+        """Attribute a gather to the only engine of this module; with several, their gradients tell which one it was."""
         if len(self.counters) == 1 and not self.counters[0].is_alone:
             self.counters[0].attribute()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Around a forward without gradients: what modules gather in it is not for a step."""
+        """Around a forward without gradients, whose gathers do not count for a step."""
         with replaced(self, "_is_for_step", False), self.apart(NO_GRADIENTS):
             yield
 
     def in_context(self) -> AbstractContextManager[None]:
-        """Around the beginning of a ``GatheredParameters`` context, which may find what it gathers held."""
+        """Around the start of a ``GatheredParameters`` context, whose parameters may be held already."""
         return replaced(self, "_in_context", True)
 
     def of_context(self) -> AbstractContextManager[None]:
-        """Around what is gathered for no module, and for no step where a context begins."""
+        """Around gathers for no module: at the start of a context, they do not count for a step."""
         return self.apart(CONTEXTS) if self._in_context else nullcontext()
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
-        """Around what is sent for ``section``, and not for a step."""
         with ExitStack() as stack:
             for counter in self.counters:
                 stack.enter_context(counter.apart(section))
@@ -156,17 +151,17 @@ class GatherCount:
 
 
 class Issuing:
-    """Around the gathers of the module of ``engine``.
+    """What the gathers of the module of ``engine`` share.
 
     Attributes:
-        host: has parameters that need not be gathered again; ``None``: there are none.
-        node_shards: has what need not be gathered from other nodes again; ``None``: there are none.
-        names: of the parameters, by their ids.
+        host: parameters cached in host memory; ``None``: no such cache.
+        node_shards: parameters that need not be gathered from other nodes again; ``None``: no node shards.
+        names: of the parameters, by id.
         status: of this rank, for errors.
-        gather_streams: all that gather; none on a device without streams.
-        begun: what the engines have sent that gather here, to compare where one has aborted it.
-        count: of what modules and readers gather for steps.
-        unsharded: counts what is gathered here, by hooks and for readers, but no persistent parameters.
+        gather_streams: all streams that gather; empty on a device without streams.
+        begun: the collectives that the engines of this module have begun, to compare after one has aborted.
+        count: gathers by modules and readers, for steps.
+        unsharded: bytes gathered here, by hooks and for readers, without persistent parameters.
     """
 
     def __init__(
@@ -181,15 +176,15 @@ class Issuing:
         self.count, self.unsharded = GatherCount(), UnshardedBytes()
 
     def on(self, group: GatherGroup, reads: bool = False) -> AbstractContextManager[None]:
-        """Where a gather of ``group`` is issued; for who ``reads``, on the current stream."""
+        """Issue a gather of ``group`` on its stream; if the caller ``reads``, on the current stream."""
         return _NOWHERE if reads or group.stream is None else self.streams.on_gather_stream(group.stream)
 
     @contextmanager
     def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
-        """Around the issue of the gather of ``params``, all of one group; has its tag.
+        """Around the issue of the gather of ``params``, all of one group; yields its tag.
 
-        Off NCCL, only the same gather of other ranks will meet it; else the ranks compare later what has met (W4).
-        ``noted``: who issues it does so by a function that notes its launch.
+        Off NCCL, it matches only the same gather of other ranks. On NCCL, the ranks compare later what they have
+        gathered (W4). ``noted``: the issuing function notes the launch itself.
         """
         activity = self.activity(group, params)
         tag = self.begin(group, activity.ids, repr(activity.ids).encode())
@@ -199,7 +194,7 @@ class Issuing:
         self.issued(group, activity, noted)
 
     def begin(self, group: GatherGroup, ids: tuple[int, ...], digested: bytes) -> int:
-        """The gather of these parameters is about to be issued; return its tag. ``digested``: the ids as bytes."""
+        """Prepare the gather of these parameters and return its tag. ``digested``: the ids as bytes."""
         self.streams.gathers_wait_for_writes(self.gather_streams)
         if (digest := group.digest) is None:
             return 0
@@ -209,13 +204,13 @@ class Issuing:
         return digest.add(ids, digested)
 
     def issued(self, group: GatherGroup, activity: GatherActivity, noted: bool = False) -> None:
-        """It is."""
+        """Count and note the gather that has just been issued."""
         self.count.issued()
         if group.is_nccl and not noted:
             note_launch(group.process_group, self._device, activity)
 
     def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
-        """Return what a rank does that gathers ``params``; its text is made when something fails."""
+        """Return the activity of a rank that gathers ``params``; its text is made only for an error."""
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
     def name(self, param_id: int) -> str:
@@ -223,18 +218,18 @@ class Issuing:
 
 
 class ParameterGather(InFlight):
-    """A gather of parameters of one process group. Who waits for it is ordered after it alone (U2).
+    """A gather of parameters of one process group. A stream that waits for it waits for no other gather (U2).
 
-    The first stream that waits gives the parameters their values, in memory of its own.
+    The first stream that waits sets the values of the parameters, in memory of its own.
 
     Args:
-        activity: what a rank does that waits.
+        activity: what a waiting rank does.
         wait: waits for the message.
-        land: gives the parameters their values, on the stream that waits first.
-        keeps: the host may keep copies of them, once they are there.
+        land: sets the values of the parameters, on the stream that waits first.
+        keeps: the host cache may copy the values.
 
     Attributes:
-        event: after which the values are there; ``None`` before, and on a device without streams.
+        event: recorded once the values are set; ``None`` before, and on a device without streams.
         users: the streams that compute with the parameters.
     """
 
@@ -257,9 +252,9 @@ class ParameterGather(InFlight):
         issuing.unsharded.add(nbytes)
 
     def wait(self, *_: Any, **__: Any) -> None:
-        """Order the current stream after this gather; on a device without streams, wait for it.
+        """Make the current stream wait for this gather; on a device without streams, make the host wait.
 
-        A ``RankError``: other ranks did not take part in it.
+        Raise ``RankError`` if other ranks did not take part in it.
         """
         if self.is_done:
             if self.event is not None:
@@ -271,7 +266,7 @@ class ParameterGather(InFlight):
                 self._gather_streams.caller_waits_for([self._stream])  # what is copied there, and not sent (U2)
             try:
                 self._land()
-            except BaseException:  # as without memory: who waits next lets it land
+            except BaseException:  # as when out of memory: the next wait lands it
                 self.is_done = False
                 if self._stream is not None:
                     self._gather_streams.record_landing(self._stream)
@@ -285,10 +280,10 @@ class ParameterGather(InFlight):
         settle([param._zerosync_record for param in self._params])
 
     def _wait(self) -> None:
-        self._finish()  # in an activity already
+        self._finish()  # `wait` has entered the activity
 
     def _keep(self, host: HostCache) -> None:
-        """Let ``host`` copy the values behind the event: none waits for that but who may write what it reads."""
+        """Let ``host`` copy the values behind the event. Only streams that may write to them wait for the copy."""
         if self._stream is None:
             host.keep(self._params)
             return
@@ -302,11 +297,11 @@ class ParameterGather(InFlight):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the host sees that it was waited for and is complete, so that no further stream need wait."""
+        """Whether the host sees that the gather is complete, so that no further stream has to wait."""
         return self.is_done and (self.event is None or bool(self.event.query()))
 
     def join(self) -> None:
-        """The current stream is one of those that use the parameters, which are there (U2, L2)."""
+        """Add the current stream to the users of the parameters, which are unsharded (U2, L2)."""
         if self.event is not None:
             self._gather_streams.share_unshard(self.event, self.users, self._memory)
 
@@ -316,7 +311,7 @@ class ParameterGather(InFlight):
 
 
 def tagged_all_gather(group: GatherGroup, tag: int) -> gathering.FlatAllGather:
-    """Return what DeepSpeed's all-gather does, but that it meets only those with the same ``tag``."""
+    """Return a replacement of DeepSpeed's all-gather that matches only gathers with the same ``tag``."""
     return partial(_all_gather, group.nodes, tag)
 
 
@@ -325,7 +320,7 @@ def _all_gather(
 ) -> InFlight:
     rows = target.view(dist.get_world_size(process_group), -1)
     own = rows[dist.get_rank(process_group)]
-    if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters where they belong
+    if own.data_ptr() != source.data_ptr():  # DeepSpeed packs several parameters in place
         own.copy_(source)
     if nodes is not None and len(rows) < nodes.size * nodes.count:
         nodes = None  # DeepSpeed's hpZ gathers within a node itself

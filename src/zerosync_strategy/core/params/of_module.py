@@ -1,4 +1,4 @@
-"""The mechanisms of the ZeRO-3 parameters of one module, which all engines over it have in common."""
+"""What gathers, holds and reads the ZeRO-3 parameters of one module. All engines of that module share it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zerosync_strategy.core.params.values import ParameterValues
 
 
 class ModuleParameters:
-    """What gathers, holds and reads the parameters of a module. Made for its first engine, with the options of that.
+    """Gathers, holds and reads the parameters of a module. Made for the first engine of the module, with its options.
 
-    :attr:`units` are gathered each at once, by :attr:`hooks`. :attr:`unshard_on_read` is ``None`` without
-    ``eager_frames``; :attr:`times_written` counts steps and checkpoints.
+    :attr:`hooks` gather each of :attr:`units` as a whole. :attr:`unshard_on_read` is ``None`` without ``eager_frames``;
+    :attr:`times_written` counts steps and checkpoints.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ModuleParameters:
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
         self._engines = self.times_written = 0
-        self._of: dict[Any, list[Record]] = {}  # by module: the engine's, and parts of it that have an engine
+        self._of: dict[Any, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams)
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
@@ -65,10 +65,10 @@ class ModuleParameters:
         cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> ModuleParameters:  # fmt: skip
-        """Return those of the module of ``engine``, for one more engine. ``is_constant``: no optimizer trains it.
+        """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
 
-        A ``ValueError``: the module has another engine, which gathers by itself, or has options that do not go with
-        these.
+        ``is_constant`` returns whether no optimizer trains a parameter. Raise ``ValueError`` if the module has another
+        engine that gathers by itself, or one with options that conflict with ``config``.
         """
         if config.eager_frames:
             contract.require(torch_internals.COMPILATION)
@@ -92,7 +92,7 @@ class ModuleParameters:
         return found
 
     def detach(self) -> None:
-        """One engine needs them no longer. With the last, parameters, modules and hooks are DeepSpeed's own again."""
+        """Count one engine less. After the last, give parameters, modules and hooks back to DeepSpeed."""
         self._engines -= 1
         if self._engines:
             return
@@ -106,19 +106,18 @@ class ModuleParameters:
         module_hooks.make_anew(self._engine)
 
     def forward_begins(self) -> None:
-        """A forward of the model begins."""
         if module_hooks.made_again(self._engine):
             module_hooks.remove(self._engine)
         if self.unshard_on_read is not None:
             self.unshard_on_read.forward_begins()
 
     def recover(self) -> None:
-        """After an exception: release what is gathered, but for what is held, persistent, or in a context."""
+        """After an exception, reshard all but held and persistent parameters and those of contexts."""
         self.hooks.recover()
         self.cache.recover()
 
     def release(self, module: Any) -> None:
-        """Reshard what is gathered of ``module``, before a step or a checkpoint; see :meth:`ParameterCache.release`."""
+        """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
         if module not in self._of:
             params = set(module.parameters())
             self._of[module] = [record for record in self.scheduler.records if record.param in params]
@@ -126,7 +125,7 @@ class ModuleParameters:
         self.cache.release(self._of[module])
 
     def written(self, by_step: bool) -> None:
-        """An optimizer step or a checkpoint has written the shards, on the current stream."""
+        """Record that an optimizer step or a checkpoint has written the shards, on the current stream."""
         unchanged = set(self.cache.plan.constants()) if by_step else set()
         for record in self.scheduler.records:
             record.writes += record not in unchanged
@@ -136,7 +135,7 @@ class ModuleParameters:
 
 
 def _require_ungathered(engine: Any) -> None:
-    """A ``ValueError`` where an attached engine with hooks of its own gathers parameters of ``engine``."""
+    """Raise ``ValueError`` if an attached engine with its own hooks gathers a parameter of ``engine``."""
     for name, param in engine.module.named_parameters():
         if "_zerosync_record" in param.__dict__:
             raise ValueError(

@@ -1,9 +1,9 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-The parameters of one turn are gathered in the order of (ranks of the process group, id), each group by itself (U1;
-``docs/rules.md`` has the proof). A parameter that is read where no hook gathers it (E1) is a turn of its own.
+A *turn* is the parameters that are needed together. They are gathered in the order of (ranks of the process group, id),
+each group separately (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a turn of its own.
 
-Whoever waits for a gather is ordered after that gather alone (U2), and its error says what each rank was gathering.
+A stream that waits for a gather waits for no other (U2). An error of the wait says what each rank was gathering.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
 
 REMEMBERED = 10_000
-"""Sets of parameters that were gathered in one turn."""
+"""The most turns that are cached."""
 
 
 class GatherScheduler:
-    """Orders the gathers of one attached ZeRO-3 engine, and what waits for them.
+    """Orders the gathers of one attached ZeRO-3 engine, and the waits for them.
 
     Args:
-        messages: how large those are in which parameters are gathered ahead.
+        messages: the sizes of messages that gather ahead.
         groups: by process group, in the order of gathers.
         host, node_shards: see :class:`Issuing`.
 
     Attributes:
         records: of the parameters of the engine's module.
-        issuing: what all gathers have in common.
-        prefetched_numel: elements that are gathered ahead at most.
-        copies: of some parameters, elsewhere than in shards.
-        before_read: called before a parameter is read that no hook has gathered.
+        issuing: what all gathers share.
+        prefetched_numel: the most elements that are gathered ahead.
+        copies: the copies of parameters on the host and in node shards.
+        before_read: called before a read of a parameter that no hook has gathered.
         order: of the calls of units in forwards.
-        in_backward: called when a backward comes to a unit, with what is behind it (:meth:`UnitOrder.comes_to`), on
+        in_backward: called when a backward reaches a unit, with what it has passed (:meth:`UnitOrder.comes_to`), on
             every rank before the same gathers.
     """
 
@@ -70,7 +70,7 @@ class GatherScheduler:
         ]
         self._turns: dict[tuple[int, ...], list[Part]] = {}
         self._has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
-        self.shards_written()  # by whoever made them
+        self.shards_written()  # when they were built
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Any], None] | None = None
@@ -81,7 +81,6 @@ class GatherScheduler:
         self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
-        """From here on, DeepSpeed gathers as it always did."""
         for record in self.records:
             del record.param._zerosync_record
 
@@ -93,29 +92,29 @@ class GatherScheduler:
             digest.compare_window(self.issuing.name)
 
     def before_checkpoint(self) -> None:
-        """Check the gathers that led to the last step, which the checkpoint is to keep (W4)."""
+        """Check the gathers before the last step, whose result the checkpoint saves (W4)."""
         for digest in self._digests:
             digest.check(self.issuing.name)
 
     def compare_aborted(self) -> None:
-        """Before anything is sent for a forward: nothing of an aborted window may meet it (W3)."""
+        """Before a forward sends anything, check that nothing of an aborted window can match it (W3)."""
         for begun in self.issuing.begun:
             begun.compare_aborted()
 
     def shards_written(self) -> None:
-        """The current stream writes shards, or may have: the next gather waits for it (S1)."""
+        """Record that the current stream may write shards, or has; the next gather waits for it (S1)."""
         self.streams.record_write()
 
     def backward_comes(self, unit: Unit) -> None:
-        """A backward comes to a call of ``unit``; what it gathers comes after this."""
+        """Report that a backward reaches a call of ``unit``, before it gathers."""
         behind = self.order.comes_to(unit)
         for reach in self.in_backward:
             reach(behind)
 
     def values_in_shards(self, param: Any) -> None:
-        """The caller's stream has written the values of a gathered ``param`` to its shards, new or not.
+        """Record that the caller's stream has written a gathered ``param`` to its shards, with changes or without.
 
-        So copies of it, which no rank is told are out of date, are made anew.
+        Copies of it are then renewed, because ranks do not tell each other that they are invalid.
         """
         self.shards_written()
         for copies in self.copies:
@@ -130,9 +129,9 @@ class GatherScheduler:
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
-        """Gather those of ``params`` that are released, which are wanted in one turn. Who waits for it gives values.
+        """All-gather the sharded parameters among ``params``, in the order of U1. The first wait sets their values.
 
-        Called where parameters are as they are, and no dispatch mode of the program's sees what we do.
+        Call it in ``zero3.as_it_is()``, and outside of the program's dispatch modes.
         """
         issued: list[ParameterGather] = []
         released = zero3.released(params)
@@ -150,7 +149,7 @@ class GatherScheduler:
         return issued
 
     def _turn(self, params: Sequence[Any]) -> list[Part]:
-        """Return ``params`` by process group, in the order of gathers. Remembered: units are gathered often."""
+        """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
         found = self._turns.get(ids)
         if found is None:
@@ -160,7 +159,7 @@ class GatherScheduler:
         return found
 
     def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
-        """Yield ``params`` by process group, each group's in the order of their ids, the groups in theirs (U1)."""
+        """Yield ``params`` by process group, in the order of groups, and within a group in the order of ids (U1)."""
         records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
@@ -168,9 +167,9 @@ class GatherScheduler:
     def runs(
         self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
     ) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield, by process group, its place in the order of gathers and ``params`` in runs for one gather each.
+        """Yield the place of each process group in the order of gathers, and ``params`` in runs for one gather each.
 
-        With ``unit_of``, what is of one unit is in one run, unless messages are smaller.
+        With ``unit_of``, the parameters of a unit are in one run, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
@@ -183,7 +182,7 @@ class GatherScheduler:
     # ---- readers -------------------------------------------------------------------------------------------------
 
     def arrive(self, *params: Any) -> None:
-        """What is in flight of ``params``, or held, arrives (U2)."""
+        """Make the current stream wait for ``params`` in flight, after issuing those that are to be held (U2)."""
         if self.before_read is not None:
             for param in params:
                 self.before_read(param)
@@ -192,20 +191,20 @@ class GatherScheduler:
         self.join(records)
 
     def join(self, records: Iterable[Record]) -> None:
-        """The current stream is about to use what is gathered of ``records``, whichever has waited for it (U2, L2)."""
+        """Add the current stream to the users of the gathered ``records`` (U2, L2)."""
         if self._gather_streams:
             for gather in dict.fromkeys([record.gather for record in zero3.gathered(records)]):
                 if gather is not None:
                     gather.join()
 
     def gather_and_wait(self, params: Iterable[Any]) -> None:
-        """Gather ``params`` for a ``GatheredParameters`` context, or where a step ends. Collective.
+        """Gather ``params`` for a ``GatheredParameters`` context, or at the end of a step. Collective.
 
-        DeepSpeed would take what is in flight for gathered, read it before it is there, and fail where it releases it.
+        DeepSpeed would treat parameters in flight as gathered, read them too early, and fail when it reshards them.
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
         own = [param for param in params if not zero3.is_quantized(param)]
-        self.arrive(*own)  # the context reshards it
+        self.arrive(*own)  # the context reshards them
         released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
         for _, runs in self.runs(released):
             for run in runs:
@@ -214,7 +213,7 @@ class GatherScheduler:
                     self._shards.gather_for_context(self._turn(run)[0])
 
     def shard(self, param: Any) -> torch.Tensor | None:
-        """Return this rank's shard of ``param``, which has its values; ``None`` where it is not gathered from such."""
+        """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
         if not self.is_plain(param) or zero3.full_numel(param) == 0:
             return None
         self.arrive(param)
@@ -228,7 +227,7 @@ class GatherScheduler:
             return shard
 
     def unshard(self, param: Any) -> torch.Tensor:
-        """Return the values of ``param`` in memory of their own, for a reader whom no hook serves. Collective."""
+        """Return the values of ``param`` in memory of their own, for a reader that no hook serves. Collective."""
         self.arrive(param)
         if zero3.is_released(param):
             self.issuing.count.add((param,))
@@ -239,7 +238,7 @@ class GatherScheduler:
     def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
         """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
 
-        They stay as they are: gathered, on their way, or released. ``reader`` says who asks, for errors.
+        The parameters keep their state. ``reader`` names the reader in errors.
         """
         with zero3.as_it_is():
             for param in params:
@@ -269,7 +268,7 @@ class GatherScheduler:
     # ---- words ---------------------------------------------------------------------------------------------------
 
     def departure(self) -> Departure | None:
-        """Return how the gathers of this window are others than those of the last; ``None`` if they are not."""
+        """Return how the gathers of this window differ from the last window; ``None`` if they do not."""
         for digest in self._digests:
             if (found := digest.departure()) is not None:
                 now, then = (listed(self.issuing.names, ids) for ids in found)

@@ -1,8 +1,8 @@
 """``shard_over``: ZeRO-3 parameters that are sharded over a group of ranks, and the check of such a layout.
 
-A parameter of a group of ranks belongs to that group: another group that builds the same module has another parameter
-under the same name, as experts are. What holds for all parameters holds for it: its gradient is that of the mean loss
-of all data-parallel ranks.
+A parameter that is sharded over a group belongs to that group. Another group that builds the same module has another
+parameter of the same name, as with experts. Its gradient is that of the mean loss of all data-parallel ranks, as for
+every parameter.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zerosync_strategy.core.engine import zero3
 
 
-class shard_over:  # a function that is also a context manager, as torch.no_grad
-    """Shard parameters over the ranks of one process group, instead of over all, under ZeRO stage 3.
+class shard_over:  # named as a function, like torch.no_grad
+    """Shard parameters over the ranks of one process group, instead of all ranks, under ZeRO stage 3.
 
-    Either what is built inside, in Lightning's ``configure_model`` and under ``deepspeed.zero.Init`` too::
+    Either for modules that are built inside, also in Lightning's ``configure_model`` and under
+    ``deepspeed.zero.Init``::
 
         with shard_over(group):
             self.experts = Experts()
 
-    or modules that exist, before ``deepspeed.initialize``, ``Trainer.fit`` or ``accelerator.prepare``::
+    or for existing modules, before ``deepspeed.initialize``, ``Trainer.fit`` or ``accelerator.prepare``::
 
         shard_over(group, model.experts)
 
-    The parameters belong to the group. Their initial values are those of the group's first rank, and each group trains
-    and checkpoints its own. All ranks must build the same modules in the same order, each over a group that it is in.
+    The parameters belong to the group. They start from the values on the group's first rank, and each group trains and
+    checkpoints its own. All ranks must build the same modules in the same order, each over a group that it is in.
 
     Args:
-        process_group: a ``torch.distributed`` process group that this rank is in, or a one-dimensional ``DeviceMesh``,
-            such as ``mesh["expert"]``.
-        modules: modules whose parameters, those of their submodules included, are sharded over it.
+        process_group: a ``torch.distributed`` process group that contains this rank, or a one-dimensional
+            ``DeviceMesh``, such as ``mesh["expert"]``.
+        modules: modules whose parameters, including those of submodules, are sharded over it.
 
     Raises:
-        TypeError: ``process_group`` or a module is something else.
+        TypeError: ``process_group`` or a module has another type.
         ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
     """
 
@@ -74,14 +75,14 @@ class shard_over:  # a function that is also a context manager, as torch.no_grad
 
 
 def ranks_of(process_group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in its order."""
+    """Return the global ranks of a process group, in the order of the group."""
     return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
 
 
 def refuse_nested_init() -> None:
-    """Let a ``zero.Init`` of this process inside another one, over other ranks, raise a ``ValueError``.
+    """Make a ``zero.Init`` inside another one over other ranks raise a ``ValueError``, in this process.
 
-    DeepSpeed ignores the inner one, and leaves no trace of that on the parameters, so ``attach()`` would come too late.
+    DeepSpeed ignores the inner one and leaves no trace of it on the parameters, so ``attach()`` could not detect it.
     """
     zero3.wrap_zero_init(_refuse_other_ranks)
 
@@ -97,7 +98,7 @@ def _refuse_other_ranks(inner: Any, outer: Any) -> None:
 
 
 def layout_problem(module: Any, everyone: Any) -> str:
-    """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and groups of it; empty if nothing."""
+    """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and its subgroups; empty if nothing."""
     ranks_by_group: dict[Any, tuple[int, ...]] = {}
     for name, param in module.named_parameters():
         actual = zero3.process_group(param)

@@ -1,6 +1,6 @@
-"""ZeRO-3: the places that parameters are gathered from, each a source: copies on the host, node shards, all shards.
+"""ZeRO-3: the sources from which parameters are gathered: copies on the host, node shards, and the shards of all ranks.
 
-They are asked in this order: each lets arrive what it has, and leaves the rest to the next.
+They are asked in this order. Each delivers what it has, and the next is asked for the rest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import GatherActivity, Issuing, ParameterGather, tagged_all_gather
 
-_Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with what a rank does that sends it
+_Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
 
 
 class Part:
-    """What one process group gathers in a turn.
+    """The parameters that one process group gathers in a turn.
 
     Attributes:
-        messages: by which all shards are gathered, each with what a rank does that sends it; ``None``: as DeepSpeed
-            does.
-        activity: what a rank does that gathers all of it; its ids are ``digested``.
+        messages: the messages that gather all shards, each with its activity; ``None``: DeepSpeed gathers.
+        activity: of a rank that gathers all of the part; its ids are ``digested``.
     """
 
     def __init__(
@@ -41,27 +40,27 @@ class Part:
 
 
 class Source(ABC):
-    """A place that has values of parameters."""
+    """A place from which values of parameters can be gathered."""
 
     def __init__(self, issuing: Issuing) -> None:
         self._issuing = issuing
 
     @abstractmethod
     def _send(self, part: Part, reads: bool) -> _Sent:
-        """Begin to gather those parameters of ``part`` that are here.
+        """Begin to gather the parameters of ``part`` that this source has.
 
-        Where the group gathers; or ``reads``: on the current stream, what is the same to the bit.
+        With ``reads``, on the current stream, with values equal to the bit; else on the stream of the group.
         """
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
-        """Let those parameters of ``part`` arrive that are here."""
+        """Issue the gathers of the parameters of ``part`` that this source has."""
         for arrival, activity in self._send(part, False):
             unshard([param._zerosync_record for param in arrival.params])
             gather = ParameterGather(self._issuing, part.group, arrival.params, activity, arrival.wait, arrival.land)
             issued.append(gather)
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
-        """Return the values of those parameters of ``part`` that are here, in memory of the caller's own."""
+        """Return the values of the parameters of ``part`` that this source has, in memory of the caller's own."""
         values: dict[Any, torch.Tensor] = {}
         for arrival, _ in self._send(part, True):
             arrival.wait()
@@ -70,7 +69,7 @@ class Source(ABC):
 
 
 class HostCopies(Source):
-    """Copies in full in this rank's host memory: nothing is sent. Readers take none of them."""
+    """Full copies in this rank's host memory: nothing is sent. Readers do not use them."""
 
     def _send(self, part: Part, reads: bool) -> _Sent:
         host, group = self._issuing.host, part.group
@@ -85,7 +84,7 @@ class HostCopies(Source):
 
 
 class ShardsOfNode(Source):
-    """Shards of which the ranks of this node have all: nothing is sent between nodes."""
+    """Node shards of the ranks of this node: nothing is sent between nodes."""
 
     def _send(self, part: Part, reads: bool) -> _Sent:
         group, kept = part.group, self._issuing.node_shards
@@ -95,7 +94,7 @@ class ShardsOfNode(Source):
         shards = {param: each for param, each in found.items() if not reads or each.dtype is zero3.shard_dtype(param)}
         if not shards:
             return
-        if reads and group.stream is not None:  # on whatever stream they were filled (U2)
+        if reads and group.stream is not None:  # the stream that may have filled them (U2)
             self._issuing.streams.caller_waits_for([group.stream])
         with self._issuing.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(shards, zero3.gather_dtype):
@@ -107,7 +106,7 @@ class ShardsOfNode(Source):
 
 
 class AllShards(Source):
-    """Everybody's shards, which have everything. Node shards keep some of what comes, where there are any."""
+    """The shards of all ranks, from which every parameter can be gathered. What arrives may be kept in node shards."""
 
     def __init__(self, issuing: Issuing, engine: Any) -> None:
         super().__init__(issuing)
@@ -115,7 +114,7 @@ class AllShards(Source):
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
     def is_plain(self, param: Any) -> bool:
-        """Return whether several ranks have shards of the values of ``param``, in memory and as they are."""
+        """Return whether several ranks shard ``param``, in memory and not quantized."""
         record = param._zerosync_record
         return self._gathers_plainly and record.plain and record.group.digest is not None
 
@@ -162,7 +161,7 @@ class AllShards(Source):
             return {param: zero3.gather(param) for param in part.params}
 
     def gather_for_context(self, part: Part) -> None:
-        """Give the parameters of ``part`` their values in memory that nobody frees."""
+        """Unshard the parameters of ``part`` into memory that is not reused."""
         if part.messages is None:
             with self._issuing.gathering(part.group, part.params):
                 gathering.by_deepspeed(part.params, returns=False)()

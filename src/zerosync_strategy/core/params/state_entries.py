@@ -1,16 +1,16 @@
-"""ZeRO-3: what ``state_dict()`` has of a sharded parameter, which a rank may copy, move and save alone (N1).
+"""ZeRO-3: the entries of ``state_dict()`` for sharded parameters, which one rank may copy, move and save alone (N1).
 
-Other reads gather, on all ranks alike. But programs save on one rank, by ``torch.save(module.state_dict())`` or a
-library that copies what it saves. So of what a ``state_dict()`` has:
+Other reads of a sharded parameter gather it, on all ranks alike. But programs save on one rank, by
+``torch.save(module.state_dict())`` or by a library that copies what it saves. So an entry behaves as follows:
 
 ===========================  ==========================================================================================
 what a program does          what happens
 ===========================  ==========================================================================================
 computes with it, loads it   as with every sharded parameter: the values are gathered, on all ranks
 copies or moves it           a :class:`Copied` of this rank's shard, without communication
-computes with the copy       the values of when it was made are gathered, on all ranks; then it is a plain tensor
-pickles it, reads its bytes  it is empty, as DeepSpeed's own, so that no loader takes it for weights; a warning says so.
-                             Not where the parameter is gathered at the time: its values
+computes with the copy       the values at the time of the copy are gathered, on all ranks; then it is a plain tensor
+pickles it, reads its bytes  it is empty, as in DeepSpeed, so that no loader takes it for weights; a warning says so.
+                             If the parameter is gathered at that time, it is saved with its values
 ===========================  ==========================================================================================
 """
 
@@ -36,13 +36,13 @@ from zerosync_strategy.core.params.tensor_functions import (
 
 _WITH_ITSELF = {GET_DATA, torch.Tensor.detach, torch.detach, torch.Tensor.contiguous}
 _COPIES = CONVERSIONS | {"clone"}
-_WARNS = "_zerosync_warns_of_what_is_left"  # a module does, in its state_dict()
+_WARNS = "_zerosync_warns_of_what_is_left"  # attribute of a module whose state_dict() warns
 
 
 class StateEntry(torch.Tensor):
-    """What a ``state_dict()`` has of ``zerosync_param``, or a copy of that: what both answer without the values.
+    """The entry of a ``state_dict()`` for ``zerosync_param``, or a copy of it: what both answer without the values.
 
-    Who has asked for its bytes, as safetensors does, is told their shape, too: they are none.
+    After a program has asked for its bytes, as safetensors does, it also shows the shape of those bytes: empty.
     """
 
     zerosync_param: Any
@@ -67,7 +67,7 @@ class StateEntry(torch.Tensor):
         if func in _WITH_ITSELF:
             return entry
         if getattr(func, "__name__", "") in _COPIES and (shard := entry.zerosync_shard()) is not None:
-            kwargs.pop("memory_format", None)  # for values in their shape
+            kwargs.pop("memory_format", None)  # it applies to the full shape
             with zero3.as_it_is():
                 described = func(entry, *others, **kwargs)
                 return entry if described is entry else _copied(entry, described, func(shard, *others, **kwargs), shard)
@@ -78,7 +78,7 @@ class StateEntry(torch.Tensor):
         raise NotImplementedError
 
     def zerosync_shard(self) -> torch.Tensor | None:
-        """Return this rank's part of the values, flat; ``None`` where they are not gathered from such parts."""
+        """Return this rank's part of the values, flat; ``None`` if they are not gathered from parts."""
         raise NotImplementedError
 
     def __copy__(self) -> StateEntry:
@@ -95,14 +95,14 @@ class StateEntry(torch.Tensor):
 
 
 def in_full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or the values of what a ``state_dict()`` has of a sharded parameter. Collective."""
+    """Return ``tensor``; if it is an entry of a ``state_dict()`` for a sharded parameter, its values. Collective."""
     return tensor.add(0) if isinstance(tensor, StateEntry) else tensor
 
 
 class Copied(StateEntry):
-    """A copy of a ``state_dict()``'s entry; of its dtype and on its device, with the values of when it was made."""
+    """A copy of an entry, with its dtype and device and the values at the time of the copy."""
 
-    zerosync_copy: torch.Tensor  # of this rank's shard; nobody writes to it
+    zerosync_copy: torch.Tensor  # of this rank's shard; never written
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"copy of: {self.zerosync_param!r}"
@@ -138,7 +138,7 @@ def _copied(entry: StateEntry, described: torch.Tensor, copy: torch.Tensor, shar
 
 
 def warn_of_what_is_left(module: torch.nn.Module) -> None:
-    """The engine of ``module`` is gone, and has left it sharded: let ``state_dict()`` say that it has no values."""
+    """Make ``state_dict()`` of ``module`` warn that it has no values: its engine is gone and has left it sharded."""
 
     def warn(module: torch.nn.Module, *_: Any) -> None:
         for name, param in module.named_parameters():

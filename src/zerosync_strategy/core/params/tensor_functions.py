@@ -1,4 +1,4 @@
-"""Which of torch's functions ask something of a tensor that does not depend on its values."""
+"""Which of torch's functions ask a tensor for something that does not depend on its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BYTES = "data_ptr untyped_storage storage _typed_storage"
 
 
 def _functions_of(names: str) -> set[Any]:
-    """Return the functions by which these members of a tensor are called, asked for, set and deleted."""
+    """Return the functions that call, get, set and delete these members of a tensor."""
     functions: set[Any] = set()
     for name in names.split():
         member: Any = getattr(torch.Tensor, name, None)  # not every torch has each of them
@@ -32,10 +32,10 @@ def _functions_of(names: str) -> set[Any]:
 
 OF_THE_SHAPE = _functions_of(_SHAPE) | {torch.numel}
 OF_THE_BYTES = _functions_of(_BYTES)
-"""They find where the values lie."""
-# What is asked of a parameter without its values, and is the same where they are not.
+"""They show where the values lie."""
+# Questions about a parameter that need no values, and have the same answers with and without them.
 OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
-# ... and where they are is a tensor that autograd has computed.
+# ... and that go to the parameter if autograd has computed the tensor with its values.
 OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), SET_DATA}

@@ -1,24 +1,25 @@
-"""ZeRO-3: the hooks on units. When the parameters of each are gathered and resharded.
+"""ZeRO-3: the hooks on units, which gather the parameters of each unit and reshard them.
 
 =============================  =======================================================================================
 when                           what happens to a unit
 =============================  =======================================================================================
-its forward begins             it is gathered, if it is not there; the next are gathered ahead
-its forward ends               it is resharded, but not in a backward, which is about to come to what it repeats
-a backward comes to a call     so does the backward to each of its outputs: it is gathered, and the next ahead; units
+its forward begins             it is gathered, if it is sharded; the next units are gathered ahead
+its forward ends               it is resharded, but not in a backward, which is about to reach the recomputed call
+a backward reaches a call      when the backward reaches one of its outputs, it is gathered, and the next ahead; units
                                whose calls began after this call had ended are resharded: the backward has left them
-the backward ends              what is left is resharded
+the backward ends              the remaining units are resharded
 =============================  =======================================================================================
 
-What is needed again soon, within ``stage3_max_reuse_distance`` elements, is not resharded: it stays in a forward, or in
-a backward; from a forward to its backward; and, at rest, to the next forward, from one without gradients or from a
-backward that no step follows.
+A unit that is needed again within ``stage3_max_reuse_distance`` elements is not resharded: within a forward, within a
+backward, from a forward to its backward, and from a forward without gradients, or a backward that no step follows, to
+the next forward.
 
-So nothing is put into the graph. A backward that makes a graph (``create_graph``) keeps what it has come to until
-another backward has ended, and so does a forward whose outputs hide what its backward begins with, or that a transform
-of torch.func runs in. A unit that is held until the step waits for its runs, once (``cache.py``).
+The backward hooks are on output tensors, so the graph has no additional nodes. Units stay until another backward has
+ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which their backward
+begins, or if their forward runs under a transform of torch.func. A unit that is held until the step waits for its runs,
+once (``cache.py``).
 
-What is gathered ahead is what has followed before (``unit_order.py``), so on all ranks the same.
+The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes
 from zerosync_strategy.core.params.units import Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""What the output of a unit may have without hiding a tensor."""
+"""Types in the output of a unit that cannot hide a tensor."""
 
 
 class Call(NamedTuple):
-    """A forward of a unit that runs, and what it has read of parameters that are not its own (``values.py``)."""
+    """A running forward of a unit, with the parameters of other units that it has read (``values.py``)."""
 
     unit: Unit
     number: int
@@ -52,9 +53,9 @@ class Call(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """A unit is expected, and its values stay until so many of these passes have ended.
+    """The values of an expected unit stay until ``passes.count`` has reached ``until``.
 
-    ``at_rest``: nothing that runs may need them before it has come.
+    ``at_rest``: nothing that runs may need them before the unit is called.
     """
 
     passes: Passes
@@ -72,12 +73,12 @@ class UnitHooks:
         self._ahead_numel = config.prefetch_bucket_size
         self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
         self._forwards, self._backwards = Passes(), Passes()
-        self._expected: dict[Unit, Stay] = {}  # what no forward or backward uses now
-        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has come to, or will (``END``)
-        self._calls: list[Call] = []  # that run
-        self._count = 0  # of calls that have begun, also in backwards
-        self._kept: dict[Unit, None] = {}  # which a graph may need at any time, until a backward has ended
-        self._opened, self._closes = 0, INFINITE  # backwards until this window, and with it, as the last one tells
+        self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
+        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has reached, or will (``END``)
+        self._calls: list[Call] = []  # the running ones
+        self._count = 0  # calls that have begun, also in backwards
+        self._kept: dict[Unit, None] = {}  # a graph may need these at any time, until a backward has ended
+        self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
             compilation.keep_out_of_graphs(method)
@@ -95,11 +96,10 @@ class UnitHooks:
         self._handles = []
 
     def __deepcopy__(self, memo: Any) -> UnitHooks:
-        return self  # of a copied module, whose hooks do nothing
+        return self  # for a copied module, whose hooks do nothing
 
     @property
     def call(self) -> Call | None:
-        """The innermost one that runs."""
         return self._calls[-1] if self._calls else None
 
     # ---- forwards ------------------------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ class UnitHooks:
     def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
-        if not self._calls and not in_backward():  # a forward of the model, or of a part that is called itself
+        if not self._calls and not in_backward():  # a forward of the model, or of a part that is called directly
             self._scheduler.compare_aborted()
-            if self._tasks:  # of backwards that have raised
+            if self._tasks:  # left by backwards that have raised
                 self._leave_tasks()
         unit.begin()
         self._count += 1
@@ -125,7 +125,7 @@ class UnitHooks:
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
-            return  # an exception has ended the forward that it belongs to
+            return  # an exception has ended its forward
         number, repeats = self._calls.pop().number, in_backward()
         unit.end()
         self._scheduler.order.ends(unit)
@@ -148,7 +148,7 @@ class UnitHooks:
             self._over(self._forwards)
 
     def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
-        """Let :meth:`_backward_comes` be called; return whether it may be."""
+        """Register :meth:`_backward_comes` on the outputs; return whether a backward can reach them."""
         task, finds = torch._C._current_graph_task_id(), False
         leaves = _leaves(output)
         for leaf in leaves:
@@ -172,16 +172,16 @@ class UnitHooks:
     # ---- backwards -----------------------------------------------------------------------------------------------
 
     def _backward_comes(self, unit: Unit, number: int, ended: int, grad: Any) -> None:
-        """To a call of ``unit`` with that number, at whose end as many calls as ``ended`` had begun."""
+        """Gather ``unit``: a backward has reached its call ``number``, at whose end ``ended`` calls had begun."""
         task = torch._C._current_graph_task_id()
         entered = self._tasks.get(task, {})
         if entered.get(unit) == number and zero3.all_gathered(unit.params):
-            return  # to another output of the call
+            return  # at another output of the same call
         self._scheduler.backward_comes(unit)
         for left in [each for each, began in entered.items() if ended < began < END and each is not unit]:
             self._leave(task, left)
         for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
-            del self._tasks[other][unit]  # a backward inside of that has come to what was repeated
+            del self._tasks[other][unit]  # a backward inside of that one has reached the recomputed call
             unit.tasks.discard(other)
         self._enter(task, unit, number)
         if torch.is_grad_enabled():
@@ -189,12 +189,12 @@ class UnitHooks:
         self._fetch(unit)
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
-        """To a call of ``unit``, which is held, between others that are not."""
+        """Report that a backward has reached a call of a held unit, between units that are not held."""
         self._scheduler.backward_comes(unit)
 
     def _enter(self, task: int, unit: Unit, number: int) -> None:
         if task not in self._tasks:
-            if not self._tasks:  # the forwards are over, of the model or of its parts
+            if not self._tasks:  # the forwards of the model or of its parts are over
                 self._over(self._forwards)
             self._tasks[task] = {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ends, task))
@@ -226,7 +226,7 @@ class UnitHooks:
 
     @internal
     def _fetch(self, unit: Unit) -> None:
-        """Let the parameters of ``unit`` be there for the current stream, and gather the next ahead."""
+        """Unshard ``unit``, make the current stream wait for it, and gather the next units ahead."""
         passes = self._backwards if in_backward() else self._forwards
         passes.comes(unit)
         self._expected.pop(unit, None)
@@ -238,9 +238,9 @@ class UnitHooks:
         self._gather_ahead(unit, passes)
 
     def _gather_ahead(self, unit: Unit, passes: Passes) -> None:
-        """Issue what follows, up to DeepSpeed's limits, by one message where less than half of that is under way.
+        """Gather expected units ahead, within DeepSpeed's limits, unless half of the limit is unsharded already.
 
-        What comes next has a message of its own, for which alone it waits.
+        The next unit has a message of its own, so that it waits for nothing else; the others share one.
         """
         if not self._ahead_numel:
             return
@@ -271,11 +271,11 @@ class UnitHooks:
         self._scheduler.issue(params)
 
     def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
-        """Let ``unit`` stay, if it is there, until so many ``passes`` have ended, with the one that runs."""
+        """Let ``unit`` stay unsharded until ``count`` of ``passes`` have ended, including the running one."""
         self._expected[unit] = Stay(passes, passes.count + count, at_rest)
 
     def _over(self, of: Passes) -> None:
-        """A forward of the model, or a backward, is over: what was expected in it, and did not come, goes."""
+        """End a forward of the model, or a backward, and reshard the units that were expected in it but not called."""
         of.over()
         for unit, stay in [*self._expected.items()]:
             if stay.passes.count >= stay.until:
@@ -295,7 +295,7 @@ class UnitHooks:
         if stay is None:
             self._reshard(unit.let_go())
         elif stay.at_rest:
-            settle(unit.let_go())  # read by whoever finds it, as if it were not there
+            settle(unit.let_go())  # at rest: readers treat it as sharded
 
     @internal
     def _reshard(self, records: list[Record]) -> None:
@@ -310,7 +310,7 @@ class UnitHooks:
         self._over(self._backwards)
 
     def let_go(self) -> None:
-        """No unit uses its parameters any more, and no graph will: a step follows, perhaps inside of a forward."""
+        """End all uses of parameters by units and graphs: a step follows, perhaps inside a forward."""
         self._leave_tasks()
         self._over(self._forwards)
         self._kept.clear()
@@ -325,14 +325,14 @@ class UnitHooks:
             self._opened, self._closes = count, 2 * count - self._opened
 
     def recover(self) -> None:
-        """After an exception: nothing runs any more, either."""
+        """After an exception, end all running calls, too."""
         while self._calls:
             self._calls.pop().unit.end()
         self.let_go()
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward."""
+    """Return whether this thread is in a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -341,6 +341,6 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def _hides(leaves: Iterable[Any]) -> bool:
-    """Whether what a forward has returned may lead to a tensor that is not among ``leaves``."""
+    """Return whether the output of a forward may refer to a tensor that is not among ``leaves``."""
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return not (has_tensor and all(isinstance(leaf, _PLAIN) for leaf in leaves))

@@ -1,14 +1,18 @@
-"""ZeRO-3: which modules are gathered as a whole, *units*: a transformer block, and not each of its layers.
+"""ZeRO-3: which modules are gathered as a whole, the *units*: a transformer block instead of each of its layers.
 
-DeepSpeed gathers for every module with parameters of its own. A block of nine parameters then costs the host nine turns
-of hooks, and the network nine messages, where one would do.
+DeepSpeed gathers for every module that has parameters of its own. For a block of nine parameters, the host then runs
+nine pairs of hooks and the network sends nine messages, where one would do.
 
-A unit is a module with a forward, and with parameters in several modules. Which are, in this order: those that the
-option ``unit_modules`` names by their classes; those that the program has made leaf modules for DeepSpeed; those that
-the model says not to split (``_no_split_modules``, by which transformers, Accelerate and FSDP go); without such a word,
-the children of a ``ModuleList`` or ``Sequential`` that are alike; where such have others in them, as two towers of
-blocks, the inner ones, unless the outer are small. A unit that is too large is divided among its children. What is in
-no unit is gathered by module. PyTorch's FSDP wraps models in the same way.
+A unit is a module with a forward and with parameters in several modules. The first of these that applies chooses the
+units:
+
+- the classes that the option ``unit_modules`` names;
+- the classes that the model says not to split (``_no_split_modules``, which transformers, Accelerate and FSDP use);
+- children of a ``ModuleList`` or ``Sequential`` with siblings of the same class. If they contain units of this kind,
+  as two towers of blocks do, the inner ones are the units, unless the outer ones are small.
+
+Modules that the program has made DeepSpeed leaf modules are units, too. A unit that is too large is divided among its
+children. Parameters in no unit are gathered by module. PyTorch's FSDP wraps models in the same way.
 """
 
 from __future__ import annotations
@@ -25,19 +29,19 @@ from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.parameter_states import MODULE
 from zerosync_strategy.core.engine.transformers import not_split
 
-RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them runs
+RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them is running
 
 
 class Unit:
-    """A module whose parameters are gathered together, and those.
+    """A module whose parameters are gathered together.
 
     Attributes:
-        params: in the order of gathers; empty for a model that has all of them in units inside of it.
-        runs: how many of its forwards run.
-        tasks: backwards, by autograd's number of each, that have come to it and not left it.
-        is_claimed: its values stay for one of these, or for what its hooks expect (``unit_hooks.py``).
-        held: the runs in which it is gathered, where all of it is held until the step; ``None``: it is not.
-        pending: it has not waited for them in this window, or they may not be there on every stream.
+        params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
+        runs: how many of its forwards are running.
+        tasks: ids of the autograd graph tasks (backwards) that have reached it and not left it.
+        is_claimed: its values stay for a forward, a backward, or for what its hooks expect (``unit_hooks.py``).
+        held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
+        pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
     """
 
     def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
@@ -53,14 +57,14 @@ class Unit:
         self._mark(False)
 
     def __deepcopy__(self, memo: Any) -> Unit:
-        return self  # of a copied module (unit_hooks.py)
+        return self  # for a copied module (unit_hooks.py)
 
     @cached_property
     def records(self) -> list[Record]:
         return [param._zerosync_record for param in self.params]
 
     def claim(self) -> None:
-        """The current stream has waited for the values, which stay until :meth:`let_go`."""
+        """Keep the values until :meth:`let_go`. The current stream has waited for them."""
         if self.is_claimed:
             return
         self.is_claimed = True
@@ -72,7 +76,6 @@ class Unit:
             record.param.__class__ = record.own_class
 
     def begin(self) -> None:
-        """One of its forwards begins."""
         self.runs += 1
         if self.runs == 1:
             self._mark(True)
@@ -80,7 +83,6 @@ class Unit:
             record.runs += 1
 
     def end(self) -> None:
-        """One of its forwards has ended."""
         self.runs -= 1
         if not self.runs:
             self._mark(False)
@@ -92,12 +94,11 @@ class Unit:
             attributes[RUNS] = runs
 
     def unmark(self) -> None:
-        """Leave nothing on the modules."""
         for attributes in self._marks:
             attributes.pop(RUNS, None)
 
     def let_go(self) -> list[Record]:
-        """Nothing of this unit uses the values any more; return those that no other unit uses either."""
+        """End the claim on the values; return the records that no other unit claims."""
         self.is_claimed = False
         for record in self.records:
             record.users -= 1
@@ -108,14 +109,14 @@ class Unit:
 
 
 class Units:
-    """The units of the module of ``engine``, each a whole or a module with parameters of its own, and the module.
+    """The units of the module of ``engine``: whole modules, modules with own parameters, and the module itself.
 
-    A ``ValueError``: the module has none of the classes ``names``.
+    Raise ``ValueError`` if the module has none of the classes ``names``.
 
     Attributes:
-        every: all of them, outer ones first.
-        counts: how many are wholes, by the name of their class.
-        most_bytes: of the largest of those.
+        every: all units, outer ones first.
+        counts: the number of units gathered as a whole, by class name.
+        most_bytes: bytes of the largest of them.
     """
 
     def __init__(self, engine: Any, names: Collection[str]) -> None:
@@ -136,7 +137,7 @@ class Units:
 
 
 def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:
-    """Yield the units of ``root``: those with the ids ``wholes``, and what has parameters outside of them."""
+    """Yield the units of ``root``: modules with an id in ``wholes``, and modules with parameters outside of those."""
     below = {
         id(each) for whole in root.modules() if id(whole) in wholes for each in whole.modules() if each is not whole
     }
@@ -152,9 +153,10 @@ def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:
 def _units(
     module: nn.Module, classes: Collection[str], limit: int, small: int, alike: Collection[int]
 ) -> Iterator[nn.Module]:
-    """Yield the units in ``module``; ``alike``: the ids of modules that have others like them.
+    """Yield the modules in ``module`` that are units. ``alike``: ids of modules with siblings of the same class.
 
-    Units have at most ``limit`` elements; up to ``small`` ones, those that are alike may have alike ones in them.
+    A unit has at most ``limit`` elements. Without ``classes``, a candidate of more than ``small`` elements gives way to
+    candidates inside it.
     """
     if gathering.is_leaf(module):
         return
@@ -180,13 +182,13 @@ def _alike(module: nn.Module) -> set[int]:
 
 
 def _has_alike(module: nn.Module) -> bool:
-    """Whether ``module`` has units in it that are alike."""
+    """Return whether ``module`` contains units that have siblings of the same class."""
     alike = {each for outer in module.modules() for each in _alike(outer)}
     return any(id(each) in alike and _is_whole(each) for each in module.modules())
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether ``module`` is called, and has sharded parameters in several modules."""
+    """Return whether ``module`` has a forward, and sharded parameters in several modules."""
     if type(module).forward is nn.Module.forward:
         return False
     owners = [each for each in module.modules() if any(map(zero3.is_sharded, each._parameters.values()))]

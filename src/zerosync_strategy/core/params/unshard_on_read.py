@@ -1,23 +1,23 @@
 """ZeRO-3: a parameter that is read where no hook has gathered it is unsharded for its reader (rule E1).
 
-A parameter read elsewhere than in its module (``F.linear(x, self.other.weight)``) is an empty tensor to a compiler, or
-still in flight, or gathered by chance and released before the backward. Here such a read returns a tensor of its own:
+A parameter read outside its module (``F.linear(x, self.other.weight)``) is an empty tensor to a compiler; or it is in
+flight; or it happens to be gathered and is resharded before the backward. Here, each read gets a tensor of its own:
 
 ==================================  ====================================================================
-who reads                           what it gets
+reader                              what it gets
 ==================================  ====================================================================
-a unit that runs, its own           the parameter
-a forward or backward, eagerly      the parameter, if it is there and stays; else a copy, or what is gathered for it;
-                                    what it reads again soon, once per unit's forward
-a trace                             that call in its graph, as one opaque operator; nothing is gathered
-guards, and anyone else             the parameter as it is; nothing is gathered
+a running unit, its own parameter   the parameter
+a forward or backward, eagerly      the parameter, if it is unsharded and stays so; else a copy or gathered
+                                    values; a unit's forward that reads it again soon reuses them
+a trace                             the read in its graph, as one opaque operator; nothing is gathered
+guards, and other readers           the parameter as it is; nothing is gathered
 ==================================  ====================================================================
 
 The tensor lives as long as something refers to it: the unit's forward that read it, and autograd nodes that saved it.
-No other reader shares it, because ranks must gather alike, and Python does not collect its garbage alike.
+No other reader shares it, because all ranks must gather alike, but Python's garbage collection differs between ranks.
 
-In graphs a placeholder stands for a parameter (``values.py``), so that no guard fails as the parameter is gathered and
-released. The hooks themselves are not for compilers: a trace stops at each (a graph break).
+In graphs, a placeholder stands for a parameter (``values.py``), so that no guard fails when the parameter is gathered
+or resharded. The hooks themselves are not compiled: each is a graph break.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
 from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
 from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
-_PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__, placeholders by parameter name
+_PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__: placeholders by parameter name
 
 
 class UnshardOnRead:
@@ -43,9 +43,9 @@ class UnshardOnRead:
     def __init__(self, engine: Any, values: ParameterValues) -> None:
         self._values = values
         self._handles: list[Any] = []
-        self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of the parameters that have properties
+        self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of parameters that have properties
         for module in engine.module.modules():
-            if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # another engine's
+            if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # handled by another engine
                 continue
             names = [name for name, param in module._parameters.items() if _is_sharded(param)]
             vars(module)[_PLACEHOLDERS] = _Placeholders.fromkeys(names)
@@ -66,20 +66,20 @@ class UnshardOnRead:
             handle.remove()
 
     def prepare_deepcompile(self) -> None:
-        """DeepCompile takes the hooks away and gathers what its graphs read: only eager frames still read here."""
+        """Read only for eager frames: DeepCompile removes the hooks and gathers what its graphs read."""
         self._values.leave()
         for module, names in self._modules.items():
             stock: Any = type(module).__bases__[0]
             module.__class__ = _readable(stock, names, _as_it_is)
 
     def forward_begins(self) -> None:
-        """A forward of the engine begins: what needs a gradient may be other parameters than before."""
+        """Make new placeholders if other parameters need a gradient than before."""
         with zero3.as_it_is():
             if [param.requires_grad for param, _ in self._given] != self._trained:
                 self._make_placeholders()
 
     def _make_placeholders(self) -> None:
-        self._given: list[tuple[Any, torch.Tensor]] = []  # which modules have
+        self._given: list[tuple[Any, torch.Tensor]] = []  # the placeholders of modules
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
@@ -93,7 +93,7 @@ class UnshardOnRead:
 
 
 class _Placeholders(dict[str, Any]):
-    """By name of the parameter. A copy of the module has ordinary parameters and needs none."""
+    """Placeholders by name of the parameter. A copy of the module has ordinary parameters and needs none."""
 
     def __deepcopy__(self, memo: Any) -> _Placeholders:
         return _Placeholders()
@@ -106,19 +106,19 @@ def _is_sharded(param: Any) -> bool:
 # ---- modules that can be read ------------------------------------------------------------------------------------
 
 
-_Traced = Callable[[Any, str], torch.Tensor]  # what a trace reads, of a module and the name of a parameter
+_Traced = Callable[[Any, str], torch.Tensor]  # (module, name of a parameter) -> what a trace reads
 
 
 @functools.cache
 def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
-    """``stock`` with a property for each parameter in ``names``; one class for all alike, so that they share code."""
+    """Return ``stock`` with a property for each parameter in ``names``; cached, so that modules share compiled code."""
     attributes: dict[str, Any] = {name: _property(name, traced) for name in names}
     attributes |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     return type(stock.__name__, (stock,), attributes)
 
 
 def _make_entries(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
-    """Let what ``state_dict()`` has found in ``module`` be what one rank may copy and save."""
+    """Make each entry that ``state_dict()`` has found in ``module`` an :class:`Entry`, which one rank may copy."""
     for name in module._parameters:
         if type(entry := entries.get(f"{prefix}{name}")) is Alias:
             entry.__class__ = Entry
@@ -129,11 +129,11 @@ def _gathered(module: Any, name: str) -> torch.Tensor:
 
 
 def _as_it_is(module: Any, name: str) -> torch.Tensor:
-    return module._parameters[name]  # the compiler gathers it
+    return module._parameters[name]  # DeepCompile gathers it
 
 
 def _property(name: str, traced: _Traced) -> property:
-    """What a module has by the name of a parameter. Pruning and its like put something else there, an attribute."""
+    """A module's attribute for a parameter. Pruning and the like replace the parameter by another attribute."""
 
     def replace(module: nn.Module, value: Any) -> None:
         vars(module)[_PLACEHOLDERS].pop(name, None)
@@ -158,8 +158,8 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     read_eagerly = torch.compiler.disable(_read_eagerly)
 
     def read(module: Any) -> Any:
-        # A trace does not look at a parameter that its module's hooks do not hold: it comes and goes, and its gradient,
-        # which is there in full, would not have its shape.
+        # A trace must not see a parameter that its module's hooks do not keep unsharded: it may be resharded,
+        # and its gradient, a full one, would not have its shape.
         if (
             module._zerosync_runs
             and name in module._zerosync_placeholders
@@ -176,7 +176,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
         return traced(module, name)
 
     for function in (read, is_in_use, is_at_rest, zero3.is_gathered):
-        skip_code(function.__code__)  # traced as part of what reads, never by itself
+        skip_code(function.__code__)  # traced only as part of the reader
     return read
 
 

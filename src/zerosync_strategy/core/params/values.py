@@ -1,7 +1,4 @@
-"""ZeRO-3: the values of a parameter for whoever reads or writes it while it is at rest (N1).
-
-What comes here is in ``intercepted.py``.
-"""
+"""ZeRO-3: the values of a parameter at rest, for the reads and writes that ``intercepted.py`` finds (N1)."""
 
 from __future__ import annotations
 
@@ -18,22 +15,23 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
-WATCHED_STEPS = 3  # in which modules that write to their own parameters through .data are found
+WATCHED_STEPS = 3  # first steps, in which all parameters are watched for module writes through .data
 _by_address: dict[int, tuple[ParameterValues, Any]] = {}  # address of a placeholder's memory -> its parameter
 
 
 class ParameterValues:
     """Gives the parameters of a ZeRO-3 engine their values while they are at rest.
 
-    ``scheduler`` gathers one into memory of its own: for the forward of a unit that reads it again soon, once.
-    ``class_at_rest`` returns its class at rest, from its own. Not ``gathers``: each operation on one is an error.
+    ``scheduler`` gathers a parameter into memory of its own; a unit's forward that reads it again soon reuses that.
+    ``class_at_rest`` maps a parameter's class to its class at rest. Without ``gathers``, each operation on a parameter
+    at rest is an error.
     """
 
     def __init__(
         self, scheduler: GatherScheduler, hooks: UnitHooks, class_at_rest: Callable[[type], type], gathers: bool
     ) -> None:  # fmt: skip
         self.scheduler, self._hooks, self._gathers = scheduler, hooks, gathers
-        self._expected: set[Record] = set()  # whose gradients may come while they are sharded
+        self._expected: set[Record] = set()  # may get gradients while sharded
         self._handles: list[Any] = []
         self._steps = 0
         self._in_shards: frozenset[Record] = frozenset()
@@ -43,7 +41,6 @@ class ParameterValues:
             record.intercept(self, class_at_rest(record.own_class))
 
     def detach(self) -> None:
-        """Nothing is left of this."""
         self.leave()
         for handle in self._handles:
             handle.remove()
@@ -60,11 +57,10 @@ class ParameterValues:
         self._records = []
 
     def begin_step(self, params: Iterable[Any]) -> None:
-        """The shards of ``params`` have the values of what is gathered of them, until :meth:`written`."""
+        """Until :meth:`written`, the shards of ``params`` already contain what was written to their gathered values."""
         self._in_shards = frozenset(map(record_of, params))
 
     def written(self, by_step: bool) -> None:
-        """An optimizer step or a checkpoint has written the shards."""
         self._steps += by_step
         self._in_shards = frozenset()
         if by_step and self._steps == WATCHED_STEPS:
@@ -75,7 +71,7 @@ class ParameterValues:
                 record.watched = record.found > 0
 
     def _tell_ranks(self) -> None:
-        """What one rank has found in its shard, all have: a copy has the values of all shards. Collective."""
+        """Share what each rank has found in its shard, because a copy has the values of all shards. Collective."""
         for process_group, group in self.scheduler.groups.items():
             of_group = [record for record in self._records if record.group is group]
             found = largest([record.found for record in of_group], process_group)
@@ -83,7 +79,7 @@ class ParameterValues:
                 record.found = of_any
 
     def resharding(self, record: Record) -> None:
-        """Carry what was written to gathered values to the shards, if those are not newer."""
+        """Carry writes to the gathered values over to the shards, unless the shards are newer."""
         if record in self._in_shards:
             record.forget_changes()
         elif record.stays:
@@ -103,7 +99,7 @@ class ParameterValues:
                 record.found += 1
 
     def _ask_device(self) -> None:
-        """Wait for what the device knows of writes to parameters (S3)."""
+        """Read the flags of writes to parameters from the device, for which the host waits (S3)."""
         flags = [(record, *unseen) for record in self._records for unseen in record.unseen.items()]
         if not flags:
             return
@@ -121,20 +117,20 @@ class ParameterValues:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a forward or a backward runs, and so reads."""
+        """Whether a forward or a backward is running, which may read."""
         return self._hooks.call is not None or in_backward()
 
     def memory(self, param: Any) -> Memory:
-        """Return the values of ``param``: its own memory, if it is there, or gathered. Collective."""
+        """Return the values of ``param``: its own memory if it is in use, else gathered values. Collective."""
         call = self._hooks.call
-        # A checkpoint may leave a forward that it repeats in the backward, and no hook says so.
+        # Activation checkpointing may stop a recomputed forward early, without a call of the hook at its end.
         reads: dict[Any, Memory] = {} if call is None or in_backward() else call.reads
         found = reads.get(param)
         if found is None or found.date != self.date(param):
             self.scheduler.arrive(param)
             record = record_of(param)
             record.settle()
-            # Without copies for readers, what a program's context has gathered is read where it is.
+            # Without copies for readers, a parameter that a context has gathered is read in place.
             is_claimed = not self._gathers and zero3.is_gathered(param) and record.claims
             if record.values is not None and (is_claimed or is_in_use(param)):
                 with zero3.as_it_is():
@@ -145,7 +141,7 @@ class ParameterValues:
                     f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
-                stays = zero3.is_gathered(param) and not record.is_in_own_memory  # which may be freed
+                stays = zero3.is_gathered(param) and not record.is_in_own_memory  # that memory may be freed
                 full = param.data if stays else self.scheduler.unshard(param)
             found = reads[param] = Memory(self, param, full)
             while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
@@ -153,7 +149,7 @@ class ParameterValues:
         return found
 
     def assign(self, param: Any, value: torch.Tensor) -> None:
-        """Do what ``param.data = value`` is meant to; a ``ValueError`` where its shape, dtype or device is another."""
+        """Do what ``param.data = value`` means; raise ``ValueError`` if shape, dtype or device differ."""
         self._check_alike(param, value)
         self.write_back(param, value.detach())
 
@@ -170,9 +166,9 @@ class ParameterValues:
             )
 
     def write_back(self, param: Any, full: torch.Tensor) -> None:
-        """Let ``param`` have the values ``full``: each rank takes its own part.
+        """Set the values of ``param`` to ``full``: each rank writes its own shard.
 
-        A ``RuntimeError``: this rank's shard is not in memory, or not in this form.
+        Raise ``RuntimeError`` if this rank's shard is not in memory, is quantized, or exists twice.
         """
         with torch.no_grad(), zero3.as_it_is():
             if not record_of(param).set_values(full):
@@ -184,13 +180,13 @@ class ParameterValues:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def differentiable(self, param: Any, full: torch.Tensor) -> torch.Tensor:
-        """Return the values ``full`` of ``param`` so that their gradient goes to it."""
+        """Return the values ``full`` of ``param`` as a tensor whose gradient goes to it."""
         self.expect_gradient(param)
-        # Gradients are summed where they meet: other traces' at the placeholder, those of ZeRO-3 at the parameter.
+        # Gradients add up where graphs meet: for other traces at the placeholder, under ZeRO-3 at the parameter.
         return _Read.apply(param, full)  # type: ignore[no-untyped-call]
 
     def placeholder(self, param: Any) -> torch.Tensor:
-        """Return what stands for ``param`` in graphs: of its shape, without its memory, and the same for good.
+        """Return the tensor for ``param`` in graphs: in its shape, without memory, and always the same one.
 
         Its gradient is added to the parameter's own.
         """
@@ -198,7 +194,7 @@ class ParameterValues:
         if trains not in placeholders:
             blank = torch.empty((), dtype=param.dtype, device=param.device).expand(zero3.full_shape(param))
             placeholder: torch.Tensor = blank
-            if trains:  # autograd makes the parameter's node, which takes gradients of the shape that it sees
+            if trains:  # autograd makes the parameter's node, which accepts gradients of the shape that it sees now
                 with zero3.as_it_is(), zero3.in_full_shapes((param,)), torch.enable_grad():
                     placeholder = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
                 placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # once it has its gradients
@@ -208,7 +204,7 @@ class ParameterValues:
         return placeholders[trains]
 
     def expect_gradient(self, param: Any) -> None:
-        """Somebody reads ``param`` whose gradient may come while it is sharded: autograd wants it in its shape then."""
+        """Prepare for a gradient of ``param`` while it is sharded: autograd then requires it to have its full shape."""
         if record_of(param) in self._expected or not param.requires_grad:
             return
         self._expected.add(record_of(param))
@@ -232,7 +228,7 @@ class ParameterValues:
 
 
 class _Read(torch.autograd.Function):
-    """Something in a parameter's stead; its gradient goes to the parameter's own node and joins those of other uses."""
+    """A stand-in for a parameter; its gradient goes to the parameter's own node and adds to those of other uses."""
 
     @staticmethod
     def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
@@ -245,7 +241,7 @@ class _Read(torch.autograd.Function):
 
 
 def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Any]:
-    """Return the parameter for which ``placeholder`` stands, after what gives it its values."""
+    """Return the :class:`ParameterValues` and the parameter for which ``placeholder`` stands."""
     return _by_address[placeholder.data_ptr()]
 
 
@@ -253,9 +249,9 @@ class Memory:
     """Values of a parameter, in memory that stays as long as something refers to it.
 
     Attributes:
-        full: its values, in its shape.
+        full: the values, in the parameter's shape.
         in_place: this is the parameter's own memory, which it keeps for its readers' backward.
-        date: when they were its values; see :meth:`ParameterValues.date`.
+        date: when these were its values; see :meth:`ParameterValues.date`.
     """
 
     def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
@@ -263,7 +259,7 @@ class Memory:
         self.date = values.date(param)
 
     def check(self) -> None:
-        """Raise if these are no longer the values of the parameter."""
+        """Raise if the parameter has other values now."""
         if self.date != self._values.date(self.param):
             raise RuntimeError(
                 f"A view of parameter {record_of(self.param).name}, sharded by ZeRO-3, was used after the parameter"
