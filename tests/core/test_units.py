@@ -459,6 +459,8 @@ def test_which_modules_are_units() -> None:
         assert named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, {}) == []
         set_z3_leaf_modules(net := Net(), [nn.Embedding])
         assert named(net, {"unit_modules": ("Block",)}, {}) == ["words", *blocks]
+        set_z3_leaf_modules(net := Net(), [nn.LayerNorm])  # each inside of a block, which is gathered as a whole
+        assert named(net, {}, {}) == blocks
         assert named(Net(), {"eager_frames": False}, {}) == blocks
         assert named(Net(), {"unit_modules": ["Linear"]}, {}) == []
         engine = make_engine(net := Net(), sgd(net), 3, SHARDED)

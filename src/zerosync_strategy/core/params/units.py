@@ -129,11 +129,12 @@ class Units:
             )
         whole = set(names) or not_split(module) & classes
         limit, small = config.max_live_parameters // 2, config.prefetch_bucket_size
-        chosen = list(_units(module, whole, limit, small, set()))
-        found = [*chosen, *(each for each in module.modules() if gathering.is_leaf(each))]
-        self.counts = Counter(type(unit).__name__ for unit in found)
+        wholes = set(map(id, _units(module, whole, limit, small, set())))
+        wholes.update(id(each) for each in module.modules() if gathering.is_leaf(each))
+        self.every = list(_every(module, wholes))
+        found = [unit.module for unit in self.every if id(unit.module) in wholes]
+        self.counts = Counter(type(each).__name__ for each in found)
         self.most_bytes = max((_sum(zero3.full_bytes, each) for each in found), default=0)
-        self.every = list(_every(module, set(map(id, found))))
 
 
 def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:
