@@ -9,7 +9,8 @@ It takes the calls of torch.distributed before a backend sees them, and carries 
 - Point to point calls match by their order between the two ranks.
 - Calls of an open group (``_start_coalescing``) are launched where it ends, and have one work, of the group: who waits
   for another, or puts two process groups into one, gets an error.
-- Torch's flight recorder has the calls as it has NCCL's, complete where all ranks have come to them.
+- Torch's flight recorder has the calls as it has NCCL's, complete where all ranks have come to them. Of a group, all
+  entries have one number, and the last one alone, which is the group's, is ever complete.
 - The calls of a rank over all its groups are in an order. If the orders of all ranks together have a circle, a run with
   blocking communicators may stop in it: the end of :func:`strict` raises, and names the calls.
 
@@ -103,8 +104,9 @@ class StrictCommunicator(TorchDispatchMode):
         self._directory = directory
         self._rank = dist.get_rank()
         self._calls: dict[str, int] = defaultdict(int)  # by place in which calls match, how many there were
+        self._launches: dict[str, int] = defaultdict(int)  # likewise; a group is one
         self._log: list[tuple[str, str]] = []  # of the calls in order: their keys, and what they are
-        # Of the last calls: torch's entry, the key and the ranks. Not the call: it has tensors.
+        # Of the last calls: torch's entry, the key, if it may be complete, and the ranks. Not the call: it has tensors.
         self._recorded: deque[tuple[dict[str, Any], str, list[int]]] = deque(maxlen=1000)
         self._group: list[_Call] | None = None  # the calls of an open group
         self.count: dict[str, int] = defaultdict(int)  # calls by kind of collective, and launches
@@ -133,7 +135,9 @@ class StrictCommunicator(TorchDispatchMode):
         place = f"{group.group_name} of {'-'.join(map(str, call.ranks))}"
         call.key = f"{place}/{self._calls[place]}".replace("/", "_").replace(" ", "-")
         self._calls[place] += 1
-        self._record(name, group, self._calls[place], call)
+        if not self._group:
+            self._launches[place] += 1
+        self._record(name, group, self._launches[place], call, "" if self._group is not None else call.key)
         if self._group is None:
             self._launch([call])
         else:
@@ -144,7 +148,7 @@ class StrictCommunicator(TorchDispatchMode):
         returns = len(func._schema.returns)
         return boxed if returns == 1 else (given[func._schema.arguments[0].name], boxed)
 
-    def _record(self, name: str, group: Any, number: int, call: _Call) -> None:
+    def _record(self, name: str, group: Any, number: int, call: _Call, key: str) -> None:
         frames, frame = [], sys._getframe(2)
         while frame is not None:
             frames.append({"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name})
@@ -154,13 +158,13 @@ class StrictCommunicator(TorchDispatchMode):
             "input_sizes": [list(tensor.shape) for tensor in call.inputs], "frames": frames, "retired": False,
             "is_p2p": name.strip("_") in ("send", "recv"), "time_created_ns": time.time_ns(),
         }  # fmt: skip
-        self._recorded.append((entry, call.key, call.ranks))
+        self._recorded.append((entry, key, call.ranks))
 
     def trace(self) -> bytes:
         """Return the last calls as torch's flight recorder has those of NCCL: complete where all ranks have come."""
 
         def state_of(key: str, ranks: list[int]) -> str:
-            return "completed" if all((self._directory / f"{key}.{rank}").exists() for rank in ranks) else "scheduled"
+            return "completed" if key and all((self._directory / f"{key}.{rank}").exists() for rank in ranks) else "scheduled"
 
         states = [(entry, state_of(key, ranks)) for entry, key, ranks in list(self._recorded)]
         return pickle.dumps({"entries": [entry | {"state": state} for entry, state in states]})
@@ -181,6 +185,8 @@ class StrictCommunicator(TorchDispatchMode):
         assert calls is not None
         if strangers := [call for call in calls if call.ranks != dist.get_process_group_ranks(group)]:
             raise StrictError(f"{strangers[0]} is in a group of calls over other ranks.")
+        if calls:
+            self._record("coalesced", group, self.last_number(), calls[-1], calls[-1].key)
         simulation = _simulation()
         with nullcontext() if simulation is None else simulation.silent():
             self._launch(calls)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.harness.engines import rank, start
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.harness.strict import StrictError, strict
+from zerosync_strategy.core.failures.flight_recorder import recorded
 
 
 def on_ranks(program: Callable[[int], Any], world_size: int = 2) -> list[Any]:
@@ -102,9 +103,11 @@ def test_a_group_of_calls_is_one_launch() -> None:
             work = group._end_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
             there = not tensors[rank()].isnan().any()
             work.wait()
-            return there, tensors[rank()].tolist(), communicator.count["reduce"], communicator.count["launches"]
+            (entry,) = recorded()  # of three
+            found = entry.name, entry.number, entry.complete
+            return there, tensors[rank()].tolist(), communicator.count["reduce"], communicator.count["launches"], found
 
-    assert run_ranks(run) == [(False, [3.0, 3.0], 2, 1)] * 2
+    assert run_ranks(run) == [(False, [3.0, 3.0], 2, 1, ("nccl:coalesced", 1, True))] * 2
 
 
 def swapped(number: int) -> None:

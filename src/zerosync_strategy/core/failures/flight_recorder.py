@@ -88,11 +88,15 @@ def recorded() -> tuple[Recorded, ...]:
 def _of_interest(
     entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], object]
 ) -> tuple[Recorded, ...]:
+    # Collectives that were launched as a group have one number. Only the last entry of it, the group's, is ever complete.
+    launched = {
+        (entry["process_group"][0], _is_gloos(entry), entry["collective_seq_id"]): entry
+        for entry in entries
+        if not entry["is_p2p"]
+    }
     last: dict[tuple[str, bool], Mapping[str, Any]] = {}
     incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
-    for entry in entries:
-        if entry["is_p2p"]:
-            continue
+    for entry in launched.values():
         group = entry["process_group"][0], _is_gloos(entry)
         last.pop(group, None)  # the last used comes last
         last[group] = entry
