@@ -164,7 +164,8 @@ class StrictCommunicator(TorchDispatchMode):
         """Return the last calls as torch's flight recorder has those of NCCL: complete where all ranks have come."""
 
         def state_of(key: str, ranks: list[int]) -> str:
-            return "completed" if key and all((self._directory / f"{key}.{rank}").exists() for rank in ranks) else "scheduled"
+            came = key and all((self._directory / f"{key}.{rank}").exists() for rank in ranks)
+            return "completed" if came else "scheduled"
 
         states = [(entry, state_of(key, ranks)) for entry, key, ranks in list(self._recorded)]
         return pickle.dumps({"entries": [entry | {"state": state} for entry, state in states]})

@@ -88,7 +88,7 @@ def recorded() -> tuple[Recorded, ...]:
 def _of_interest(
     entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], object]
 ) -> tuple[Recorded, ...]:
-    # Collectives that were launched as a group have one number. Only the last entry of it, the group's, is ever complete.
+    # Collectives launched as a group share a number. Only the last entry with it, the group's, is ever complete.
     launched = {
         (entry["process_group"][0], _is_gloos(entry), entry["collective_seq_id"]): entry
         for entry in entries
