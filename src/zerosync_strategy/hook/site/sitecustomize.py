@@ -5,7 +5,7 @@ import sys
 _folder = __file__.rpartition("/")[0]
 sys.path[:] = [
     place for place in sys.path if place.rstrip("/") != _folder
-]  # processes that this one starts add it anew
+]  # PYTHONPATH adds it again in child processes
 sys.path.insert(0, _folder)
 try:
     import zerosync_hook
