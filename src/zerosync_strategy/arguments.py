@@ -106,10 +106,7 @@ class StrategyArguments:
             )
 
     def name_all(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Give ``__init__(self, stage, *, config, **options)`` a signature that names every option.
-
-        LightningCLI, help texts and editors read it.
-        """
+        """Give ``init`` the signature that names every option, which LightningCLI, help texts and editors read."""
         keyword = inspect.Parameter.KEYWORD_ONLY
         stock_types = get_type_hints(self._stock.__init__)
         parameters = {

@@ -112,7 +112,7 @@ def building_model(sharding: AbstractContextManager[None], config: Any, stage: i
     with sharding:
         told = tell_transformers(config) if stage == 3 else None
         yield
-    del told  # outside of this context, transformers reads whole checkpoints
+    del told  # transformers does not shard what it builds outside of this context
 
 
 @contextmanager

@@ -171,8 +171,6 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return engine, [zero_optimizer], *scheduler
 
     def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
-        """Make an attached engine of ``module``, and return it with its optimizer."""
-
         def build() -> Any:
             if prepared is not None:
                 prepared.stop_refusing()

@@ -73,7 +73,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             warnings.warn(NO_STEP, stacklevel=1)
             return closure()
         if model.automatic_optimization:
-            zerosync.window.expect_last()  # the closure's backward is the last, as Lightning does the accumulation
+            zerosync.window.expect_last()  # the closure's backward: Lightning calls this after accumulation only
             self._closing = zerosync
         try:
             result = closure()

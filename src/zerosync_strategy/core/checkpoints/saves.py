@@ -94,8 +94,6 @@ class EngineSave:
 
 @dataclass
 class _Save:
-    """One checkpoint, of one engine or of several that belong together."""
-
     id: str = ""
     engines: list[EngineSave] = field(default_factory=list)
 

@@ -129,7 +129,6 @@ def _recorded(recorded: Recorded | None) -> str:
 
 
 def _place(state: RankState) -> str:
-    """Return the window, backward, module and line of the rank, as far as known."""
     known = [
         f"window {state.steps + 1}" if state.steps >= 0 else "",
         f"backward {state.backward}" if state.backward else "",

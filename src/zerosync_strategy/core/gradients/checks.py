@@ -49,5 +49,4 @@ class LocalChanges:
                 )
 
     def reset(self) -> None:
-        """Forget the gradients, because they are dropped."""
         self._seen = []

@@ -155,7 +155,6 @@ class Reducer:
         self._stream(lambda bucket: not bucket.pending)
 
     def needs_reduce_behind(self, behind: int) -> bool:
-        """Return whether :meth:`reduce_behind` has something to do."""
         return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
 
     def reduce_behind(self, behind: int) -> None:
@@ -286,7 +285,6 @@ class Reducer:
         return self._norm
 
     def norm_changed(self) -> None:
-        """Forget the norm, because the gradients in the shards have changed."""
         self._norm = None
 
     def reset_counts(self) -> None:

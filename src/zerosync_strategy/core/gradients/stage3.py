@@ -171,7 +171,6 @@ class PerParamShards(GradientShards):
         }
 
     def layout_of(self, param: Any) -> OwnedLayout:
-        """Return the layout that has ``param``."""
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
     @property

@@ -310,7 +310,6 @@ def _scalar_states(state: State, like: torch.Tensor) -> State:
 
 
 def _copied(scalars: State) -> State:
-    """Return a deep copy."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for key, value in scalars.items()

@@ -14,4 +14,4 @@ finally:
 zerosync_hook.install()
 
 del sys.modules["sitecustomize"]
-import sitecustomize  # noqa: E402, F401  the environment's own, which this one stood before; Python expects that there is none
+import sitecustomize  # noqa: E402, F401  the environment's own, hidden by this file; Python ignores that it is missing
